@@ -44,14 +44,13 @@ class SpeedComparison:
     @property
     def baseline(self) -> str:
         """The faster form of plain decoding, which the speed-up refers to."""
-        faster = statistics.median(self.plain1) >= statistics.median(self.plain)
-        return "plain1" if faster else "plain"
+        return max("plain1", "plain", key=lambda name: statistics.median(getattr(self, name)))
 
     @property
     def speedup(self) -> float:
         """Median of the paired ratios over the faster form of plain decoding."""
-        slow = self.plain1 if self.baseline == "plain1" else self.plain
-        return statistics.median(a / b for a, b in zip(self.speculative, slow, strict=True))
+        pairs = zip(self.speculative, getattr(self, self.baseline), strict=True)
+        return statistics.median(a / b for a, b in pairs)
 
 
 def check(

@@ -91,11 +91,10 @@ def profile(
             f" {plan.max_length}, and at least one step is needed"
         )
     engine.warm_up()
-    options: dict[str, Any] = {"ignore_eos": True, "speculative": speculative}
     name = Step.SPECULATIVE if speculative and engine.drafter else Step.PLAIN
     scheduler = engine.core.scheduler
     pacer, scheduler.pacer = scheduler.pacer, StepPacer(max_steps=1)
-    live = engine.submit(list(prompt), max_tokens=longest, **options)
+    live = engine.submit(list(prompt), max_tokens=longest, ignore_eos=True, speculative=speculative)
     try:
         while live.num_fed < len(prompt) and not live.done:
             engine.advance()
@@ -109,7 +108,11 @@ def profile(
         scheduler.pacer = pacer
     program = engine.executables[ProgramKey(name, Variant.GREEDY)]
     found = _kernels(trace, program.compiled.as_text() or "", steps)
-    return Profile(name, steps, wall / steps, _parts(found), found)
+    parts: dict[str, float] = collections.defaultdict(float)
+    for kernel in found:
+        parts[kernel.part] += kernel.seconds
+    largest_first = dict(sorted(parts.items(), key=lambda item: -item[1]))
+    return Profile(name, steps, wall / steps, largest_first, found)
 
 
 def _traced(engine: Engine, steps: int, keep: Path | None) -> tuple[float, Any]:
@@ -170,10 +173,3 @@ def _events(trace: Any, module: str) -> Iterator[tuple[str, float]]:
         stats = {} if event.name.startswith("end: ") else dict(event.stats)
         if stats.get("hlo_module") == module and "hlo_op" in stats:
             yield stats["hlo_op"], event.duration_ns * 1e-9
-
-
-def _parts(kernels: Sequence[Kernel]) -> dict[str, float]:
-    sums: dict[str, float] = collections.defaultdict(float)
-    for kernel in kernels:
-        sums[kernel.part] += kernel.seconds
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))

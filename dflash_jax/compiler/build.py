@@ -146,8 +146,10 @@ def _compile(program: Program) -> Executable:
     started = time.perf_counter()
     lowered = lower(program)
     compiled = lowered.compile(compiler_options=OPTIONS)
-    leaves = jax.tree.leaves([program.arguments[i] for i in program.donated])
-    donated = sum(map(_bytes_per_device, leaves))
+    donated = 0
+    for x in jax.tree.leaves([program.arguments[i] for i in program.donated]):
+        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+        donated += math.prod(shape) * x.dtype.itemsize  # on one device
     seconds = time.perf_counter() - started
     built = Executable(program.key, compiled, lowered, donated, seconds)
     if built.aliased_bytes < donated:
@@ -156,11 +158,6 @@ def _compile(program: Program) -> Executable:
             " bytes of its state in every call; this is a defect, please report it with the plan"
         )
     return built
-
-
-def _bytes_per_device(leaf: Any) -> int:
-    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-    return math.prod(shape) * leaf.dtype.itemsize
 
 
 class CompiledPrograms:

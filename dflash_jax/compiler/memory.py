@@ -13,7 +13,7 @@ from dflash_jax.compiler.models import abstract_params, abstract_state, by_path
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import StructuredWeight
-from dflash_jax.state import DecodeState, LayerCache, RecurrentCache
+from dflash_jax.state import LayerCache, RecurrentCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +62,26 @@ def weight_bytes(
 
 
 def budget(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Budget:
-    """Return the memory that a resolved plan needs."""
+    """Return the memory that a resolved plan needs.
+
+    Temporaries hold one layer's scores, activations and experts, logits, taps, recurrent updates,
+    and the caches of a row that is prefilled by itself. Recurrent updates hold convolution inputs,
+    keys, corrections and decays until the commit.
+    """
     weights = sum(sum(sizes.values()) for sizes in weight_bytes(plan, target, drafter).values())
-    state = abstract_state(plan, target, drafter)
-    temporaries = _temporary_bytes(plan, target, drafter, state)
-    return Budget(weights, tree_bytes(state), temporaries, plan.prefix_cache)
+    state, item = abstract_state(plan, target, drafter), jnp.dtype(plan.dtype).itemsize
+    wide = max(plan.rows * plan.block, plan.fed_rows * plan.chunk)
+    scores = 3 * 4 * wide * target.num_heads * plan.slots
+    hidden = 8 * item * wide * (target.hidden_size + target.intermediate_size)
+    logits = 4 * 4 * plan.rows * plan.block * target.vocab_size
+    experts = 8 * wide * target.num_experts * target.expert_size  # all of them, gate and up
+    taps = wide * target.hidden_size * (len(drafter.target_layer_ids) if drafter else 0)
+    recurrent = [c for c in state.target if isinstance(c, RecurrentCache)]
+    updates = sum(c.inputs.shape[2] * (4 + item) + c.state.shape[1] * 4 for c in recurrent)
+    layer = max((tree_bytes(c.state) for c in recurrent), default=0)
+    row = tree_bytes(state) // plan.rows if plan.fed_rows < plan.rows else 0
+    temporaries = scores + hidden + logits + experts + 2 * taps * item + wide * updates + 4 * layer
+    return Budget(weights, tree_bytes(state), temporaries + row, plan.prefix_cache)
 
 
 def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, step: Step) -> StepWork:
@@ -134,29 +149,6 @@ def _attention_flops(caches: Any, tokens: int, c: TargetConfig | DrafterConfig) 
     """Count attention scores and weighted sums over every cache."""
     sizes = sum(x.slots * x.k.shape[3] for x in caches if isinstance(x, LayerCache))
     return 4 * tokens * c.num_heads * sizes
-
-
-def _temporary_bytes(
-    plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, state: DecodeState
-) -> int:
-    """Return an upper estimate of scratch memory.
-
-    It holds one layer's scores, activations and experts, logits, taps, recurrent updates, and the
-    caches of a row that is prefilled by itself. Recurrent updates hold convolution inputs, keys,
-    corrections and decays until the commit.
-    """
-    item = jnp.dtype(plan.dtype).itemsize
-    wide = max(plan.rows * plan.block, plan.fed_rows * plan.chunk)
-    scores = 3 * 4 * wide * target.num_heads * plan.slots
-    hidden = 8 * item * wide * (target.hidden_size + target.intermediate_size)
-    logits = 4 * 4 * plan.rows * plan.block * target.vocab_size
-    experts = 8 * wide * target.num_experts * target.expert_size  # all of them, gate and up
-    taps = wide * target.hidden_size * (len(drafter.target_layer_ids) if drafter else 0)
-    recurrent = [c for c in state.target if isinstance(c, RecurrentCache)]
-    updates = sum(c.inputs.shape[2] * (4 + item) + c.state.shape[1] * 4 for c in recurrent)
-    layer = max((tree_bytes(c.state) for c in recurrent), default=0)
-    row = tree_bytes(state) // plan.rows if plan.fed_rows < plan.rows else 0
-    return scores + hidden + logits + experts + 2 * taps * item + wide * updates + 4 * layer + row
 
 
 def gibi(n: float) -> str:

@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 
 from dflash_jax.compiler import models, two_devices
 from dflash_jax.compiler.keys import LOGITS_VARIANTS, STEP_VARIANTS, ProgramKey, Step, Variant
+from dflash_jax.compiler.placement import device_mesh, shardings
 from dflash_jax.compiler.settings import isolated_jax_config
-from dflash_jax.compiler.sharding import device_mesh, placed, shardings
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.decode import inputs as given
 from dflash_jax.decode import rows, steps
@@ -76,8 +76,9 @@ def declare(
     drafter_pair = dataclasses.replace(pair, target=Decoder(target))
     target_side = _Declaration(plan, target_pair, target_params, target_state)
     drafter_side = _Declaration(plan, drafter_pair, drafter_params, drafter_state)
-    verifying, drafting = target_side.of_target(variants), drafter_side.of_drafter(variants)
-    return two_devices.join(plan, verifying, drafting, drafter_side.updates())
+    of_target = [*target_side.without_drafts(variants), *map(target_side.verify, variants)]
+    of_drafter = [*map(drafter_side.draft, variants), *drafter_side.row_programs()]
+    return two_devices.join(plan, of_target, of_drafter, drafter_side.updates())
 
 
 def _array(dtype: Any, *shape: int) -> Any:
@@ -100,22 +101,12 @@ class _Declaration:
 
     def all(self, variants: Sequence[Variant]) -> Iterator[Program]:
         """All programs of a plan whose models share a device."""
-        yield from self._without_drafts(variants)
+        yield from self.without_drafts(variants)
         for variant in variants if self.pair.drafter else ():
             if variant == Variant.CONSTRAINED:
-                yield from (self._draft(variant), self._verify(variant))
+                yield from (self.draft(variant), self.verify(variant))
             else:
                 yield self._decode(Step.SPECULATIVE, variant)
-
-    def of_target(self, variants: Sequence[Variant]) -> Iterator[Program]:
-        """The programs of a target whose drafter is on another device."""
-        yield from self._without_drafts(variants)
-        yield from map(self._verify, variants)
-
-    def of_drafter(self, variants: Sequence[Variant]) -> Iterator[Program]:
-        """The programs of a drafter on a device of its own, except for `updates`."""
-        yield from map(self._draft, variants)
-        yield from self._row_programs()
 
     def updates(self) -> dict[int, Program]:
         """Programs that update a drafter on its own device, by the tokens the target was fed."""
@@ -128,19 +119,23 @@ class _Declaration:
             found[fed] = self._model(Step.UPDATE_DRAFTER, None, steps.update_drafter, inputs)
         return found
 
-    def _without_drafts(self, variants: Sequence[Variant]) -> Iterator[Program]:
+    def without_drafts(self, variants: Sequence[Variant]) -> Iterator[Program]:
+        """Programs of a target alone."""
         b, chunk = self.plan.rows, _int32(1, self.plan.chunk)
         forced = given.ForcedTokensInputs(_int32(b, self.plan.block), _int32(b), _int32(b))
         prompt = given.PromptLogprobsInputs(_int32(), chunk, following=chunk, fresh=_flags(1))
         yield self._model(Step.FORCED_TOKENS, None, steps.forced_tokens, forced)
         yield self._model(Step.PROMPT_LOGPROBS, None, steps.prompt_logprobs, prompt)
-        yield from self._row_programs()
+        yield from self.row_programs()
         if not set(LOGITS_VARIANTS).isdisjoint(variants):
-            yield self._set_logits_state()
+            bias, prompt, counts = (of(self.vocab) for of in (_float32, _flags, _int32))
+            row = given.SetLogitsStateInputs(_int32(), bias, prompt, counts, _float32(3), _flags())
+            arguments = (None, None, self.logits_state, row)
+            yield Program(ProgramKey(Step.SET_LOGITS_STATE), _set_row, arguments, STATES)
         for variant in variants:
             yield from (self._prefill(variant), self._decode(Step.PLAIN, variant))
 
-    def _row_programs(self) -> Iterator[Program]:
+    def row_programs(self) -> Iterator[Program]:
         """Programs that change rows without a model: pending tokens, broken rows, prefixes."""
         plan, b = self.plan, self.plan.rows
         anchor = given.ReplaceAnchorInputs(rows=_flags(b), anchor=_int32(b))
@@ -181,23 +176,17 @@ class _Declaration:
             return program
         return _wrapped(program, steps.multi_step, max_steps=plan.steps_per_call, width=width)
 
-    def _draft(self, variant: Variant) -> Program:
+    def draft(self, variant: Variant) -> Program:
+        """The drafting half of a speculative step."""
         return self._model(Step.DRAFT, variant, draft, given.DecodeInputs(self.rules))
 
-    def _verify(self, variant: Variant) -> Program:
+    def verify(self, variant: Variant) -> Program:
+        """The verifying half of a speculative step."""
         b, t = self.plan.rows, self.plan.block
         q = None if variant == Variant.GREEDY else _float32(b, t - 1, self.vocab)
         block = Draft(_int32(b, t), q=q, finite=_flags(b), num_drafts=_int32(b))
         inputs = given.DecodeInputs(self.rules, masks=self._masks(variant, b, t), draft=block)
         return self._model(Step.VERIFY, variant, steps.verify, inputs)
-
-    def _set_logits_state(self) -> Program:
-        bias, prompt, counts = (of(self.vocab) for of in (_float32, _flags, _int32))
-        inputs = given.SetLogitsStateInputs(
-            _int32(), bias, prompt, counts, penalties=_float32(3), reports=_flags()
-        )
-        arguments = (None, None, self.logits_state, inputs)
-        return Program(ProgramKey(Step.SET_LOGITS_STATE), _set_row, arguments, STATES)
 
     def _masks(self, variant: Variant, rows: int, places: int) -> jax.ShapeDtypeStruct | None:
         if variant != Variant.CONSTRAINED:
@@ -243,6 +232,6 @@ def _over_devices(program: Program, mesh: Mesh, axes: Mapping[str, int]) -> Prog
     results = jax.eval_shape(program.function, *program.arguments)
     return dataclasses.replace(
         program,
-        arguments=tuple(placed(x, shardings(mesh, x, axes)) for x in program.arguments),
+        arguments=tuple(two_devices.placed(x, shardings(mesh, x, axes)) for x in program.arguments),
         placement=tuple(shardings(mesh, x, axes) for x in results),
     )

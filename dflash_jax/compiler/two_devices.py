@@ -15,8 +15,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from dflash_jax.compiler.keys import ProgramKey, Step, Variant
-from dflash_jax.compiler.sharding import placed
-from dflash_jax.decode.inputs import DecodeInputs, SegmentInputs, UpdateDrafterInputs
+from dflash_jax.decode.inputs import DecodeInputs, UpdateDrafterInputs
 from dflash_jax.decode.pair import Params
 from dflash_jax.decode.rows import Segment
 from dflash_jax.errors import PlanError
@@ -114,15 +113,20 @@ def join(
                 speculative = ProgramKey(Step.SPECULATIVE, variant)
                 add(speculative, transfers.speculative, part, drafts[drafting], update)
         else:
-            take = step == Step.TAKE_SEGMENT
-            call = transfers.take_segment if take else transfers.change_rows
-            add(key, call, part, drafts[key])
+            add(key, transfers.rows, part, drafts[key])
     if put := joined.get(ProgramKey(Step.PUT_SEGMENT)):
         inputs, other = (part.arguments[3] for part in put.parts)
         segment = Segment(inputs.segment.target, other.segment.draft)
         arguments = (*put.arguments[:3], dataclasses.replace(inputs, segment=segment))
         joined[put.key] = dataclasses.replace(put, arguments=arguments)
     return joined
+
+
+def placed(shapes: Any, shardings: Any) -> Any:
+    """Return shapes with the sharding of their arrays."""
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, shardings
+    )
 
 
 def _on(device: jax.Device, program: Any) -> Any:
@@ -182,17 +186,14 @@ class _Transfers:
         after, *rest = parts[0](split_params(params)[0], state.target_state, logits, inputs)
         return TwoDeviceState(after, state.drafter_state), *rest
 
-    def change_rows(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
-        """Change the rows of both models, each with its part of a segment."""
+    def rows(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
+        """Change the rows of both models, or take a segment of both; each has its part of one."""
         given = [inputs, inputs]
-        if isinstance(inputs, SegmentInputs):
-            segments = Segment(inputs.segment.target, ()), Segment((), inputs.segment.draft)
-            given = [dataclasses.replace(inputs, segment=segment) for segment in segments]
+        if segment := getattr(inputs, "segment", None):
+            segments = Segment(segment.target, ()), Segment((), segment.draft)
+            given = [dataclasses.replace(inputs, segment=own) for own in segments]
         calls = zip(parts, state, given, strict=True)
-        return TwoDeviceState(*(part(None, own, None, x)[0] for part, own, x in calls)), None, None
-
-    def take_segment(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
-        """Return a segment of both models."""
-        pairs = zip(parts, state, strict=True)
-        target, drafter = (part(None, own, None, inputs)[-1] for part, own in pairs)
-        return None, None, Segment(target.target, drafter.draft)
+        target, drafter = (part(None, own, None, x) for part, own, x in calls)
+        if taken := target[-1]:
+            return None, None, Segment(taken.target, drafter[-1].draft)
+        return TwoDeviceState(target[0], drafter[0]), None, None

@@ -53,6 +53,7 @@ from dflash_jax.state import (
 
 Processing = LogitsState | None  # None if logits are not processed
 Stepped = tuple[DecodeState, Processing, StepOutput]
+StepFn = Callable[..., Stepped]
 
 
 def prefill(
@@ -241,16 +242,12 @@ def update_drafter(
 
 
 def single_row(
-    step: Callable[..., Stepped],
-    params: Params,
-    state: DecodeState,
-    logits_state: Processing,
-    inputs: PrefillInputs,
+    run: StepFn, params: Params, state: DecodeState, logits_state: Processing, inputs: PrefillInputs
 ) -> Stepped:
     """Run a prefill on one row only; the others cost nothing and keep their bits.
 
     Args:
-      step: a prefill of all rows of the state that it is given.
+      run: a prefill of all rows of the state that it is given.
       inputs: arrays of one row, except for the rules, which are those of all rows.
     """
     row, rules = inputs.row, inputs.rules
@@ -268,7 +265,7 @@ def single_row(
 
     def body(carry: Any) -> Any:
         done = ~carry[0]
-        *part, out = step(params, *carry[1], one)
+        *part, out = run(params, *carry[1], one)
         return done, tuple(part), out
 
     _, part, out = jax.lax.while_loop(cond, body, (row >= 0, part, empty))
@@ -276,7 +273,7 @@ def single_row(
 
 
 def multi_step(
-    step: Callable[..., Stepped],
+    step: StepFn,
     params: Params,
     state: DecodeState,
     logits_state: None,

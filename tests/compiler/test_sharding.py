@@ -13,7 +13,7 @@ import pytest
 from dflash_jax import Plan
 from dflash_jax.compiler import resolve
 from dflash_jax.compiler.models import abstract_params, model_axes
-from dflash_jax.compiler.sharding import device_mesh
+from dflash_jax.compiler.placement import device_mesh
 from dflash_jax.config.family import drafter_kinds
 from dflash_jax.errors import PlanError
 from dflash_jax.testing import (
