@@ -190,9 +190,8 @@ def _shared_layers(target: TargetConfig, drafter: DrafterConfig, plan: Plan) -> 
     scale, cap = used.input_embedding_scale or 1.0, used.final_logit_softcapping or 0.0
     if used.rounded_embedding_scale:
         scale = float(jax.numpy.dtype(plan.dtype).type(scale))
-    own = [drafter.input_embedding_scale, drafter.final_logit_softcapping]
-    whose = ["" if value in (1, 0) else " (the target's)" for value in (scale, cap)]
-    whose = [text if value is None else "" for text, value in zip(whose, own, strict=True)]
+    pairs = (drafter.input_embedding_scale, scale), (drafter.final_logit_softcapping, cap)
+    whose = [" (the target's)" * (own is None and value not in (0, 1)) for own, value in pairs]
     return f"embedding x{scale:g}{whose[0]}  softcap {f'{cap:g}' if cap else 'none'}{whose[1]}"
 
 

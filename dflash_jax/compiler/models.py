@@ -148,19 +148,19 @@ def _variables(target: TargetConfig, drafter: DrafterConfig | None, kind: str) -
 @isolated_jax_config()
 def _shapes(init: Callable[..., Params], *configs: TargetConfig | DrafterConfig) -> dict[str, Any]:
     """Return shapes of a model's variables, as float32. Tracing a large model takes seconds."""
-    return jax.eval_shape(lambda: init(*configs, jax.random.key(0)))
+    return jax.eval_shape(lambda: init(*configs))
 
 
 _LEAST = Plan(max_length=2, block=2, chunk=1, dtype="float32", rings=False)
 
 
-def _init_target(target: TargetConfig, key: jax.Array) -> Params:
+def _init_target(target: TargetConfig) -> Params:
     caches, start = target_caches(target, CacheMaker(_LEAST)), jnp.zeros((1,), jnp.int32)
     module: Any = build_target(target)
-    return module.init(key, jnp.zeros((1, 1), jnp.int32), caches, start)
+    return module.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32), caches, start)
 
 
-def _init_drafter(target: TargetConfig, drafter: DrafterConfig, key: jax.Array) -> Params:
+def _init_drafter(target: TargetConfig, drafter: DrafterConfig) -> Params:
     x, start = jnp.zeros((1, 1, target.hidden_size), jnp.float32), jnp.zeros((1,), jnp.int32)
     caches = drafter_caches(drafter, CacheMaker(_LEAST))
-    return build_drafter(paired(target, drafter)).init(key, x, caches, start)
+    return build_drafter(paired(target, drafter)).init(jax.random.key(0), x, caches, start)

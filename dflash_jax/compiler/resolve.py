@@ -60,7 +60,7 @@ def _completed(
         return plan
     layout: WeightLayout = "row_major"
     if cpu and _one_device(plan) and plan.weights == "float":
-        tokens = plan.rows * (plan.block if drafter or plan.exact else 1)  # per step
+        tokens = plan.rows * (plan.block if drafter else plan.plain_width)  # per step
         layout = _fastest_layout(plan.dtype, target.hidden_size, tokens)
     return dataclasses.replace(plan, weight_layout=layout)
 

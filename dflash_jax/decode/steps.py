@@ -71,8 +71,7 @@ def prefill(
     num_tokens, zero = jnp.minimum(num_fed, 1), jnp.zeros_like(num_fed)
     sampled = pair.sampled
     token = sampling.choose_token(logits, zero, state.position + num_fed, rules, sampled=sampled)
-    end = state.position + num_fed
-    best = sampling.next_best(logits, token, zero, end, rules, sampled=sampled)
+    best = sampling.next_best(logits, token, zero, state.position + num_fed, rules, sampled=sampled)
     logprobs = logits_state.logprobs(raw, token[:, None]) if logits_state else None
     finite = (finite_places(raw) > 0) | (num_tokens == 0)
     odds = sampling.call_odds(raw, token, zero, rules)
