@@ -157,7 +157,7 @@ def play(engine: Engine, turn: Turn, recovery: Recovery | None) -> ReplayedTurn:
 
 def outcome_of(engine: Engine, turn: Turn, result: Result) -> str:
     """Return the class of an answer; a call counts if it is complete and fits its schema."""
-    if tokenizer := engine.tokenizer:
+    if (tokenizer := engine.tokenizer) is not None:
         if not (result.text or "").strip():
             return "empty"
         text, syntax = tokenizer.raw(result.token_ids), syntax_of(tokenizer.teaches)
