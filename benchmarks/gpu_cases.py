@@ -20,7 +20,7 @@ from dflash_jax.config import (
     read_target_config,
 )
 from dflash_jax.decode.drafting import draft as draft_block
-from dflash_jax.decode.inputs import DecodeInputs, VerifyInputs
+from dflash_jax.decode.inputs import DecodeInputs
 from dflash_jax.decode.pair import Pair
 from dflash_jax.decode.steps import verify_block
 from dflash_jax.nn.draft import Draft
@@ -192,7 +192,7 @@ def logits_step(
     if drafted:
         alive = jnp.ones_like(state.anchor, bool)
         draft = Draft(block, None, alive, jnp.full_like(state.anchor, block.shape[1] - 1))
-    inputs = VerifyInputs(draft, rules)
+    inputs = DecodeInputs(rules, draft=draft)
     logits, state, _, out = verify_block(pair, params, state, None, inputs)
     return logits, state, out
 

@@ -16,9 +16,9 @@ from dflash_jax import published
 from dflash_jax.checkpoint import is_checkpoint
 from dflash_jax.compiler.cache import CompilationCache, use_compilation_cache
 from dflash_jax.compiler.models import model_axes, weight_specs
+from dflash_jax.compiler.placement import device_mesh, param_shardings
 from dflash_jax.compiler.resolve import resolve_here, wide_block
 from dflash_jax.compiler.settings import isolated_jax_config
-from dflash_jax.compiler.sharding import device_mesh, param_shardings
 from dflash_jax.config import (
     DrafterConfig,
     TargetConfig,

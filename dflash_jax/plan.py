@@ -305,6 +305,11 @@ class Plan:
         return max(self.chunk, self.block)
 
     @property
+    def plain_width(self) -> int:
+        """Tokens that a plain step feeds to a row."""
+        return self.block if self.exact else 1
+
+    @property
     def fed_rows(self) -> int:
         """Rows that a prefill call feeds.
 

@@ -17,6 +17,9 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num, UInt32
 
+Logits = Float[Array, "B T V"]
+RowInts = Int[Array, " B"]  # an integer for each row
+
 
 @struct.dataclass
 class LayerCache:

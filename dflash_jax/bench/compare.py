@@ -1,6 +1,7 @@
 """Equality and speed of speculative against plain decoding, in paired measurements."""
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -27,11 +28,8 @@ class LosslessCheck:
     @property
     def first_difference(self) -> int | None:
         """Index of the first output token that differs; None if all are equal."""
-        pairs = zip(self.speculative.token_ids, self.plain.token_ids, strict=False)
-        places = [i for i, (a, b) in enumerate(pairs) if a != b]
-        if places or self.equal:
-            return places[0] if places else None
-        return min(len(self.speculative.token_ids), len(self.plain.token_ids))
+        pairs = itertools.zip_longest(self.speculative.token_ids, self.plain.token_ids)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +44,13 @@ class SpeedComparison:
     @property
     def baseline(self) -> str:
         """The faster form of plain decoding, which the speed-up refers to."""
-        faster = statistics.median(self.plain1) >= statistics.median(self.plain)
-        return "plain1" if faster else "plain"
+        return max("plain1", "plain", key=lambda name: statistics.median(getattr(self, name)))
 
     @property
     def speedup(self) -> float:
         """Median of the paired ratios over the faster form of plain decoding."""
-        slow = self.plain1 if self.baseline == "plain1" else self.plain
-        return statistics.median(a / b for a, b in zip(self.speculative, slow, strict=True))
+        pairs = zip(self.speculative, getattr(self, self.baseline), strict=True)
+        return statistics.median(a / b for a, b in pairs)
 
 
 def check(
@@ -92,9 +89,8 @@ def compare(
     speeds: dict[str, list[float]] = {"speculative": [], "plain": [], "plain1": []}
     started = time.perf_counter()
     while len(speeds["plain1"]) < repeats or time.perf_counter() < started + seconds:
-        fast = engine.generate(prompt, **options, speculative=True)
-        slow = engine.generate(prompt, **options, speculative=False)
-        one = single.generate(prompt, **options)
-        for name, result in (("speculative", fast), ("plain", slow), ("plain1", one)):
-            speeds[name].append(result.stats.tokens_per_s)
+        again = check(engine, prompt, **options)
+        results = (again.speculative, again.plain, single.generate(prompt, **options))
+        for times, result in zip(speeds.values(), results, strict=True):
+            times.append(result.stats.tokens_per_s)
     return SpeedComparison(checked, **speeds)

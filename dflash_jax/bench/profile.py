@@ -61,10 +61,8 @@ class Profile:
             f"{self.program}: {self.wall_s * 1e3:.3f} ms a step over {self.steps} steps,"
             f" operations {busy * 1e3:.3f} ms, {len(self.kernels)} of them"
         )
-        lines = [
-            f"  {name:20} {seconds * 1e3:9.3f} ms {100 * seconds / busy:5.1f} %"
-            for name, seconds in self.parts.items()
-        ]
+        form = "  {:20} {:9.3f} ms {:5.1f} %".format
+        lines = (form(name, s * 1e3, 100 * s / busy) for name, s in self.parts.items())
         return "\n".join([head, *lines])
 
 
@@ -93,11 +91,10 @@ def profile(
             f" {plan.max_length}, and at least one step is needed"
         )
     engine.warm_up()
-    options: dict[str, Any] = {"ignore_eos": True, "speculative": speculative}
     name = Step.SPECULATIVE if speculative and engine.drafter else Step.PLAIN
     scheduler = engine.core.scheduler
     pacer, scheduler.pacer = scheduler.pacer, StepPacer(max_steps=1)
-    live = engine.submit(list(prompt), max_tokens=longest, **options)
+    live = engine.submit(list(prompt), max_tokens=longest, ignore_eos=True, speculative=speculative)
     try:
         while live.num_fed < len(prompt) and not live.done:
             engine.advance()
@@ -111,7 +108,11 @@ def profile(
         scheduler.pacer = pacer
     program = engine.executables[ProgramKey(name, Variant.GREEDY)]
     found = _kernels(trace, program.compiled.as_text() or "", steps)
-    return Profile(name, steps, wall / steps, _parts(found), found)
+    parts: dict[str, float] = collections.defaultdict(float)
+    for kernel in found:
+        parts[kernel.part] += kernel.seconds
+    largest_first = dict(sorted(parts.items(), key=lambda item: -item[1]))
+    return Profile(name, steps, wall / steps, largest_first, found)
 
 
 def _traced(engine: Engine, steps: int, keep: Path | None) -> tuple[float, Any]:
@@ -143,9 +144,8 @@ def _kernels(trace: Any, hlo: str, steps: int) -> tuple[Kernel, ...]:
     for text in re.split(r"\n(?=%|ENTRY)", hlo):  # computations, callees first
         for line in _LINE.finditer(text):
             rest = text[line.end() : text.find("\n", line.end())]
-            called = _CALLS.search(rest)
             part = _named(rest)
-            if part == REST and called:
+            if part == REST and (called := _CALLS.search(rest)):
                 part = bodies.get(called[1], REST)
             if line[2] not in _CONTAINERS:
                 parts[line[1]] = part
@@ -153,13 +153,11 @@ def _kernels(trace: Any, hlo: str, steps: int) -> tuple[Kernel, ...]:
             bodies[body[1]] = _named(text)
     header = re.match(r"HloModule ([\w.-]+)", hlo)
     module = header[1] if header else ""
-    seconds: dict[str, float] = collections.defaultdict(float)
-    calls: collections.Counter[str] = collections.Counter()
-    for name, spent in _events(trace, module):
+    times: dict[str, list[float]] = collections.defaultdict(list)
+    for name, seconds in _events(trace, module):
         if name in parts:
-            seconds[name] += spent
-            calls[name] += 1
-    kernels = [Kernel(n, parts[n], s / steps, calls[n] / steps) for n, s in seconds.items()]
+            times[name].append(seconds)
+    kernels = [Kernel(n, parts[n], sum(t) / steps, len(t) / steps) for n, t in times.items()]
     return tuple(sorted(kernels, key=lambda k: -k.seconds))
 
 
@@ -171,18 +169,7 @@ def _named(text: str) -> str:
 
 def _events(trace: Any, module: str) -> Iterator[tuple[str, float]]:
     """Yield the operations of a module and their seconds, from all planes of the trace."""
-    for plane in trace.planes:
-        for line in plane.lines:
-            for event in line.events:
-                if event.name.startswith("end: "):
-                    continue
-                stats = dict(event.stats)
-                if stats.get("hlo_module") == module and "hlo_op" in stats:
-                    yield stats["hlo_op"], event.duration_ns * 1e-9
-
-
-def _parts(kernels: Sequence[Kernel]) -> dict[str, float]:
-    sums: dict[str, float] = collections.defaultdict(float)
-    for kernel in kernels:
-        sums[kernel.part] += kernel.seconds
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+    for event in (e for plane in trace.planes for line in plane.lines for e in line.events):
+        stats = {} if event.name.startswith("end: ") else dict(event.stats)
+        if stats.get("hlo_module") == module and "hlo_op" in stats:
+            yield stats["hlo_op"], event.duration_ns * 1e-9

@@ -147,12 +147,8 @@ def prompt_of(turn: Turn, engine: Engine) -> list[int]:
 
 def play(engine: Engine, turn: Turn, recovery: Recovery | None) -> ReplayedTurn:
     """Answer a turn greedily, with and without drafting."""
-    options: dict[str, Any] = {
-        "max_tokens": turn.max_tokens,
-        "recovery": recovery,
-        "tools": turn.tools,
-        "tool_choice": turn.tool_choice,
-    }
+    options: dict[str, Any] = {"tools": turn.tools, "tool_choice": turn.tool_choice}
+    options |= {"max_tokens": turn.max_tokens, "recovery": recovery}
     prompt = prompt_of(turn, engine)
     fast = engine.generate(prompt, **options)
     slow = engine.generate(prompt, **options, speculative=False)
@@ -161,13 +157,12 @@ def play(engine: Engine, turn: Turn, recovery: Recovery | None) -> ReplayedTurn:
 
 def outcome_of(engine: Engine, turn: Turn, result: Result) -> str:
     """Return the class of an answer; a call counts if it is complete and fits its schema."""
-    if not (result.text or "").strip() and engine.tokenizer is not None:
-        return "empty"
-    if engine.tokenizer is None:
-        return "bounded length" if result.finish_reason == "length" else "prose"
-    text, syntax = engine.tokenizer.raw(result.token_ids), syntax_of(engine.tokenizer.teaches)
-    if syntax and is_valid_call(text, syntax, tools_of(turn.tools)):
-        return "tool call"
+    if (tokenizer := engine.tokenizer) is not None:
+        if not (result.text or "").strip():
+            return "empty"
+        text, syntax = tokenizer.raw(result.token_ids), syntax_of(tokenizer.teaches)
+        if syntax and is_valid_call(text, syntax, tools_of(turn.tools)):
+            return "tool call"
     return "bounded length" if result.finish_reason == "length" else "prose"
 
 
@@ -189,9 +184,8 @@ def _fits(call: dict[str, Any], tools: Sequence[Tool]) -> bool:
     arguments = call.get("arguments")
     if tool is None or not isinstance(arguments, dict):
         return False
-    if not set(tool.parameters.get("required", ())) <= set(arguments) <= set(tool.properties):
-        return False
-    return all(is_a(value, kinds_of(tool, key)) for key, value in arguments.items())
+    allowed = set(tool.parameters.get("required", ())) <= set(arguments) <= set(tool.properties)
+    return allowed and all(is_a(value, kinds_of(tool, key)) for key, value in arguments.items())
 
 
 def table(played: Iterable[ReplayedTurn]) -> list[dict[str, Any]]:
@@ -205,5 +199,4 @@ def table(played: Iterable[ReplayedTurn]) -> list[dict[str, Any]]:
             row[one.outcome] += 1
             row["equal to plain"] += one.equal
             row["as expected"] += one.turn.expected in (None, one.outcome)
-    total = rows.pop("total", None)
-    return [*rows.values(), *([total] if total else [])]
+    return sorted(rows.values(), key=lambda row: row["kind"] == "total")

@@ -27,11 +27,7 @@ class _CompileJob:
 
 
 class BackgroundCompiler:
-    """Compiles the variants of any number of engines, one program at a time.
-
-    After each program the most urgent job is chosen again, so that variants that requests wait for
-    come first.
-    """
+    """Compiles the variants of any number of engines, one program at a time, urgent ones first."""
 
     def __init__(self) -> None:
         self._jobs: list[_CompileJob] = []
@@ -46,10 +42,7 @@ class BackgroundCompiler:
     def want(
         self, compiled: CompiledPrograms, variants: Iterable[Variant], *, urgent: bool = False
     ) -> concurrent.futures.Future[None]:
-        """Queue variants to be compiled.
-
-        Args:
-          urgent: a request waits for them.
+        """Queue variants to be compiled; those that a request waits for are urgent.
 
         Returns:
           A future that completes when they are compiled, or with the error of compiling them. It
@@ -57,18 +50,17 @@ class BackgroundCompiler:
         """
         job = _CompileJob(compiled, tuple(variants), urgent, concurrent.futures.Future())
         compiled.want(job.variants)
-        if not compiled.missing(job.variants):
-            job.future.set_result(None)
-            return job.future
         with self._lock:
-            if self._stopped:
+            if not compiled.missing(job.variants):
+                job.future.set_result(None)
+            elif self._stopped:
                 job.future.cancel()
-                return job.future
-            self._jobs.append(job)
-            if not self._running:
-                self._running = True
-                # Not a daemon: Python aborts if it ends while XLA compiles in one.
-                threading.Thread(target=self._run, name="compiler", daemon=False).start()
+            else:
+                self._jobs.append(job)
+                if not self._running:
+                    self._running = True
+                    # Not a daemon: Python aborts if it ends while XLA compiles in one.
+                    threading.Thread(target=self._run, name="compiler", daemon=False).start()
         return job.future
 
     def stop(self) -> None:
@@ -83,7 +75,7 @@ class BackgroundCompiler:
         lower_priority()
         while job := self._next():
             try:
-                job.compiled.compile_next(job.compiled.missing(job.variants))
+                job.compiled.compile_next(job.variants)
             except Exception as error:
                 log.error("compiling %s failed: %s", ", ".join(job.variants), error)
                 self._end([job], error)

@@ -113,17 +113,14 @@ def compile_programs(
         begun(program)
         return _compile(program)
 
-    rest, first = list(programs), []
+    rest, alone = list(programs), []
     if jax.default_backend() != "cpu":
-        first = [program for program in rest if program.key.step in TIMED]
-        rest = [program for program in rest if program not in first]
-    with _compiling:
-        built = list(map(build, first))
-        if workers == 1:
-            built += map(build, rest)
-        else:
-            with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-                built += pool.map(build, rest)
+        alone = [program for program in rest if program.key.step in TIMED]
+        rest = [program for program in rest if program not in alone]
+    if workers == 1:
+        alone, rest = [*alone, *rest], []
+    with _compiling, concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        built = [*map(build, alone), *pool.map(build, rest)]
     return {executable.key: executable for executable in built}
 
 
@@ -142,26 +139,17 @@ def lower(program: Program) -> jax.stages.Lowered:
 def _compile(program: Program) -> Executable:
     if program.call is not None:
         parts = tuple(map(_compile, program.parts))
-        donated, seconds = (
-            sum(getattr(part, name) for part in parts) for name in ("donated_bytes", "seconds")
-        )
-        first = parts[0]
-        return dataclasses.replace(
-            first,
-            key=program.key,
-            donated_bytes=donated,
-            seconds=seconds,
-            parts=parts,
-            call=program.call,
-        )
+        donated = sum(part.donated_bytes for part in parts)
+        seconds = sum(part.seconds for part in parts)
+        first = parts[0].compiled, parts[0].lowered
+        return Executable(program.key, *first, donated, seconds, parts, program.call)
     started = time.perf_counter()
     lowered = lower(program)
     compiled = lowered.compile(compiler_options=OPTIONS)
-    donated = sum(
-        _bytes_per_device(leaf)
-        for i in program.donated
-        for leaf in jax.tree.leaves(program.arguments[i])
-    )
+    donated = 0
+    for x in jax.tree.leaves([program.arguments[i] for i in program.donated]):
+        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+        donated += math.prod(shape) * x.dtype.itemsize  # on one device
     seconds = time.perf_counter() - started
     built = Executable(program.key, compiled, lowered, donated, seconds)
     if built.aliased_bytes < donated:
@@ -172,21 +160,6 @@ def _compile(program: Program) -> Executable:
     return built
 
 
-def _bytes_per_device(leaf: Any) -> int:
-    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-    return math.prod(shape) * leaf.dtype.itemsize
-
-
-def keys_by_variant(keys: Iterable[ProgramKey]) -> dict[Variant, tuple[ProgramKey, ...]]:
-    """Return the programs that each variant needs, in the order to compile them in.
-
-    A program may belong to more than one variant.
-    """
-    # Programs that decide on a GPU which kernels others use come first, see `compile_programs`.
-    ordered = sorted(keys, key=lambda key: (key.step not in TIMED, str(key)))
-    return {v: tuple(key for key in ordered if v in key.needed_by) for v in Variant}
-
-
 class CompiledPrograms:
     """The programs of a plan, and those of them that are compiled.
 
@@ -194,16 +167,17 @@ class CompiledPrograms:
     plan and models.
 
     Attributes:
-      programs: all programs of the plan.
-      variants: the programs of each variant.
-      executables: those that are compiled.
+      variants: the programs that each variant needs, in the order to compile them in. A program
+        may belong to more than one variant.
       seconds: time spent compiling.
       label: the model's name, for log lines.
     """
 
     def __init__(self, programs: Mapping[ProgramKey, Program]):
         self.programs = dict(programs)
-        self.variants = keys_by_variant(self.programs)
+        # Programs that decide on a GPU which kernels others use come first: `compile_programs`.
+        ordered = sorted(self.programs, key=lambda key: (key.step not in TIMED, str(key)))
+        self.variants = {v: tuple(x for x in ordered if v in x.needed_by) for v in Variant}
         self.executables: dict[ProgramKey, Executable] = {}
         self.seconds = 0.0
         self.label = ""
@@ -227,13 +201,7 @@ class CompiledPrograms:
         self._wanted |= dict.fromkeys(self.keys(variants))
 
     def compile(self, variants: Iterable[Variant], *, workers: int = WORKERS) -> float:
-        """Compile the missing programs of the variants, in this thread.
-
-        Args:
-          workers: number of programs to compile at the same time.
-
-        Returns:
-          The seconds it took.
+        """Compile the variants' missing programs, `workers` at a time; return the seconds it took.
 
         Raises:
           PlanError: a program would copy its donated state.
@@ -245,11 +213,10 @@ class CompiledPrograms:
         with self._lock:
             return self._compile(self.missing(variants), workers)
 
-    def compile_next(self, keys: Iterable[ProgramKey]) -> None:
-        """Compile the first of these programs that is not compiled yet, in this thread."""
+    def compile_next(self, variants: Iterable[Variant]) -> None:
+        """Compile the first missing program of the variants, in this thread."""
         with self._lock:
-            missing = [key for key in keys if key not in self.executables]
-            self._compile(missing[:1], 1)
+            self._compile(self.missing(variants)[:1], 1)
 
     def estimate_s(self, variants: Iterable[Variant]) -> float:
         """Return the seconds that compiling the variants may take, from the average so far."""
@@ -278,9 +245,8 @@ class CompiledPrograms:
     def _compile(self, keys: list[ProgramKey], workers: int) -> float:
         started = time.perf_counter()
         try:
-            made = compile_programs(
-                (self.programs[key] for key in keys), workers=workers, begun=self._begin
-            )
+            programs = [self.programs[key] for key in keys]
+            made = compile_programs(programs, workers=workers, begun=self._begin)
             self.executables |= made
             self._compiled += len(made)
         except Exception as error:
@@ -298,8 +264,6 @@ class CompiledPrograms:
     def _begin(self, program: Program) -> None:
         """Note that a program is about to be compiled."""
         self._current.add(program.key)
-        wanted = list(self._wanted)
-        done = sum(key in self.executables for key in wanted)
-        label = f"{self.label}: " if self.label else ""
-        place = done + len(self._current)
+        wanted, label = list(self._wanted), f"{self.label}: " if self.label else ""
+        place = sum(key in self.executables for key in wanted) + len(self._current)
         log.info("%scompiling program %d of %d: %s", label, place, len(wanted), program.key)

@@ -47,7 +47,9 @@ def use_compilation_cache(
       The folder that JAX uses from now on, or None.
     """
     if chosen is None:
-        chosen = _from_environment()
+        value = os.environ.get(ENVIRONMENT, "").strip()
+        known = dict.fromkeys(("", *YES), True) | dict.fromkeys(NO, False)
+        chosen = known.get(value.lower(), value)
     given = jax.config.values["jax_compilation_cache_dir"]
     if given or chosen is False:
         return Path(given) if given else None
@@ -61,12 +63,6 @@ def use_compilation_cache(
         )
         return None
     return folder
-
-
-def _from_environment() -> bool | str:
-    value = os.environ.get(ENVIRONMENT, "").strip()
-    known = dict.fromkeys(("", *YES), True) | dict.fromkeys(NO, False)
-    return known.get(value.lower(), value)
 
 
 def _default_folder() -> Path:
@@ -98,15 +94,13 @@ def enable_compilation_cache(directory: Path) -> None:
     warnings.showwarning = functools.partial(_show, directory, warnings.showwarning)
 
 
-def _show(
-    directory: Path, show: Callable[..., None], message: Any, *rest: Any, **more: Any
-) -> None:
+def _show(folder: Path, show: Callable[..., None], message: Any, *rest: Any, **more: Any) -> None:
     """Show a warning, or remove the damaged entry it is about."""
     found = DAMAGED.match(str(message))
     if not found:
         return show(message, *rest, **more)
     log.info("%s", message)
-    for entry in directory.glob(f"{found[1]}-*"):
+    for entry in folder.glob(f"{found[1]}-*"):
         with contextlib.suppress(OSError):  # removed already, or without permission
             if time.time() - entry.stat().st_mtime > FRESH and not _readable(entry):
                 entry.unlink()

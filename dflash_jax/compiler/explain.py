@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import hashlib
+import itertools
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ import jax
 from dflash_jax.compiler.build import Executable, compile_programs, lower
 from dflash_jax.compiler.keys import Step, Variant
 from dflash_jax.compiler.memory import Budget, StepWork, budget, gibi, work
-from dflash_jax.compiler.models import abstract_params
+from dflash_jax.compiler.models import abstract_params, by_path
 from dflash_jax.compiler.programs import Program, declare
 from dflash_jax.compiler.resolve import wide_block
 from dflash_jax.compiler.roofline import Device, Roofline, roofline
@@ -25,12 +26,9 @@ from dflash_jax.quant.layouts import FloatLayout, Joined, Packed, StructuredWeig
 MOST_RUNS = 8
 COLUMNS = 80  # of a terminal
 _KINDS = {"dflash": "dflash v1", "dflash2": "dflash 2"}
-_FORM: dict[str, Any] = {
-    "width": COLUMNS,
-    "subsequent_indent": " " * 9,
-    "break_long_words": False,
-    "break_on_hyphens": False,
-}
+_WRAPPER = textwrap.TextWrapper(
+    COLUMNS, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False
+)
 EXPLAINED = (Variant.GREEDY, Variant.SAMPLED)  # variants that are reported
 _TIMED = (Step.PREFILL, Step.PLAIN, Step.SPECULATIVE)  # steps with a roofline
 
@@ -87,10 +85,8 @@ class Explanation:
         taps = " ".join(map(str, d.target_layer_ids)) if d else "none"
         taps += f" ({p.taps_at})" if d and p.taps_at != AUTO else ""
         mlps = f"  {t.experts_per_token} of {t.num_experts} experts" if t.num_experts else ""
-        yield (
-            f"target   {t.model_type}  {t.num_layers} layers  {_runs(t.layer_kinds)}{mlps}"
-            f"  taps {taps}"
-        )
+        layers = f"{t.num_layers} layers  {_runs(t.layer_kinds)}{mlps}"
+        yield f"target   {t.model_type}  {layers}  taps {taps}"
         if d:
             kinds = ["causal" if causal else "bidirectional" for causal in d.causal]
             yield (
@@ -121,28 +117,20 @@ class Explanation:
     def _table(self) -> Iterable[str]:
         yield _row("program", "arguments", "donated", "moves", "GFLOP", "roofline")
         for p in self.programs:
-            yield _row(
-                p.name,
-                str(p.arguments),
-                str(p.donated),
-                _bytes(p.work.bytes if p.work else None),
-                f"{p.work.flops / 1e9:.3g}" if p.work else "-",
-                f"{p.roofline.seconds * 1e3:.3g} ms {p.roofline.bound[0]}" if p.roofline else "-",
-            )
+            counted = ["-"] * 3
+            if p.work and p.roofline:
+                time = f"{p.roofline.seconds * 1e3:.3g} ms {p.roofline.bound[0]}"
+                counted = [gibi(p.work.bytes), f"{p.work.flops / 1e9:.3g}", time]
+            yield _row(p.name, str(p.arguments), str(p.donated), *counted)
         yield "roofline: m = bound by memory, c = by compute; moves: weights and caches once"
 
     def _compiled(self) -> Iterable[str]:
         """Yield the figures of compiled programs."""
         yield _row("compiled", "arguments", "aliased", "temporary", "StableHLO", "took")
         for p in self.programs:
-            yield _row(
-                p.name,
-                _bytes(p.argument_bytes),
-                _bytes(p.aliased_bytes),
-                _bytes(p.temporary_bytes),
-                p.stablehlo or "-",
-                "-" if p.compile_s is None else f"{p.compile_s:.1f} s",
-            )
+            sizes = (p.argument_bytes, p.aliased_bytes, p.temporary_bytes)
+            took = f"{p.compile_s:.1f} s"
+            yield _row(p.name, *(gibi(n or 0) for n in sizes), p.stablehlo or "", took)
 
 
 def explain(
@@ -156,26 +144,19 @@ def explain(
     """Report a resolved plan; with `compile`, with the figures of compiled programs."""
     programs = declare(plan, target, drafter, variants=EXPLAINED)
     built = compile_programs(programs.values()) if compile else {}
-    reports = tuple(
-        _report(p, built.get(p.key), plan, target, drafter, device) for p in programs.values()
-    )
-    params = jax.tree_util.tree_leaves_with_path(
-        abstract_params(plan, target, drafter), is_leaf=lambda x: isinstance(x, StructuredWeight)
-    )
+    reports = []
+    for key, program in programs.items():
+        counted = work(plan, target, drafter, key.step) if key.step in _TIMED else None
+        time = roofline(counted, device, plan.dtype) if counted else None
+        arguments = len(jax.tree.leaves(program.arguments))
+        donated = len(jax.tree.leaves([program.arguments[i] for i in program.donated]))
+        figures = _measured(built[key]) if compile else {}
+        reports.append(ProgramReport(str(key), arguments, donated, counted, time, **figures))
+    leaves = by_path(abstract_params(plan, target, drafter), StructuredWeight)
+    params = {path: (leaf.shape, _stored_as(leaf)) for path, leaf in leaves.items()}
     note = wide_block(plan.block, drafter)
-    return Explanation(
-        target=target,
-        drafter=drafter,
-        plan=plan,
-        device=device,
-        budget=budget(plan, target, drafter),
-        programs=reports,
-        parameters={
-            "/".join(str(key.key) for key in path): (leaf.shape, _stored_as(leaf))
-            for path, leaf in params
-        },
-        notes=(note,) if note else (),
-    )
+    memory, notes = budget(plan, target, drafter), (note,) if note else ()
+    return Explanation(target, drafter, plan, device, memory, tuple(reports), params, notes)
 
 
 @isolated_jax_config()
@@ -186,33 +167,12 @@ def stablehlo(program: Program) -> str:
     return lower(program).as_text() or ""
 
 
-def _report(
-    program: Program,
-    built: Executable | None,
-    plan: Plan,
-    target: TargetConfig,
-    drafter: DrafterConfig | None,
-    device: Device,
-) -> ProgramReport:
-    step = program.key.step
-    counted = work(plan, target, drafter, step) if step in _TIMED else None
-    report = ProgramReport(
-        name=str(program.key),
-        arguments=len(jax.tree.leaves(program.arguments)),
-        donated=sum(len(jax.tree.leaves(program.arguments[i])) for i in program.donated),
-        work=counted,
-        roofline=roofline(counted, device, plan.dtype) if counted else None,
-    )
-    if built is None:
-        return report
-    return dataclasses.replace(
-        report,
-        argument_bytes=built.argument_bytes,
-        aliased_bytes=built.aliased_bytes,
-        temporary_bytes=built.temporary_bytes,
-        compile_s=round(built.seconds, 3),
-        stablehlo=hashlib.sha256(built.stablehlo.encode()).hexdigest()[:8],
-    )
+def _measured(built: Executable) -> dict[str, Any]:
+    """Return the figures of a compiled program."""
+    sizes = ("argument_bytes", "aliased_bytes", "temporary_bytes")
+    digest = hashlib.sha256(built.stablehlo.encode()).hexdigest()
+    times = {"compile_s": round(built.seconds, 3), "stablehlo": digest[:8]}
+    return {name: getattr(built, name) for name in sizes} | times
 
 
 def _stored_as(leaf: Any) -> str:
@@ -230,9 +190,8 @@ def _shared_layers(target: TargetConfig, drafter: DrafterConfig, plan: Plan) -> 
     scale, cap = used.input_embedding_scale or 1.0, used.final_logit_softcapping or 0.0
     if used.rounded_embedding_scale:
         scale = float(jax.numpy.dtype(plan.dtype).type(scale))
-    own = [drafter.input_embedding_scale, drafter.final_logit_softcapping]
-    whose = ["" if value in (1, 0) else " (the target's)" for value in (scale, cap)]
-    whose = [text if value is None else "" for text, value in zip(whose, own, strict=True)]
+    pairs = (drafter.input_embedding_scale, scale), (drafter.final_logit_softcapping, cap)
+    whose = [" (the target's)" * (own is None and value not in (0, 1)) for own, value in pairs]
     return f"embedding x{scale:g}{whose[0]}  softcap {f'{cap:g}' if cap else 'none'}{whose[1]}"
 
 
@@ -244,26 +203,19 @@ def _row(name: str, *cells: str) -> str:
 def _wrapped(line: str) -> list[str]:
     """Break a long line between items, after two spaces, a comma or a semicolon."""
     space = "\N{NO-BREAK SPACE}"
-    parts = textwrap.wrap(re.sub(r"(?<=[^ ,;]) (?=[^ ])", space, line), **_FORM)
+    parts = _WRAPPER.wrap(re.sub(r"(?<=[^ ,;]) (?=[^ ])", space, line))
     if max(map(len, parts)) > COLUMNS:  # an item is too long for a line of its own
-        parts = textwrap.wrap(line, **_FORM)
+        parts = _WRAPPER.wrap(line)
     return [part.replace(space, " ") for part in parts]
-
-
-def _bytes(n: int | None) -> str:
-    return "-" if n is None else gibi(n)
 
 
 def _runs(kinds: Sequence[str]) -> str:
     """Return 'a on 0-3, b on 4', 'a' if all are alike, or '48 a, 16 b' if they alternate."""
     if len(set(kinds)) == 1:
         return kinds[0]
-    runs: list[list[int]] = []
-    for i, kind in enumerate(kinds):
-        if i and kinds[i - 1] == kind:
-            runs[-1][1] = i
-        else:
-            runs.append([i, i])
+    runs = [list(run) for _, run in itertools.groupby(range(len(kinds)), kinds.__getitem__)]
     if len(runs) > MOST_RUNS:
         return ", ".join(f"{n} {kind}" for kind, n in collections.Counter(kinds).items())
-    return ", ".join(f"{kinds[a]} on {a}-{b}" if a < b else f"{kinds[a]} on {a}" for a, b in runs)
+    return ", ".join(
+        f"{kinds[run[0]]} on {run[0]}" + f"-{run[-1]}" * (len(run) > 1) for run in runs
+    )

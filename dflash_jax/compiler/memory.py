@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.compiler.keys import Step
-from dflash_jax.compiler.models import abstract_params, empty_state
+from dflash_jax.compiler.models import abstract_params, abstract_state, by_path
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import StructuredWeight
@@ -32,9 +32,8 @@ class Budget:
 
     def __str__(self) -> str:
         parts = dataclasses.asdict(self) | {"total": self.total}
-        if not self.prefixes:
-            del parts["prefixes"]
-        return ", ".join(f"{name} {gibi(size)}" for name, size in parts.items())
+        shown = {name: size for name, size in parts.items() if size or name != "prefixes"}
+        return ", ".join(f"{name} {gibi(size)}" for name, size in shown.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +49,7 @@ def parameters(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str,
     """Return the element count of every parameter, by role and by path; no memory is used."""
     plan = Plan(max_length=2, block=2, chunk=1, dtype="float32")
     tree = abstract_params(plan, target, drafter)
-    return {
-        role: {
-            jax.tree_util.keystr(path, simple=True, separator="/"): leaf.size
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree[role])
-        }
-        for role in tree
-    }
+    return {role: {p: x.size for p, x in by_path(part).items()} for role, part in tree.items()}
 
 
 def weight_bytes(
@@ -64,35 +57,38 @@ def weight_bytes(
 ) -> dict[str, dict[str, int]]:
     """Return the bytes of every parameter as the plan stores it, by role and by path."""
     tree = abstract_params(plan, target, drafter)
-    return {
-        role: {
-            jax.tree_util.keystr(path, simple=True, separator="/"): tree_bytes(leaf)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(
-                tree[role], is_leaf=lambda x: isinstance(x, StructuredWeight)
-            )
-        }
-        for role in tree
-    }
+    leaves = {role: by_path(part, StructuredWeight) for role, part in tree.items()}
+    return {role: {p: tree_bytes(x) for p, x in found.items()} for role, found in leaves.items()}
 
 
 def budget(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Budget:
-    """Return the memory that a resolved plan needs."""
+    """Return the memory that a resolved plan needs.
+
+    Temporaries hold one layer's scores, activations and experts, logits, taps, recurrent updates,
+    and the caches of a row that is prefilled by itself. Recurrent updates hold convolution inputs,
+    keys, corrections and decays until the commit.
+    """
     weights = sum(sum(sizes.values()) for sizes in weight_bytes(plan, target, drafter).values())
-    state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
-    temporaries = _temporary_bytes(plan, target, drafter)
-    return Budget(weights, tree_bytes(state), temporaries, plan.prefix_cache)
+    state, item = abstract_state(plan, target, drafter), jnp.dtype(plan.dtype).itemsize
+    wide = max(plan.rows * plan.block, plan.fed_rows * plan.chunk)
+    scores = 3 * 4 * wide * target.num_heads * plan.slots
+    hidden = 8 * item * wide * (target.hidden_size + target.intermediate_size)
+    logits = 4 * 4 * plan.rows * plan.block * target.vocab_size
+    experts = 8 * wide * target.num_experts * target.expert_size  # all of them, gate and up
+    taps = wide * target.hidden_size * (len(drafter.target_layer_ids) if drafter else 0)
+    recurrent = [c for c in state.target if isinstance(c, RecurrentCache)]
+    updates = sum(c.inputs.shape[2] * (4 + item) + c.state.shape[1] * 4 for c in recurrent)
+    layer = max((tree_bytes(c.state) for c in recurrent), default=0)
+    row = tree_bytes(state) // plan.rows if plan.fed_rows < plan.rows else 0
+    temporaries = scores + hidden + logits + experts + 2 * taps * item + wide * updates + 4 * layer
+    return Budget(weights, tree_bytes(state), temporaries + row, plan.prefix_cache)
 
 
 def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, step: Step) -> StepWork:
-    """Return the minimum bytes and operations of a step, caches counted at full capacity.
-
-    Args:
-      step: prefill, plain or speculative.
-    """
-    state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
+    """Return the minimum work of a prefill, plain or speculative step with full caches."""
+    state = abstract_state(plan, target, drafter)
     prefill, drafting = step == Step.PREFILL, step == Step.SPECULATIVE
-    narrow = step == Step.PLAIN and not plan.exact
-    width = plan.chunk if prefill else 1 if narrow else plan.block
+    width = plan.chunk if prefill else plan.plain_width if step == Step.PLAIN else plan.block
     rows = plan.fed_rows if prefill else plan.rows
     tokens, head_rows = rows * width, rows * (1 if prefill else width)
     once = dataclasses.replace(plan, weight_layout="row_major")  # a call reads one of two copies
@@ -127,10 +123,6 @@ def tree_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _item(plan: Plan) -> int:
-    return jnp.dtype(plan.dtype).itemsize
-
-
 def _multiplied(counts: dict[str, int]) -> int:
     """Return the number of weights that every token is multiplied with.
 
@@ -157,37 +149,6 @@ def _attention_flops(caches: Any, tokens: int, c: TargetConfig | DrafterConfig) 
     """Count attention scores and weighted sums over every cache."""
     sizes = sum(x.slots * x.k.shape[3] for x in caches if isinstance(x, LayerCache))
     return 4 * tokens * c.num_heads * sizes
-
-
-def _temporary_bytes(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> int:
-    """Return an upper estimate of scratch memory.
-
-    It holds one layer's scores, activations and experts, logits, taps, recurrent updates, and the
-    caches of a row that is prefilled by itself.
-    """
-    wide = max(plan.rows * plan.block, plan.fed_rows * plan.chunk)
-    scores = 3 * 4 * wide * target.num_heads * plan.slots
-    hidden = 8 * _item(plan) * wide * (target.hidden_size + target.intermediate_size)
-    logits = 4 * 4 * plan.rows * plan.block * target.vocab_size
-    experts = 8 * wide * target.num_experts * target.expert_size  # all of them, gate and up
-    taps = wide * target.hidden_size * (len(drafter.target_layer_ids) if drafter else 0)
-    recurrent = _recurrent_bytes(plan, target)
-    state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
-    row = tree_bytes(state) // plan.rows if plan.fed_rows < plan.rows else 0
-    return scores + hidden + logits + experts + 2 * taps * _item(plan) + recurrent + row
-
-
-def _recurrent_bytes(plan: Plan, target: TargetConfig) -> int:
-    """Return the bytes of all recurrent updates and of the scratch memory of one layer.
-
-    Updates hold convolution inputs, keys, corrections and decays until the commit.
-    """
-    state = jax.eval_shape(lambda: empty_state(plan, target, None))
-    recurrent = [c for c in state.target if isinstance(c, RecurrentCache)]
-    wide = sum(c.inputs.shape[2] * (4 + _item(plan)) + c.state.shape[1] * 4 for c in recurrent)
-    one = max((tree_bytes(c.state) for c in recurrent), default=0)
-    tokens = max(plan.rows * plan.block, plan.fed_rows * plan.chunk)
-    return tokens * wide + 4 * one
 
 
 def gibi(n: float) -> str:

@@ -2,20 +2,14 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dflash_jax.compiler.settings import isolated_jax_config
-from dflash_jax.config import (
-    ALWAYS_FLOAT32,
-    AUTO,
-    LATE,
-    DrafterConfig,
-    TargetConfig,
-    paired,
-)
+from dflash_jax.config import ALWAYS_FLOAT32, AUTO, LATE, DrafterConfig, TargetConfig, paired
 from dflash_jax.decode.pair import Pair, Params
 from dflash_jax.models import build_drafter, build_target, drafter_caches, target_caches
 from dflash_jax.nn.layers import MODEL_AXES, ModelAxis
@@ -33,12 +27,19 @@ from dflash_jax.state import (
 )
 
 
+def path_name(path: Any) -> str:
+    """Return a key path of JAX's as text, such as "target/embed"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def by_path(tree: Any, *kept: type) -> dict[str, Any]:
+    """Return the leaves of a tree by path; nodes of the kept types count as leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kept))
+    return {path_name(path): leaf for path, leaf in leaves}
+
+
 def build_pair(
-    target: TargetConfig,
-    drafter: DrafterConfig | None,
-    *,
-    exact: bool = True,
-    taps_at: str = AUTO,
+    target: TargetConfig, drafter: DrafterConfig | None, *, exact: bool = True, taps_at: str = AUTO
 ) -> Pair:
     """Return the modules of both configs; the drafter's open fields are the target's."""
     module = build_drafter(paired(target, drafter)) if drafter else None
@@ -54,15 +55,9 @@ class CacheMaker:
     def __call__(self, kv_heads: int, head_dim: int, window: int | None) -> LayerCache:
         """Return the cache of an attention layer."""
         plan, ring = self.plan, self.plan.ring_slots(window)
-        return empty_cache(
-            plan.rows,
-            kv_heads,
-            ring or plan.slots,
-            head_dim,
-            dtype=jnp.dtype(plan.dtype if plan.kv_dtype == "auto" else plan.kv_dtype),
-            ring=ring is not None,
-            kernel=plan.kernels == "pallas",
-        )
+        dtype = jnp.dtype(plan.dtype if plan.kv_dtype == "auto" else plan.kv_dtype)
+        options = {"dtype": dtype, "ring": ring is not None, "kernel": plan.kernels == "pallas"}
+        return empty_cache(plan.rows, kv_heads, ring or plan.slots, head_dim, **options)
 
     def recurrent(self, state: tuple[int, int, int], inputs: tuple[int, int]) -> RecurrentCache:
         """Return the cache of a recurrent layer: state [N, P, Q] and convolution inputs [W, C]."""
@@ -77,6 +72,11 @@ def empty_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None)
         position=jnp.zeros((plan.rows,), jnp.int32),
         anchor=jnp.zeros((plan.rows,), jnp.int32),
     )
+
+
+def abstract_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> DecodeState:
+    """Return the shapes and dtypes of `empty_state`."""
+    return jax.eval_shape(lambda: empty_state(plan, target, drafter))
 
 
 def idle_rules(plan: Plan) -> RowRules:
@@ -107,14 +107,14 @@ def abstract_params(
     specs = weight_specs(plan, target, drafter)
 
     def planned(path: Any, x: jax.ShapeDtypeStruct) -> Any:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = path_name(path)
         if name in specs:
             return abstract(x.shape, specs[name], dtype, kernel=kernel)
         kept = jnp.issubdtype(x.dtype, jnp.integer) or path[-1].key in ALWAYS_FLOAT32
         stored = jax.ShapeDtypeStruct(x.shape, x.dtype if kept else dtype)
         return abstract_layout(stored, plan.weight_layout) if is_matrix(path[-1].key) else stored
 
-    return jax.tree_util.tree_map_with_path(planned, _shapes(target, drafter))
+    return jax.tree_util.tree_map_with_path(planned, _variables(target, drafter, "params"))
 
 
 def weight_specs(
@@ -125,64 +125,42 @@ def weight_specs(
         return dict(plan.stored)
     if plan.weights == "float":
         return {}
-    found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(_shapes(target, drafter)):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if chosen := spec(plan.weights, name, leaf.shape):
-            found[name] = chosen
-    return found
-
-
-def init_params(target: TargetConfig, drafter: DrafterConfig | None, *, seed: int) -> Params:
-    """Return random float32 parameters, for tests, benchmarks and training."""
-    keys = jax.random.split(jax.random.key(seed))
-    params = {"target": _init_target(target, keys[0])["params"]}
-    if drafter is not None:
-        params["drafter"] = _init_drafter(target, drafter, keys[1])["params"]
-    return params
+    leaves = by_path(_variables(target, drafter, "params"))
+    specs = {path: spec(plan.weights, path, leaf.shape) for path, leaf in leaves.items()}
+    return {path: chosen for path, chosen in specs.items() if chosen}
 
 
 def model_axes(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, int]:
     """Return the axis of each weight that a mesh may split, by path with the role."""
-    found = {role: tree.get(MODEL_AXES, {}) for role, tree in _variables(target, drafter).items()}
-    leaves = jax.tree_util.tree_leaves_with_path(found, is_leaf=lambda x: isinstance(x, ModelAxis))
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): leaf.axis for path, leaf in leaves
-    }
+    found = by_path(_variables(target, drafter, MODEL_AXES), ModelAxis)
+    return {path: leaf.axis for path, leaf in found.items()}
 
 
-def _shapes(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, Any]:
-    return {role: tree["params"] for role, tree in _variables(target, drafter).items()}
+def _variables(target: TargetConfig, drafter: DrafterConfig | None, kind: str) -> dict[str, Any]:
+    """Return shapes of the variables of a kind, by role."""
+    found = {"target": _shapes(_init_target, target)}
+    if drafter is not None:
+        found["drafter"] = _shapes(_init_drafter, target, drafter)
+    return {role: variables.get(kind, {}) for role, variables in found.items()}
 
 
-def _variables(target: TargetConfig, drafter: DrafterConfig | None) -> dict[str, Any]:
-    found = {"target": _target_shapes(target)}
-    return found | ({"drafter": _drafter_shapes(target, drafter)} if drafter else {})
-
-
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=32)
 @isolated_jax_config()
-def _target_shapes(target: TargetConfig) -> dict[str, Any]:
-    """Return shapes of a target's variables, as float32. Tracing a large model takes seconds."""
-    return jax.eval_shape(lambda: _init_target(target, jax.random.key(0)))
-
-
-@functools.lru_cache(maxsize=16)
-@isolated_jax_config()
-def _drafter_shapes(target: TargetConfig, drafter: DrafterConfig) -> dict[str, Any]:
-    return jax.eval_shape(lambda: _init_drafter(target, drafter, jax.random.key(0)))
+def _shapes(init: Callable[..., Params], *configs: TargetConfig | DrafterConfig) -> dict[str, Any]:
+    """Return shapes of a model's variables, as float32. Tracing a large model takes seconds."""
+    return jax.eval_shape(lambda: init(*configs))
 
 
 _LEAST = Plan(max_length=2, block=2, chunk=1, dtype="float32", rings=False)
 
 
-def _init_target(target: TargetConfig, key: jax.Array) -> Params:
+def _init_target(target: TargetConfig) -> Params:
     caches, start = target_caches(target, CacheMaker(_LEAST)), jnp.zeros((1,), jnp.int32)
     module: Any = build_target(target)
-    return module.init(key, jnp.zeros((1, 1), jnp.int32), caches, start)
+    return module.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32), caches, start)
 
 
-def _init_drafter(target: TargetConfig, drafter: DrafterConfig, key: jax.Array) -> Params:
+def _init_drafter(target: TargetConfig, drafter: DrafterConfig) -> Params:
     x, start = jnp.zeros((1, 1, target.hidden_size), jnp.float32), jnp.zeros((1,), jnp.int32)
     caches = drafter_caches(drafter, CacheMaker(_LEAST))
-    return build_drafter(paired(target, drafter)).init(key, x, caches, start)
+    return build_drafter(paired(target, drafter)).init(jax.random.key(0), x, caches, start)

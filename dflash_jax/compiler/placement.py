@@ -1,20 +1,28 @@
-"""Place parameters and states on the devices of a plan."""
+"""Place parameters and states on a device, on two devices, or on a mesh of devices.
 
+A mesh is (data, model); XLA inserts its communication. Rows are split over `data`. Over `model` go
+kv heads with the query heads they serve, the width of MLPs and experts, and the vocabulary of the
+head: the axis that a weight's declaration names (`nn.layers.weight`). An axis that the number of
+devices does not divide stays whole; results are the same either way, only memory and time differ.
+"""
+
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dflash_jax.compiler import two_devices
-from dflash_jax.compiler.models import empty_state, model_axes
+from dflash_jax.compiler.models import abstract_state, by_path, model_axes, path_name
 from dflash_jax.compiler.settings import isolated_jax_config
-from dflash_jax.compiler.sharding import device_mesh, param_shardings, row_shardings
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.decode.pair import Params
-from dflash_jax.errors import CheckpointError
+from dflash_jax.errors import CheckpointError, PlanError
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import StructuredWeight
 from dflash_jax.quant.products import set_weight_layout
+from dflash_jax.state import DecodeState, LayerCache
 
 
 @isolated_jax_config()
@@ -22,9 +30,7 @@ def place_params(
     plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, params: Params
 ) -> Params:
     """Return the parameters in the layout and on the devices of the plan."""
-    params = jax.tree.map(
-        lambda leaf: leaf, params, is_leaf=lambda x: isinstance(x, StructuredWeight)
-    )
+    params = jax.tree.map(lambda x: x, params, is_leaf=lambda x: isinstance(x, StructuredWeight))
     set_weight_layout(params, plan.weight_layout)  # in the copy of the tree
     if plan.two_devices and drafter is not None:
         return two_devices.place_params(plan, params)
@@ -49,7 +55,10 @@ def place_params_like(
         raise CheckpointError(
             f"what was given is no tree of parameters ({error}); give one like `engine.params`"
         ) from error
-    given, wanted = _leaves(placed), _leaves(present)
+    given, wanted = (
+        {name: f"{x.dtype}{list(x.shape)}" for name, x in by_path(tree).items()}
+        for tree in (placed, present)
+    )
     if wrong := sorted(given.items() ^ wanted.items()):
         name = wrong[0][0]
         raise CheckpointError(
@@ -61,7 +70,7 @@ def place_params_like(
 
 def place_empty_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Any:
     """Return a `DecodeState`, or a `TwoDeviceState` if each model has its own device."""
-    shapes = jax.eval_shape(lambda: empty_state(plan, target, drafter))
+    shapes = abstract_state(plan, target, drafter)
     empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     if plan.two_devices and drafter is not None:
         return two_devices.place_state(plan, empty)
@@ -69,8 +78,60 @@ def place_empty_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig |
     return jax.device_put(empty, None if mesh is None else row_shardings(mesh, empty))
 
 
-def _leaves(params: Params) -> dict[str, str]:
-    """Return dtype and shape of every parameter, by its path."""
-    found = jax.tree_util.tree_leaves_with_path(params)
-    named = ((jax.tree_util.keystr(path, simple=True, separator="/"), x) for path, x in found)
-    return {name: f"{x.dtype}{list(x.shape)}" for name, x in named}
+def device_mesh(plan: Plan) -> Mesh | None:
+    """Return the plan's mesh over the first devices; None for a plan of one device.
+
+    Raises:
+      PlanError: there are fewer devices.
+    """
+    data, model = plan.mesh
+    if data * model == 1:
+        return None
+    if data * model > len(jax.devices()):
+        raise PlanError(
+            f"mesh is {data} x {model}, but there are {len(jax.devices())} devices; make it"
+            " smaller (on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes more)"
+        )
+    devices = np.asarray(jax.devices()[: data * model]).reshape(data, model)
+    return Mesh(devices, ("data", "model"))
+
+
+def param_shardings(mesh: Mesh, params: Any, axes: Mapping[str, int]) -> Any:
+    """Return a sharding for every parameter of a tree of arrays or of their shapes.
+
+    Args:
+      params: parameters by role, as in {"target": ..., "drafter": ...}.
+      axes: the axis that may be split, by path (see `model_axes`); others stay whole.
+    """
+
+    def place(path: Any, leaf: Any) -> NamedSharding:
+        axis = axes.get(path_name(path))
+        spec: list[str | None] = [None] * len(leaf.shape)
+        if axis is not None and axis < len(spec) and leaf.shape[axis] % mesh.shape["model"] == 0:
+            spec[axis] = "model"
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    return jax.tree_util.tree_map_with_path(place, params)
+
+
+def row_shardings(mesh: Mesh, tree: Any) -> Any:
+    """Return a sharding for every array [B, ...] of a state or a part of one.
+
+    Rows are split over `data`, and kv heads over `model` if it divides them.
+    """
+
+    def place(part: Any) -> Any:
+        split = isinstance(part, LayerCache) and part.k.shape[1] % mesh.shape["model"] == 0
+        where = PartitionSpec("data", "model") if split else PartitionSpec("data")
+        return jax.tree.map(lambda _: NamedSharding(mesh, where), part)
+
+    return jax.tree.map(place, tree, is_leaf=lambda x: isinstance(x, LayerCache))
+
+
+def shardings(mesh: Mesh, tree: Any, axes: Mapping[str, int]) -> Any:
+    """Return a sharding for every array of parameters, a state, or anything else, replicated."""
+    if isinstance(tree, dict):
+        return param_shardings(mesh, tree, axes)
+    if isinstance(tree, DecodeState):
+        return row_shardings(mesh, tree)
+    return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), tree)

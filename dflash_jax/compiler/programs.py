@@ -2,35 +2,27 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from dflash_jax.compiler import two_devices
+from dflash_jax.compiler import models, two_devices
 from dflash_jax.compiler.keys import LOGITS_VARIANTS, STEP_VARIANTS, ProgramKey, Step, Variant
-from dflash_jax.compiler.models import (
-    abstract_params,
-    build_pair,
-    empty_state,
-    idle_rules,
-    model_axes,
-)
+from dflash_jax.compiler.placement import device_mesh, shardings
 from dflash_jax.compiler.settings import isolated_jax_config
-from dflash_jax.compiler.sharding import device_mesh, placed, shardings
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.decode import inputs as given
 from dflash_jax.decode import rows, steps
 from dflash_jax.decode.drafting import draft
 from dflash_jax.decode.logits_processing import mask_words, neutral_logits_state
 from dflash_jax.decode.pair import Pair
-from dflash_jax.decode.prompt_logprobs import prompt_logprobs
 from dflash_jax.nn.decoder import Decoder
 from dflash_jax.nn.draft import Draft
 from dflash_jax.plan import Plan
-from dflash_jax.state import DecodeState
+from dflash_jax.state import DecodeState, zero_rows
 
 Call = Callable[..., Any]
 STATES = (1, 2)  # arguments that are donated: state and logits state
@@ -66,58 +58,36 @@ def declare(
     *,
     variants: Sequence[Variant] = STEP_VARIANTS,
 ) -> dict[ProgramKey, Program]:
-    """Return the programs of a resolved plan.
-
-    Args:
-      variants: those of `STEP_VARIANTS` to declare.
-    """
-    pair = build_pair(target, drafter, exact=plan.exact, taps_at=plan.taps_at)
+    """Return the programs of a resolved plan, in the given ones of `STEP_VARIANTS`."""
+    pair = models.build_pair(target, drafter, exact=plan.exact, taps_at=plan.taps_at)
     pair = dataclasses.replace(pair, block=plan.block, min_survival=plan.min_survival)
-    params = abstract_params(plan, target, drafter)
-    state = jax.eval_shape(lambda: empty_state(plan, target, drafter))
+    params = models.abstract_params(plan, target, drafter)
+    state = models.abstract_state(plan, target, drafter)
     if drafter is None or not plan.two_devices:
         programs = _Declaration(plan, pair, params, state).all(variants)
         mesh = device_mesh(plan)
         if mesh is not None:
-            axes = model_axes(target, drafter)
+            axes = models.model_axes(target, drafter)
             programs = [_over_devices(p, mesh, axes) for p in programs]
-        return _by_key(programs)
-    shared = {"target": two_devices.shared_params(params["target"])}
+        return {program.key: program for program in programs}
+    target_params, drafter_params = two_devices.split_params(params)
     target_state, drafter_state = two_devices.split(state)
-    target_side = _Declaration(
-        plan,
-        dataclasses.replace(pair, two_devices=True),
-        {"target": params["target"]},
-        target_state,
-    )
-    drafter_side = _Declaration(
-        plan,
-        dataclasses.replace(pair, target=Decoder(target)),
-        shared | {"drafter": params["drafter"]},
-        drafter_state,
-    )
-    return two_devices.join(
-        plan,
-        _by_key(target_side.of_target(variants)),
-        _by_key(drafter_side.of_drafter(variants)),
-        drafter_side.updates(),
-    )
+    target_pair = dataclasses.replace(pair, two_devices=True)
+    drafter_pair = dataclasses.replace(pair, target=Decoder(target))
+    target_side = _Declaration(plan, target_pair, target_params, target_state)
+    drafter_side = _Declaration(plan, drafter_pair, drafter_params, drafter_state)
+    of_target = [*target_side.without_drafts(variants), *map(target_side.verify, variants)]
+    of_drafter = [*map(drafter_side.draft, variants), *drafter_side.row_programs()]
+    return two_devices.join(plan, of_target, of_drafter, drafter_side.updates())
 
 
-def _by_key(programs: Iterable[Program]) -> dict[ProgramKey, Program]:
-    return {program.key: program for program in programs}
+def _array(dtype: Any, *shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _int32(*shape: int) -> Any:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _float32(*shape: int) -> Any:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def _flags(*shape: int) -> Any:
-    return jax.ShapeDtypeStruct(shape, jnp.bool_)
+_int32, _float32, _flags = (
+    functools.partial(_array, dtype) for dtype in (jnp.int32, jnp.float32, jnp.bool_)
+)
 
 
 class _Declaration:
@@ -125,124 +95,98 @@ class _Declaration:
 
     def __init__(self, plan: Plan, pair: Pair, params: Any, state: DecodeState):
         self.plan, self.pair, self.params, self.state = plan, pair, params, state
-        self.rules = jax.eval_shape(lambda: idle_rules(plan))
+        self.rules = jax.eval_shape(lambda: models.idle_rules(plan))
         self.vocab: int = pair.target.config.vocab_size
         self.logits_state = jax.eval_shape(lambda: neutral_logits_state(plan.rows, self.vocab))
 
     def all(self, variants: Sequence[Variant]) -> Iterator[Program]:
         """All programs of a plan whose models share a device."""
-        yield from self._without_drafts(variants)
+        yield from self.without_drafts(variants)
         for variant in variants if self.pair.drafter else ():
             if variant == Variant.CONSTRAINED:
-                yield from (self._draft(variant), self._verify(variant))
+                yield from (self.draft(variant), self.verify(variant))
             else:
                 yield self._decode(Step.SPECULATIVE, variant)
-
-    def of_target(self, variants: Sequence[Variant]) -> Iterator[Program]:
-        """The programs of a target whose drafter is on another device."""
-        yield from self._without_drafts(variants)
-        yield from map(self._verify, variants)
-
-    def of_drafter(self, variants: Sequence[Variant]) -> Iterator[Program]:
-        """The programs of a drafter on a device of its own, except for `updates`."""
-        yield from map(self._draft, variants)
-        yield from self._row_programs()
 
     def updates(self) -> dict[int, Program]:
         """Programs that update a drafter on its own device, by the tokens the target was fed."""
         plan, b, width = self.plan, self.plan.rows, self.pair.target.config.hidden_size
         found = {}
-        for fed in sorted({plan.chunk, plan.block, plain_width(plan)}):
+        for fed in sorted({plan.chunk, plan.block, plan.plain_width}):
             tap = jax.ShapeDtypeStruct((b, fed, width), plan.dtype)
-            inputs = given.UpdateDrafterInputs(
-                (tap,) * len(self.pair.taps), _flags(b), position=_int32(b), anchor=_int32(b)
-            )
+            taps = (tap,) * len(self.pair.taps)
+            inputs = given.UpdateDrafterInputs(taps, _flags(b), _int32(b), _int32(b))
             found[fed] = self._model(Step.UPDATE_DRAFTER, None, steps.update_drafter, inputs)
         return found
 
-    def _without_drafts(self, variants: Sequence[Variant]) -> Iterator[Program]:
+    def without_drafts(self, variants: Sequence[Variant]) -> Iterator[Program]:
+        """Programs of a target alone."""
         b, chunk = self.plan.rows, _int32(1, self.plan.chunk)
-        forced = given.ForcedTokensInputs(
-            _int32(b, self.plan.block), num_fed=_int32(b), anchor=_int32(b)
-        )
+        forced = given.ForcedTokensInputs(_int32(b, self.plan.block), _int32(b), _int32(b))
         prompt = given.PromptLogprobsInputs(_int32(), chunk, following=chunk, fresh=_flags(1))
         yield self._model(Step.FORCED_TOKENS, None, steps.forced_tokens, forced)
-        yield self._model(Step.PROMPT_LOGPROBS, None, prompt_logprobs, prompt)
-        yield from self._row_programs()
+        yield self._model(Step.PROMPT_LOGPROBS, None, steps.prompt_logprobs, prompt)
+        yield from self.row_programs()
         if not set(LOGITS_VARIANTS).isdisjoint(variants):
-            yield self._set_logits_state()
+            bias, prompt, counts = (of(self.vocab) for of in (_float32, _flags, _int32))
+            row = given.SetLogitsStateInputs(_int32(), bias, prompt, counts, _float32(3), _flags())
+            arguments = (None, None, self.logits_state, row)
+            yield Program(ProgramKey(Step.SET_LOGITS_STATE), _set_row, arguments, STATES)
         for variant in variants:
             yield from (self._prefill(variant), self._decode(Step.PLAIN, variant))
 
-    def _row_programs(self) -> Iterator[Program]:
+    def row_programs(self) -> Iterator[Program]:
         """Programs that change rows without a model: pending tokens, broken rows, prefixes."""
         plan, b = self.plan, self.plan.rows
         anchor = given.ReplaceAnchorInputs(rows=_flags(b), anchor=_int32(b))
         yield self._rows(Step.REPLACE_ANCHOR, rows.replace_anchor, anchor)
-        yield self._rows(Step.CLEAR_ROWS, rows.clear_rows, given.ClearRowsInputs(_flags(b)))
+        # For caches that may hold non-finite numbers: no mask hides those of recurrent states.
+        yield self._rows(Step.CLEAR_ROWS, zero_rows, _flags(b))
         if plan.fed_rows < plan.rows:
             copy = given.CopyRowInputs(_int32(), _int32())
             yield self._rows(Step.COPY_ROW, rows.copy_row, copy)
         if plan.prefix_cache:
             take = functools.partial(rows.take_segment, chunk=plan.chunk)
             put = functools.partial(rows.put_segment, chunk=plan.chunk)
-            where = given.TakeSegmentInputs(row=_int32(), start=_int32())
+            where = given.SegmentInputs(_int32(), _int32())
             segment = jax.eval_shape(take, self.state, where)
             arguments, read = (None, self.state, None, where), functools.partial(_read_rows, take)
             yield Program(ProgramKey(Step.TAKE_SEGMENT), read, arguments)
-            place = given.PutSegmentInputs(_int32(), _int32(), segment)
+            place = given.SegmentInputs(_int32(), _int32(), segment)
             yield self._rows(Step.PUT_SEGMENT, put, place)
 
     def _prefill(self, variant: Variant) -> Program:
         plan, fed = self.plan, self.plan.fed_rows
         single = fed < plan.rows
-        inputs = given.PrefillInputs(
-            tokens=_int32(fed, plan.chunk),
-            num_fed=_int32(fed),
-            fresh=_flags(fed),
-            rules=self.rules,
-            row=_int32() if single else None,
-            masks=self._masks(variant, fed, 1),
-        )
+        tokens, num_fed, fresh = _int32(fed, plan.chunk), _int32(fed), _flags(fed)
+        row, masks = _int32() if single else None, self._masks(variant, fed, 1)
+        inputs = given.PrefillInputs(tokens, num_fed, fresh, self.rules, row, masks)
         program = self._model(Step.PREFILL, variant, steps.prefill, inputs)
         return _wrapped(program, steps.single_row) if single else program
 
     def _decode(self, step: Step, variant: Variant) -> Program:
         plan, plain = self.plan, step == Step.PLAIN
-        width = plain_width(plan) if plain else plan.block
+        width = plan.plain_width if plain else plan.block
         multi = is_multi_step(plan, variant)
-        inputs = given.DecodeInputs(
-            self.rules,
-            num_steps=_int32() if multi else None,
-            masks=self._masks(variant, plan.rows, width),
-        )
+        masks = self._masks(variant, plan.rows, width)
+        inputs = given.DecodeInputs(self.rules, _int32() if multi else None, masks)
         function = steps.plain if plain else steps.speculative
         program = self._model(step, variant, function, inputs, block=width)
         if not multi:
             return program
         return _wrapped(program, steps.multi_step, max_steps=plan.steps_per_call, width=width)
 
-    def _draft(self, variant: Variant) -> Program:
+    def draft(self, variant: Variant) -> Program:
+        """The drafting half of a speculative step."""
         return self._model(Step.DRAFT, variant, draft, given.DecodeInputs(self.rules))
 
-    def _verify(self, variant: Variant) -> Program:
+    def verify(self, variant: Variant) -> Program:
+        """The verifying half of a speculative step."""
         b, t = self.plan.rows, self.plan.block
         q = None if variant == Variant.GREEDY else _float32(b, t - 1, self.vocab)
         block = Draft(_int32(b, t), q=q, finite=_flags(b), num_drafts=_int32(b))
-        inputs = given.VerifyInputs(block, self.rules, masks=self._masks(variant, b, t))
+        inputs = given.DecodeInputs(self.rules, masks=self._masks(variant, b, t), draft=block)
         return self._model(Step.VERIFY, variant, steps.verify, inputs)
-
-    def _set_logits_state(self) -> Program:
-        inputs = given.SetLogitsStateInputs(
-            row=_int32(),
-            bias=_float32(self.vocab),
-            prompt=_flags(self.vocab),
-            counts=_int32(self.vocab),
-            penalties=_float32(3),
-            reports=_flags(),
-        )
-        arguments = (None, None, self.logits_state, inputs)
-        return Program(ProgramKey(Step.SET_LOGITS_STATE), _set_row, arguments, STATES)
 
     def _masks(self, variant: Variant, rows: int, places: int) -> jax.ShapeDtypeStruct | None:
         if variant != Variant.CONSTRAINED:
@@ -266,11 +210,6 @@ class _Declaration:
         return Program(ProgramKey(step), function, (None, self.state, None, inputs), STATES)
 
 
-def plain_width(plan: Plan) -> int:
-    """Return the number of tokens that a plain step feeds to a row."""
-    return plan.block if plan.exact else 1
-
-
 def _wrapped(program: Program, wrapper: Call, **static: Any) -> Program:
     function = functools.partial(wrapper, program.function, **static)
     return dataclasses.replace(program, function=function)
@@ -290,10 +229,9 @@ def _set_row(params: None, state: None, logits_state: Any, inputs: Any) -> Any:
 
 def _over_devices(program: Program, mesh: Mesh, axes: Mapping[str, int]) -> Program:
     """Return the program with every argument and result placed on a mesh."""
-
     results = jax.eval_shape(program.function, *program.arguments)
     return dataclasses.replace(
         program,
-        arguments=tuple(placed(x, shardings(mesh, x, axes)) for x in program.arguments),
+        arguments=tuple(two_devices.placed(x, shardings(mesh, x, axes)) for x in program.arguments),
         placement=tuple(shardings(mesh, x, axes) for x in results),
     )

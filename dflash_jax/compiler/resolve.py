@@ -1,5 +1,6 @@
 """Complete a plan and check it against models and memory."""
 
+import bisect
 import dataclasses
 
 from dflash_jax.compiler.memory import Budget, budget, gibi
@@ -59,7 +60,7 @@ def _completed(
         return plan
     layout: WeightLayout = "row_major"
     if cpu and _one_device(plan) and plan.weights == "float":
-        tokens = plan.rows * (plan.block if drafter or plan.exact else 1)  # per step
+        tokens = plan.rows * (plan.block if drafter else plan.plain_width)  # per step
         layout = _fastest_layout(plan.dtype, target.hidden_size, tokens)
     return dataclasses.replace(plan, weight_layout=layout)
 
@@ -151,17 +152,12 @@ def _does_not_fit(
     plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, need: Budget
 ) -> str:
     """Return an error message with the required memory and the longest max_length that fits."""
-    limit = plan.memory_limit
-    low, high = 1, plan.max_length
-    while high - low > 1:  # bytes grow with max_length
-        middle = (low + high) // 2
-        shorter = dataclasses.replace(plan, max_length=middle)
-        low, high = (
-            (middle, high) if budget(shorter, target, drafter).total <= limit else (low, middle)
-        )
-    remedy = (
-        f"max_length={low} would fit"
-        if low > 1
-        else "even a short max_length does not; use fewer rows, a smaller dtype or a smaller model"
-    )
+
+    def bytes_for(length: int) -> int:
+        return budget(dataclasses.replace(plan, max_length=length), target, drafter).total
+
+    lengths, limit = range(2, plan.max_length), plan.memory_limit  # bytes grow with the length
+    remedy = "even a short max_length does not; use fewer rows, a smaller dtype or a smaller model"
+    if fitting := bisect.bisect_right(lengths, limit, key=bytes_for):
+        remedy = f"max_length={lengths[fitting - 1]} would fit"
     return f"the plan needs {need}, but only {gibi(limit)} are allowed; {remedy}"

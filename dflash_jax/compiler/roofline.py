@@ -18,25 +18,24 @@ class Device:
     memory: int  # bytes
 
 
-def _device(name: str, tb_s: float, tflops: float, gib: int, f32: float = 0.5) -> Device:
+def _device(name: str, tb_s: float, tflops: float, gib: int, f32: float) -> Device:
     half = tflops * 1e12
     rates = {"bfloat16": half, "float16": half, "float32": half * f32}
     return Device(name, tb_s * 1e12, rates, gib * 2**30)
 
 
-# H200: copy bandwidth and GEMM rate measured; the other GPUs 0.9 and 0.8 of their data sheets.
-DEVICES = {
-    d.name: d
-    for d in (
-        _device("H200", 4.3, 790, 139, 0.06),
-        _device("H100", 3.0, 790, 78, 0.06),
-        _device("A100", 1.8, 250, 78, 0.06),
-        _device("L40S", 0.78, 290, 44, 0.2),
-        _device("RTX 4090", 0.9, 130, 23, 0.5),
-        _device("RTX 3090", 0.84, 57, 23, 0.5),
-        _device("CPU", 0.04, 0.2, 16, 1.0),
-    )
+# TB/s, TFLOP/s in half precision, GiB, and how much of that rate float32 reaches. H200: copy
+# bandwidth and GEMM rate measured; the other GPUs 0.9 and 0.8 of their data sheets.
+_RATES = {
+    "H200": (4.3, 790, 139, 0.06),
+    "H100": (3.0, 790, 78, 0.06),
+    "A100": (1.8, 250, 78, 0.06),
+    "L40S": (0.78, 290, 44, 0.2),
+    "RTX 4090": (0.9, 130, 23, 0.5),
+    "RTX 3090": (0.84, 57, 23, 0.5),
+    "CPU": (0.04, 0.2, 16, 1.0),
 }
+DEVICES = {name: _device(name, *rates) for name, rates in _RATES.items()}
 
 
 @dataclasses.dataclass(frozen=True)

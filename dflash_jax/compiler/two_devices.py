@@ -7,7 +7,7 @@ embedding and head.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +15,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from dflash_jax.compiler.keys import ProgramKey, Step, Variant
-from dflash_jax.compiler.sharding import placed
-from dflash_jax.decode.inputs import DecodeInputs, UpdateDrafterInputs, VerifyInputs
+from dflash_jax.decode.inputs import DecodeInputs, UpdateDrafterInputs
 from dflash_jax.decode.pair import Params
 from dflash_jax.decode.rows import Segment
 from dflash_jax.errors import PlanError
@@ -26,7 +25,6 @@ from dflash_jax.state import DecodeState, RowRules
 SHARED = ("embed", "head", "norm")  # parameters of the target that drafters use, and their scales
 Call = Callable[..., Any]
 Parts = tuple[Call, ...]
-Programs = Mapping[ProgramKey, Any]
 
 
 class TwoDeviceState(NamedTuple):
@@ -38,9 +36,8 @@ class TwoDeviceState(NamedTuple):
 
 def split(state: DecodeState) -> TwoDeviceState:
     """Return the state split by the model its caches belong to."""
-    return TwoDeviceState(
-        dataclasses.replace(state, draft=()), dataclasses.replace(state, target=())
-    )
+    target, drafter = dataclasses.replace(state, draft=()), dataclasses.replace(state, target=())
+    return TwoDeviceState(target, drafter)
 
 
 def devices(plan: Plan) -> tuple[jax.Device, jax.Device]:
@@ -67,21 +64,19 @@ def place_state(plan: Plan, state: DecodeState) -> TwoDeviceState:
 
 def place_params(plan: Plan, params: Params) -> Params:
     """Return each model's parameters on its device, and copies of those the drafter shares."""
-    target_device, drafter_device = devices(plan)
-    return {
-        "target": jax.device_put(params["target"], target_device),
-        "drafter": jax.device_put(params["drafter"], drafter_device),
-        "shared": jax.device_put(shared_params(params["target"]), drafter_device),
-    }
+    target, drafter = map(jax.device_put, split_params(params), devices(plan))
+    return {**target, "drafter": drafter["drafter"], "shared": drafter["target"]}
 
 
-def shared_params(target: Params) -> Params:
-    """Return the parameters of the target that a drafter uses."""
-    return {name: target[name] for name in SHARED if name in target}
+def split_params(params: Params) -> tuple[Params, Params]:
+    """Return the parameters of each device, of a tree that `place_params` made or will make."""
+    target = params["target"]
+    shared = params.get("shared") or {name: target[name] for name in SHARED if name in target}
+    return {"target": target}, {"target": shared, "drafter": params["drafter"]}
 
 
 def join(
-    plan: Plan, target: Programs, drafter: Programs, updates: Mapping[int, Any]
+    plan: Plan, target: Iterable[Any], drafter: Iterable[Any], updates: Mapping[int, Any]
 ) -> dict[ProgramKey, Any]:
     """Return the programs of a plan, made of those of its two devices.
 
@@ -92,44 +87,46 @@ def join(
     """
     target_device, drafter_device = devices(plan)
     transfers = _Transfers(target_device, drafter_device, plan.rows)
-    drafter = {key: _on(drafter_device, program) for key, program in drafter.items()}
+    drafts = {program.key: _on(drafter_device, program) for program in drafter}
     updates = {width: _on(drafter_device, program) for width, program in updates.items()}
-    plain = plan.block if plan.exact else 1
-    widths = {Step.PREFILL: plan.chunk, Step.PLAIN: plain, Step.FORCED_TOKENS: plan.block}
-    segments = {
-        Step.TAKE_SEGMENT: transfers.take_segment,
-        Step.PUT_SEGMENT: transfers.put_segment,
-    }
+    fed = {Step.PREFILL: plan.chunk, Step.PLAIN: plan.plain_width, Step.FORCED_TOKENS: plan.block}
     joined = {}
 
-    def add(step: Step, variant: Variant | None, call: Call, *parts: Any) -> None:
-        key = ProgramKey(step, variant)
+    def add(key: ProgramKey, call: Call, *parts: Any) -> None:
         joined[key] = dataclasses.replace(parts[0], key=key, parts=parts, call=call)
 
-    for key, program in target.items():
-        step, variant = key
+    for program in target:
+        step, variant = key = program.key
         part = _on(target_device, program)
         if step == Step.SET_LOGITS_STATE:
             joined[key] = part
         elif step == Step.PROMPT_LOGPROBS:
-            add(step, None, transfers.target_only, part)
-        elif step in widths:
-            add(step, variant, transfers.target_step, part, updates[widths[step]])
+            add(key, transfers.target_only, part)
+        elif step in fed:
+            add(key, transfers.target_step, part, updates[fed[step]])
         elif step == Step.VERIFY:
-            draft, update = drafter[ProgramKey(Step.DRAFT, variant)], updates[plan.block]
+            drafting, update = ProgramKey(Step.DRAFT, variant), updates[plan.block]
             if variant == Variant.CONSTRAINED:
-                add(step, variant, transfers.verify, part, update)
-                add(Step.DRAFT, variant, transfers.draft, draft)
+                add(key, transfers.verify, part, update)
+                add(drafting, transfers.draft, drafts[drafting])
             else:
-                add(Step.SPECULATIVE, variant, transfers.speculative, part, draft, update)
+                speculative = ProgramKey(Step.SPECULATIVE, variant)
+                add(speculative, transfers.speculative, part, drafts[drafting], update)
         else:
-            add(step, None, segments.get(step, transfers.change_rows), part, drafter[key])
-        if step == Step.PUT_SEGMENT:
-            inputs, other = part.arguments[3], drafter[key].arguments[3]
-            segment = Segment(inputs.segment.target, other.segment.draft)
-            arguments = (*part.arguments[:3], dataclasses.replace(inputs, segment=segment))
-            joined[key] = dataclasses.replace(joined[key], arguments=arguments)
+            add(key, transfers.rows, part, drafts[key])
+    if put := joined.get(ProgramKey(Step.PUT_SEGMENT)):
+        inputs, other = (part.arguments[3] for part in put.parts)
+        segment = Segment(inputs.segment.target, other.segment.draft)
+        arguments = (*put.arguments[:3], dataclasses.replace(inputs, segment=segment))
+        joined[put.key] = dataclasses.replace(put, arguments=arguments)
     return joined
+
+
+def placed(shapes: Any, shardings: Any) -> Any:
+    """Return shapes with the sharding of their arrays."""
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes, shardings
+    )
 
 
 def _on(device: jax.Device, program: Any) -> Any:
@@ -153,73 +150,50 @@ class _Transfers:
         self._rules: tuple[RowRules | None, Any] = (None, None)
 
     def target_step(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
-        """Run a step that drafts nothing, then update the drafter."""
+        """Run a step of the target, then update the drafter with its taps."""
         target, update = parts
-        result = target(_target_params(params), state.target_state, logits, inputs)
+        after, *rest = target(split_params(params)[0], state.target_state, logits, inputs)
+        moved = jax.device_put((after.draft, after.position, after.anchor), self._drafter_device)
+        taps, position, anchor = moved  # a target's `draft` are the taps
         fresh = getattr(inputs, "fresh", self._not_fresh)
-        return self._updated(update, params, state, result, fresh)
+        given = UpdateDrafterInputs(taps, fresh, position, anchor)
+        drafter_state, *_ = update(split_params(params)[1], state.drafter_state, None, given)
+        return TwoDeviceState(dataclasses.replace(after, draft=()), drafter_state), *rest
 
     def speculative(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
-        """Draft on the drafter's device, verify on the target's, then update the drafter."""
+        """Draft on the drafter's device, then verify on the target's."""
         target, draft, update = parts
         state, _, drafted = self.draft((draft,), params, state, None, inputs)
-        to_verify = VerifyInputs(drafted, inputs.rules, inputs.masks)
-        return self.verify((target, update), params, state, logits, to_verify)
+        inputs = dataclasses.replace(inputs, draft=drafted)
+        return self.verify((target, update), params, state, logits, inputs)
 
     def draft(self, parts: Parts, params: Any, state: Any, logits: None, inputs: Any) -> Any:
         """Run the drafting half of a speculative step."""
         if self._rules[0] is not inputs.rules:
             self._rules = (inputs.rules, jax.device_put(inputs.rules, self._drafter_device))
         given = DecodeInputs(self._rules[1])
-        after, _, drafted = parts[0](_drafter_params(params), state.drafter_state, None, given)
+        after, _, drafted = parts[0](split_params(params)[1], state.drafter_state, None, given)
         return TwoDeviceState(state.target_state, after), None, drafted
 
     def verify(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
-        """Run the verifying half of a speculative step, then update the drafter."""
-        target, update = parts
+        """Run the verifying half of a speculative step."""
         draft = jax.device_put(inputs.draft, self._target_device)
         inputs = dataclasses.replace(inputs, draft=draft)
-        result = target(_target_params(params), state.target_state, logits, inputs)
-        return self._updated(update, params, state, result, self._not_fresh)
+        return self.target_step(parts, params, state, logits, inputs)
 
     def target_only(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
         """Run a program that concerns the target only."""
-        after, *rest = parts[0](_target_params(params), state.target_state, logits, inputs)
+        after, *rest = parts[0](split_params(params)[0], state.target_state, logits, inputs)
         return TwoDeviceState(after, state.drafter_state), *rest
 
-    def change_rows(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
-        """Change the rows of both models."""
-        return self._changed(parts, state, (inputs, inputs))
-
-    def take_segment(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
-        """Return a segment of both models."""
-        pairs = zip(parts, state, strict=True)
-        target, drafter = (part(None, own, None, inputs)[-1] for part, own in pairs)
-        return None, None, Segment(target.target, drafter.draft)
-
-    def put_segment(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
-        """Put a segment into the rows of both models."""
-        segments = Segment(inputs.segment.target, ()), Segment((), inputs.segment.draft)
-        given = tuple(dataclasses.replace(inputs, segment=segment) for segment in segments)
-        return self._changed(parts, state, given)
-
-    def _changed(self, parts: Parts, state: Any, inputs: tuple[Any, Any]) -> Any:
-        calls = zip(parts, state, inputs, strict=True)
-        return TwoDeviceState(*(part(None, own, None, x)[0] for part, own, x in calls)), None, None
-
-    def _updated(self, update: Call, params: Any, state: Any, result: Any, fresh: Any) -> Any:
-        """Return the result of a target's step after updating the drafter with its taps."""
-        after, *rest = result  # its `draft` are the taps
-        moved = jax.device_put((after.draft, after.position, after.anchor), self._drafter_device)
-        taps, position, anchor = moved
-        inputs = UpdateDrafterInputs(taps, fresh, position, anchor)
-        drafter_state, *_ = update(_drafter_params(params), state.drafter_state, None, inputs)
-        return TwoDeviceState(dataclasses.replace(after, draft=()), drafter_state), *rest
-
-
-def _target_params(params: Params) -> Params:
-    return {"target": params["target"]}
-
-
-def _drafter_params(params: Params) -> Params:
-    return {"target": params["shared"], "drafter": params["drafter"]}
+    def rows(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
+        """Change the rows of both models, or take a segment of both; each has its part of one."""
+        given = [inputs, inputs]
+        if segment := getattr(inputs, "segment", None):
+            segments = Segment(segment.target, ()), Segment((), segment.draft)
+            given = [dataclasses.replace(inputs, segment=own) for own in segments]
+        calls = zip(parts, state, given, strict=True)
+        target, drafter = (part(None, own, None, x) for part, own, x in calls)
+        if taken := target[-1]:
+            return None, None, Segment(taken.target, drafter[-1].draft)
+        return TwoDeviceState(target[0], drafter[0]), None, None

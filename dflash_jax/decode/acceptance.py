@@ -4,23 +4,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.state import RowRules
+from dflash_jax.state import Logits, RowInts, RowRules
 
 
 def accept_greedy(
-    block: Int[Array, "B T"], best: Int[Array, "B T"], num_drafts: Int[Array, " B"] | None = None
-) -> Int[Array, " B"]:
+    block: Int[Array, "B T"], best: Int[Array, "B T"], num_drafts: RowInts | None = None
+) -> RowInts:
     """Return the length of the accepted prefix, the anchor included: at least 1.
 
     Args:
-      block: [anchor, drafts ...] as fed to the target.
-      best: the target's choice after each of them.
+      block: [anchor, drafts ...] as fed to the target, whose choices after them are `best`.
       num_drafts: number of drafts to consider; None considers all.
     """
     return _prefix(block[:, 1:] == best[:, :-1], num_drafts)
 
 
-def _prefix(passed: Bool[Array, "B R"], num_drafts: Int[Array, " B"] | None) -> Int[Array, " B"]:
+def _prefix(passed: Bool[Array, "B R"], num_drafts: RowInts | None) -> RowInts:
     """Return 1 + the number of drafts before the first that failed or is not considered."""
     if num_drafts is not None:
         passed &= jnp.arange(passed.shape[1])[None, :] < num_drafts[:, None]
@@ -30,10 +29,10 @@ def _prefix(passed: Bool[Array, "B R"], num_drafts: Int[Array, " B"] | None) -> 
 def accept_sampled(
     drafts: Int[Array, "B R"],
     q: Float[Array, "B R V"],
-    p: Float[Array, "B T V"],
+    p: Logits,
     uniforms: Float[Array, "B R"],
-    num_drafts: Int[Array, " B"] | None = None,
-) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
+    num_drafts: RowInts | None = None,
+) -> tuple[RowInts, Float[Array, "B V"]]:
     """Accept drafts by rejection sampling (Leviathan et al. 2023), R = T - 1.
 
     Draft i is accepted while u_i q_i(d_i) < p_i(d_i). The next token is drawn from the residual
@@ -70,19 +69,11 @@ def is_stop(tokens: Int[Array, "B T"], rules: RowRules) -> Bool[Array, "B T"]:
 
 
 def cut(
-    n: Int[Array, " B"],
-    tokens: Int[Array, "B T"],
-    anchor: Int[Array, " B"],
-    position: Int[Array, " B"],
-    rules: RowRules,
-) -> Int[Array, " B"]:
-    """Return n shortened so that nothing follows a stop token or exceeds the row's limit (R5).
+    n: RowInts, tokens: Int[Array, "B T"], anchor: RowInts, position: RowInts, rules: RowRules
+) -> RowInts:
+    """Return n so that nothing of n decided tokens follows a stop token or exceeds a limit (R5).
 
     A stop token becomes the next anchor and is never committed. Frozen rows get 0.
-
-    Args:
-      n: number of newly decided tokens so far.
-      tokens: the newly decided tokens.
     """
     stops = is_stop(tokens, rules)
     first_stop = jnp.where(stops.any(axis=1), jnp.argmax(stops, axis=1) + 1, tokens.shape[1])
@@ -90,21 +81,19 @@ def cut(
     return jnp.where(frozen(anchor, position, rules), 0, most)
 
 
-def frozen(
-    anchor: Int[Array, " B"], position: Int[Array, " B"], rules: RowRules
-) -> Bool[Array, " B"]:
+def frozen(anchor: RowInts, position: RowInts, rules: RowRules) -> Bool[Array, " B"]:
     """Return which rows decide nothing until the host acts: at a stop token or the limit."""
     return is_stop(anchor[:, None], rules)[:, 0] | (position + 1 >= rules.limit)
 
 
-def stops_masked(logits: Float[Array, "B T V"], rules: RowRules) -> Float[Array, "B T V"]:
+def stops_masked(logits: Logits, rules: RowRules) -> Logits:
     """Return logits with every row's stop set at minus infinity (R6)."""
     outside = jnp.where(rules.stop_ids < 0, logits.shape[2], rules.stop_ids)
     mask = jax.vmap(lambda row, ids: row.at[:, ids].set(-jnp.inf, mode="drop"))
     return mask(logits, outside)
 
 
-def finite_places(logits: Float[Array, "B T V"]) -> Int[Array, " B"]:
+def finite_places(logits: Logits) -> RowInts:
     """Return the number of leading places of each row whose logits are finite."""
     places = logits.shape[1]
     good = jnp.isfinite(logits).all(axis=-1)

@@ -5,20 +5,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
+from dflash_jax.decode import sampling
 from dflash_jax.decode.inputs import DecodeInputs
 from dflash_jax.decode.pair import Pair, Params
-from dflash_jax.decode.sampling import (
-    DRAFT,
-    any_sampled,
-    argmax,
-    draw,
-    gumbel,
-    one_hot,
-    probabilities,
-    row_keys,
-)
 from dflash_jax.nn.draft import Draft, DraftChoice, SharedLayers
 from dflash_jax.state import DecodeState, RowRules
 
@@ -26,11 +17,7 @@ from dflash_jax.state import DecodeState, RowRules
 def draft(
     pair: Pair, params: Params, state: DecodeState, logits_state: None, inputs: DecodeInputs
 ) -> tuple[DecodeState, None, Draft]:
-    """Draft a block after each row's anchor: the first half of a speculative step.
-
-    Returns:
-      The state with the drafter's caches, in which no row has moved, and the draft.
-    """
+    """Draft a block after each row's anchor, moving no row: half of a speculative step."""
     assert pair.drafter is not None
     rules, config = inputs.rules, pair.drafter.config
     shape = (state.anchor.shape[0], pair.block - 1)
@@ -39,15 +26,8 @@ def draft(
         functools.partial(pair.target_call, params, method="embed"),
         functools.partial(pair.target_call, params, method=pair.head),
     )
-    sampler = RowDraftSampler(
-        rules,
-        state.anchor,
-        state.position,
-        masks,
-        sampled=pair.sampled,
-        vocab_size=config.vocab_size,
-        min_survival=pair.min_survival,
-    )
+    options = (pair.sampled, config.vocab_size, pair.min_survival)
+    sampler = RowDraftSampler(rules, state.anchor, state.position, masks, *options)
     with jax.named_scope("draft"):
         block = jnp.concatenate([state.anchor[:, None], masks], axis=1)
         drafted, caches = pair.drafter_call(
@@ -76,18 +56,18 @@ class RowDraftSampler:
         """Choose all places at once; q is filtered as the target's p is."""
         finite = jnp.isfinite(logits).all(axis=(1, 2))
         if not self.sampled:  # one pass over the vocabulary less than comparing zeros
-            return DraftChoice(jnp.where(finite[:, None], argmax(logits), 0), None, finite)
+            return DraftChoice(jnp.where(finite[:, None], sampling.argmax(logits), 0), None, finite)
         logits = jnp.where(finite[:, None, None], logits, 0.0)
 
         def drawn() -> tuple[Int[Array, "B R"], Float[Array, "B R N"]]:
-            q = probabilities(logits, self.rules)
-            return draw(row_keys(self.rules, self.position, DRAFT), q), q
+            q = sampling.probabilities(logits, self.rules)
+            return sampling.draw(self._keys(), q), q
 
         def best() -> tuple[Int[Array, "B R"], Float[Array, "B R N"]]:
-            tokens = argmax(logits)
-            return tokens, one_hot(tokens, logits.shape[-1])
+            tokens = sampling.argmax(logits)
+            return tokens, sampling.one_hot(tokens, logits.shape[-1])
 
-        index, q = jax.lax.cond(any_sampled(self.rules), drawn, best)
+        index, q = jax.lax.cond(sampling.any_sampled(self.rules), drawn, best)
         return DraftChoice(index, q, finite)
 
     def noise(self, places: int, size: int) -> Float[Array, "B R N"] | None:
@@ -96,12 +76,12 @@ class RowDraftSampler:
             return None
 
         def drawn() -> Float[Array, "B R N"]:
-            return gumbel(row_keys(self.rules, self.position, DRAFT), (places, size))
+            return sampling.gumbel(self._keys(), (places, size))
 
-        rows = len(self.rules.temperature)
-        return jax.lax.cond(
-            any_sampled(self.rules), drawn, lambda: jnp.zeros((rows, places, size), jnp.float32)
-        )
+        def unused() -> Float[Array, "B R N"]:
+            return jnp.zeros((len(self.rules.temperature), places, size), jnp.float32)
+
+        return jax.lax.cond(sampling.any_sampled(self.rules), drawn, unused)
 
     def sample_one(
         self, logits: Float[Array, "B N"], noise: Float[Array, "B N"] | None
@@ -109,17 +89,17 @@ class RowDraftSampler:
         """Choose one place: the largest logit, or the largest of logits / temperature + noise."""
         finite = jnp.isfinite(logits).all(axis=-1)
         logits = jnp.where(finite[:, None], logits, 0.0)
-        best = argmax(logits)
+        best = sampling.argmax(logits)
         if noise is None:
             return DraftChoice(best, None, finite)
-        greedy, sure = self.rules.temperature <= 0, one_hot(best, logits.shape[-1])
+        greedy, sure = self.rules.temperature <= 0, sampling.one_hot(best, logits.shape[-1])
 
         def drawn() -> tuple[Int[Array, " B"], Float[Array, "B N"]]:
             scaled = logits / jnp.where(greedy, 1.0, self.rules.temperature)[:, None]
             q = jnp.where(greedy[:, None], sure, jax.nn.softmax(scaled, axis=-1))
-            return jnp.where(greedy, best, argmax(scaled + noise)), q
+            return jnp.where(greedy, best, sampling.argmax(scaled + noise)), q
 
-        index, q = jax.lax.cond(any_sampled(self.rules), drawn, lambda: (best, sure))
+        index, q = jax.lax.cond(sampling.any_sampled(self.rules), drawn, lambda: (best, sure))
         return DraftChoice(index, q, finite)
 
     def draft(
@@ -141,6 +121,9 @@ class RowDraftSampler:
             num_drafts = jnp.minimum(num_drafts, num_likely)
         block = jnp.concatenate([self.anchor[:, None], drafts], axis=1)
         return Draft(block, q, finite, num_drafts)
+
+    def _keys(self) -> Key[Array, " B"]:
+        return sampling.row_keys(self.rules, self.position, sampling.DRAFT)
 
 
 def over_vocabulary(

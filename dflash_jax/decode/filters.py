@@ -21,11 +21,14 @@ CHUNK = 128  # tokens that are skipped together if their maximum is too small
 BISECTIONS = 4  # between two sorted lists
 NEGLIGIBLE = 104.0  # softmax is 0 in float32 for a logit this far below the largest
 
+Numbers = Float[Array, " P"]  # one for each place
+Ranked = tuple[Float[Array, "*places N"], Int[Array, "*places N"]]  # values and indices
+
 
 class Threshold(NamedTuple):
     """The last token that each place keeps; it need not exist."""
 
-    value: Float[Array, " P"]
+    value: Numbers
     index: Int[Array, " P"]
 
     def keeps(self, x: Float[Array, "P V"]) -> Bool[Array, "P V"]:
@@ -35,11 +38,8 @@ class Threshold(NamedTuple):
 
     def earlier(self, other: "Threshold") -> "Threshold":
         """Return, for each place, the threshold that keeps fewer tokens."""
-        value = jnp.maximum(self.value, other.value)
-        indices = (
-            jnp.where(cut.value == value, cut.index, jnp.iinfo(jnp.int32).max)
-            for cut in (self, other)
-        )
+        value, last = jnp.maximum(self.value, other.value), jnp.iinfo(jnp.int32).max
+        indices = (jnp.where(cut.value == value, cut.index, last) for cut in (self, other))
         return Threshold(value, jnp.minimum(*indices))
 
 
@@ -50,23 +50,15 @@ def is_filtered(rules: RowRules) -> Bool[Array, " B"]:
 
 
 def filtered(scaled: Float[Array, "B T V"], rules: RowRules) -> Float[Array, "B T V"]:
-    """Return logits with -inf for the tokens that top-k, min-p or top-p drop.
+    """Return logits over temperature with -inf for the tokens that top-k, min-p or top-p drop.
 
     In the order of the `dflash` 0.1.0 reference: the top_k largest, then tokens while the mass
     before them is below top_p. min_p, as in vLLM, applies together with top_k. Logits of rows
     without a filter, and of greedy rows, are unchanged.
-
-    Args:
-      scaled: logits over temperature, float32.
     """
     places, vocab = scaled.shape[1:]
-
-    def by_place(column: Array) -> Array:
-        return jnp.repeat(column, places)
-
-    sampled, top_k, top_p, min_p = map(
-        by_place, (rules.temperature > 0, rules.top_k, rules.top_p, rules.min_p)
-    )
+    columns = (rules.temperature > 0, rules.top_k, rules.top_p, rules.min_p)
+    sampled, top_k, top_p, min_p = (jnp.repeat(column, places) for column in columns)
     x = scaled.reshape(-1, vocab)
     largest = x.max(axis=-1)
     cut = Threshold(
@@ -88,9 +80,7 @@ def filtered(scaled: Float[Array, "B T V"], rules: RowRules) -> Float[Array, "B 
     return jnp.where(cut.keeps(x), x, -jnp.inf).reshape(scaled.shape)
 
 
-def leading(
-    x: Float[Array, "*places V"], count: int
-) -> tuple[Float[Array, "*places N"], Int[Array, "*places N"]]:
+def leading(x: Float[Array, "*places V"], count: int) -> Ranked:
     """Return the `count` largest values of each place, equal ones by index, and their indices.
 
     As `jax.lax.top_k`, but only the chunks with the largest maxima are searched. A token among the
@@ -110,9 +100,7 @@ def leading(
     return values, jnp.take_along_axis(chosen, at // CHUNK, axis=-1) * CHUNK + at % CHUNK
 
 
-def _top_k(
-    x: Float[Array, "*places V"], count: int
-) -> tuple[Float[Array, "*places N"], Int[Array, "*places N"]]:
+def _top_k(x: Float[Array, "*places V"], count: int) -> Ranked:
     """Return `jax.lax.top_k` after a barrier: if a slice followed, XLA would sort all of x."""
     values, ids = jax.lax.optimization_barrier(jax.lax.top_k(x, count))
     return values, ids
@@ -121,14 +109,14 @@ def _top_k(
 class _Search(NamedTuple):
     """Bounds of each place's last token: `low` <= that token < `top`, until it is found."""
 
-    top: Float[Array, " P"]
-    before: Float[Array, " P"]  # weight of all tokens not below `top`
-    low: Float[Array, " P"]
+    top: Numbers
+    before: Numbers  # weight of all tokens not below `top`
+    low: Numbers
     found: Bool[Array, " P"]
     cut: Threshold
 
     def ending_at(
-        self, here: Bool[Array, " P"], value: Float[Array, " P"], index: Int[Array, " P"]
+        self, here: Bool[Array, " P"], value: Numbers, index: Int[Array, " P"]
     ) -> "_Search":
         """Return the search with the last token of more places."""
         new = here & ~self.found
@@ -139,7 +127,7 @@ class _Search(NamedTuple):
 def _last_within(
     x: Float[Array, "P V"],
     weights: Float[Array, "P V"],
-    budget: Float[Array, " P"],
+    budget: Numbers,
     cut: Threshold,
     active: Bool[Array, " P"],
 ) -> Threshold:
@@ -148,7 +136,7 @@ def _last_within(
     Places that are not active keep their threshold. No place's result depends on other places.
     """
 
-    def weight_from(value: Float[Array, " P"]) -> Float[Array, " P"]:
+    def weight_from(value: Numbers) -> Numbers:
         return jnp.where(x >= value[:, None], weights, 0.0).sum(axis=-1)
 
     def step(search: _Search) -> _Search:
@@ -171,7 +159,7 @@ def _last_within(
             search.found.all(), lambda *_: search, narrow, search, least, jnp.ceil(rest)
         )
 
-    def narrow(search: _Search, least: Float[Array, " P"], rest: Float[Array, " P"]) -> _Search:
+    def narrow(search: _Search, least: Numbers, rest: Numbers) -> _Search:
         """Bisect, first at the least listed value: it may have more tokens than are listed."""
         weight = weight_from(least)
         tied = ~search.found & (weight >= budget)

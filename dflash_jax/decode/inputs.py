@@ -29,20 +29,12 @@ class PrefillInputs:
 
 @struct.dataclass
 class DecodeInputs:
-    """Inputs of a plain or speculative step, and of the drafting half of one."""
+    """Inputs of a plain or speculative step, and of the halves of one."""
 
     rules: RowRules
     num_steps: Int[Any, ""] | None = None  # in multi-step programs; 0 runs one step, for timing
     masks: UInt32[Any, "B T W"] | None = None  # allowed tokens, in the constrained variant
-
-
-@struct.dataclass
-class VerifyInputs:
-    """Inputs of the verifying half of a speculative step."""
-
-    draft: Draft
-    rules: RowRules
-    masks: UInt32[Any, "B T W"] | None = None
+    draft: Draft | None = None  # in the verifying half
 
 
 @struct.dataclass
@@ -83,13 +75,6 @@ class ReplaceAnchorInputs:
 
 
 @struct.dataclass
-class ClearRowsInputs:
-    """Rows to clear."""
-
-    rows: Bool[Any, " B"]
-
-
-@struct.dataclass
 class CopyRowInputs:
     """Source and destination of a copy."""
 
@@ -98,20 +83,12 @@ class CopyRowInputs:
 
 
 @struct.dataclass
-class TakeSegmentInputs:
-    """Row and first position of a segment."""
+class SegmentInputs:
+    """Row and first position of a segment to take, or of the given one to put."""
 
     row: Int[Any, ""]
     start: Int[Any, ""]
-
-
-@struct.dataclass
-class PutSegmentInputs:
-    """A segment, and the row and first position it belongs to."""
-
-    row: Int[Any, ""]
-    start: Int[Any, ""]
-    segment: Any  # a `rows.Segment`
+    segment: Any = None  # a `rows.Segment`
 
 
 @struct.dataclass

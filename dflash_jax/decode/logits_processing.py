@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.decode.filters import leading
 from dflash_jax.decode.inputs import SetLogitsStateInputs
-from dflash_jax.state import Logprobs, StepOutput
+from dflash_jax.state import Logits, Logprobs, StepOutput
 
 TOP = 20  # maximum number of alternatives reported for a token
 
@@ -33,26 +33,19 @@ class LogitsState:
     reports: Bool[Array, " B"]  # whether the request asks for log-probabilities
 
     def process(
-        self,
-        logits: Float[Array, "B T V"],
-        drafts: Int[Array, "B R"],
-        masks: UInt32[Array, "B T W"] | None,
-    ) -> Float[Array, "B T V"]:
+        self, logits: Logits, drafts: Int[Array, "B R"], masks: UInt32[Array, "B T W"] | None
+    ) -> Logits:
         """Return processed logits of R + 1 places, of which place i follows the first i drafts.
 
         In this order: the bias is added; for tokens of prompt or output, positive logits are
         divided by `repetition` and others multiplied; tokens of the output lose `frequency` per
-        occurrence and `presence` once; tokens outside a mask get minus infinity.
-
-        Args:
-          masks: a bit for every token, set where it is allowed; None allows all.
+        occurrence and `presence` once; tokens outside a mask, whose bits are 0, get minus infinity.
         """
         vocab = logits.shape[-1]
         new = jax.nn.one_hot(drafts, vocab, dtype=jnp.int32)  # [B, R, V]
         counts = self.counts[:, None] + jnp.pad(jnp.cumsum(new, axis=1), ((0, 0), (1, 0), (0, 0)))
-        repetition, frequency, presence = (
-            x[:, None, None] for x in (self.repetition, self.frequency, self.presence)
-        )
+        columns = (self.repetition, self.frequency, self.presence)
+        repetition, frequency, presence = (x[:, None, None] for x in columns)
         logits = logits + self.bias[:, None]
         scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
         logits = jnp.where(self.prompt[:, None] | (counts > 0), scaled, logits)
@@ -65,7 +58,7 @@ class LogitsState:
         allowed = allowed.reshape(*allowed.shape[:2], -1)[:, :, :vocab]
         return jnp.where(allowed > 0, logits, -jnp.inf)
 
-    def logprobs(self, logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Logprobs:
+    def logprobs(self, logits: Logits, tokens: Int[Array, "B T"]) -> Logprobs:
         """Return log-probabilities of the tokens; zeros, at no cost, if no request asks for any."""
         return jax.lax.cond(
             self.reports.any(), logprobs, lambda *_: no_logprobs(*logits.shape), logits, tokens
@@ -82,13 +75,7 @@ class LogitsState:
     def set_row(self, inputs: SetLogitsStateInputs) -> "LogitsState":
         """Return the state with one row replaced."""
         values = (inputs.bias, inputs.prompt, inputs.counts, *inputs.penalties, inputs.reports)
-        fields = [field.name for field in dataclasses.fields(self)]
-        return LogitsState(
-            **{
-                name: getattr(self, name).at[inputs.row].set(value)
-                for name, value in zip(fields, values, strict=True)
-            }
-        )
+        return jax.tree.map(lambda x, row: x.at[inputs.row].set(row), self, LogitsState(*values))
 
 
 def neutral_logits_state(rows: int, vocab: int) -> LogitsState:
@@ -110,7 +97,7 @@ def mask_words(vocab: int) -> int:
     return -(-vocab // 32)
 
 
-def logprobs(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Logprobs:
+def logprobs(logits: Logits, tokens: Int[Array, "B T"]) -> Logprobs:
     """Return log-probabilities of one token at each place, and of the `TOP` most probable ones."""
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2) - total

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import LATE
 from dflash_jax.models import Drafter
-from dflash_jax.state import DecodeState, LayerCache, Update
+from dflash_jax.state import DecodeState, LayerCache, Logits, Update
 
 Params = dict[str, Any]
 
@@ -55,8 +55,7 @@ def forward(
 ) -> tuple[tuple[Update, ...], tuple[LayerCache, ...], Float[Array, "B T D"]]:
     """Run T tokens of each row through the target, and their taps into the drafter's context.
 
-    Args:
-      chunked: run recurrent layers in their chunked form.
+    With `chunked`, recurrent layers run in their chunked form.
 
     Returns:
       Updates of the target's caches, the drafter's caches (with `Pair.two_devices`, the taps), and
@@ -75,7 +74,7 @@ def forward(
     return out.caches, draft, out.hidden
 
 
-def logits_of(pair: Pair, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+def logits_of(pair: Pair, params: Params, hidden: Float[Array, "B T D"]) -> Logits:
     """Return the target's logits.
 
     The barrier keeps XLA from fusing the last sum of the head's product with its readers, which

@@ -13,22 +13,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int, Num
 
-from dflash_jax.decode.inputs import (
-    ClearRowsInputs,
-    CopyRowInputs,
-    PutSegmentInputs,
-    ReplaceAnchorInputs,
-    TakeSegmentInputs,
-)
-from dflash_jax.state import (
-    Cache,
-    DecodeState,
-    LayerCache,
-    RecurrentCache,
-    put_row,
-    take_row,
-    zero_rows,
-)
+from dflash_jax.decode.inputs import CopyRowInputs, ReplaceAnchorInputs, SegmentInputs
+from dflash_jax.state import Cache, DecodeState, LayerCache, RecurrentCache, put_row, take_row
 
 # Arrays of one layer: keys, values [K, C, H] and scales [K, C] of int8 ones; or state, inputs.
 LayerSegment = tuple[Num[Array, "..."], ...]
@@ -48,17 +34,12 @@ def replace_anchor(state: DecodeState, inputs: ReplaceAnchorInputs) -> DecodeSta
     return dataclasses.replace(state, anchor=anchor)
 
 
-def clear_rows(state: DecodeState, inputs: ClearRowsInputs) -> DecodeState:
-    """Zero rows whose caches may hold non-finite numbers; no mask hides recurrent states."""
-    return zero_rows(state, inputs.rows)
-
-
 def copy_row(state: DecodeState, inputs: CopyRowInputs) -> DecodeState:
     """Copy one row to another that would be fed the same tokens."""
     return put_row(state, take_row(state, inputs.source), inputs.destination)
 
 
-def take_segment(state: DecodeState, inputs: TakeSegmentInputs, *, chunk: int) -> Segment:
+def take_segment(state: DecodeState, inputs: SegmentInputs, *, chunk: int) -> Segment:
     """Return the segment of positions start .. start+chunk-1, right after they were fed."""
     row, start = inputs.row, inputs.start
 
@@ -77,7 +58,7 @@ def take_segment(state: DecodeState, inputs: TakeSegmentInputs, *, chunk: int) -
     return Segment(tuple(map(take, state.target)), tuple(map(take, state.draft)))
 
 
-def put_segment(state: DecodeState, inputs: PutSegmentInputs, *, chunk: int) -> DecodeState:
+def put_segment(state: DecodeState, inputs: SegmentInputs, *, chunk: int) -> DecodeState:
     """Put a segment into a row and move the row's position to the end of the segment."""
     row, start, segment = inputs.row, inputs.start, inputs.segment
 

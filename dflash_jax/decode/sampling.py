@@ -9,19 +9,14 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from dflash_jax.decode.acceptance import is_stop, stops_masked
 from dflash_jax.decode.filters import filtered, is_filtered
-from dflash_jax.state import RowRules
+from dflash_jax.state import Logits, RowInts, RowRules
 
 DRAFT, ACCEPT, TOKEN, NEXT_BEST = range(4)  # purposes of a random number
 
 
 def choose_token(
-    logits: Float[Array, "B T V"],
-    at: Int[Array, " B"],
-    position: Int[Array, " B"],
-    rules: RowRules,
-    *,
-    sampled: bool,
-) -> Int[Array, " B"]:
+    logits: Logits, at: RowInts, position: RowInts, rules: RowRules, *, sampled: bool
+) -> RowInts:
     """Return the token that place `at` of the logits chooses, for the given position."""
     row = _place(logits, at)[:, 0]
     best = argmax(row)
@@ -31,14 +26,14 @@ def choose_token(
 
 
 def next_best(
-    logits: Float[Array, "B T V"],
-    token: Int[Array, " B"],
-    at: Int[Array, " B"],
-    position: Int[Array, " B"],
+    logits: Logits,
+    token: RowInts,
+    at: RowInts,
+    position: RowInts,
     rules: RowRules,
     *,
     sampled: bool,
-) -> Int[Array, " B"]:
+) -> RowInts:
     """Return the token to use instead of `token` where that is a stop token (R6).
 
     Chosen as by `choose_token`, among tokens that are no stop tokens. It has a random key of its
@@ -58,13 +53,11 @@ def next_best(
 
 
 def call_odds(
-    logits: Float[Array, "B T V"], token: Int[Array, " B"], at: Int[Array, " B"], rules: RowRules
+    logits: Logits, token: RowInts, at: RowInts, rules: RowRules
 ) -> Float[Array, " B"] | None:
     """Return the log-ratio of the probabilities of `RowRules.opening` and of the decided token.
 
-    Args:
-      token: the decided tokens; a row with `RowRules.choices` uses its best token instead.
-      at: the place in `logits` that decided them.
+    The decided token is `token`, or in a row with `RowRules.choices` the best one at place `at`.
 
     Returns:
       None if the rules have no `opening`; undefined in rows whose `opening` is -1.
@@ -79,28 +72,28 @@ def call_odds(
     return opening - other
 
 
-def _place(logits: Float[Array, "B T V"], at: Int[Array, " B"]) -> Float[Array, "B 1 V"]:
+def _place(logits: Logits, at: RowInts) -> Float[Array, "B 1 V"]:
     return jnp.take_along_axis(logits, at[:, None, None], axis=1)
 
 
 def _draw_where(
     rows: Bool[Array, " B"],
     logits: Float[Array, "B V"],
-    best: Int[Array, " B"],
-    position: Int[Array, " B"],
+    best: RowInts,
+    position: RowInts,
     rules: RowRules,
     purpose: int,
-) -> Int[Array, " B"]:
+) -> RowInts:
     """Return drawn tokens for some rows and the best ones for others."""
 
-    def drawn() -> Int[Array, " B"]:
+    def drawn() -> RowInts:
         p = probabilities(logits[:, None], rules)[:, 0]
         return jnp.where(rows, draw(row_keys(rules, position, purpose), p), best)
 
     return jax.lax.cond(rows.any(), drawn, lambda: best)
 
 
-def _best_choice(logits: Float[Array, "B V"], choices: Int[Array, "B N"]) -> Int[Array, " B"]:
+def _best_choice(logits: Float[Array, "B V"], choices: Int[Array, "B N"]) -> RowInts:
     """Return each row's choice with the largest logit, the first of equal ones."""
     scores = jnp.take_along_axis(logits, jnp.maximum(choices, 0), axis=1)
     scores = jnp.where(choices >= 0, scores, -jnp.inf)
@@ -126,7 +119,7 @@ def any_sampled(rules: RowRules) -> Bool[Array, ""]:
     return (rules.temperature > 0).any()
 
 
-def row_keys(rules: RowRules, position: Int[Array, " B"], purpose: int) -> Key[Array, " B"]:
+def row_keys(rules: RowRules, position: RowInts, purpose: int) -> Key[Array, " B"]:
     """Return a key per row from (request seed, position, purpose), whatever other rows do (R11)."""
 
     def key(seed: Array, at: Array) -> Array:
@@ -137,7 +130,7 @@ def row_keys(rules: RowRules, position: Int[Array, " B"], purpose: int) -> Key[A
     return jax.vmap(key)(rules.seed, position)
 
 
-def probabilities(logits: Float[Array, "B T V"], rules: RowRules) -> Float[Array, "B T V"]:
+def probabilities(logits: Logits, rules: RowRules) -> Logits:
     """Return the filtered distribution of each place, float32; one-hot at temperature 0.
 
     A row without filters has the same bits whether or not others filter.

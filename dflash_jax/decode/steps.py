@@ -1,17 +1,17 @@
 """The steps that run a model: forward pass, decision, commit.
 
-| step            | forward pass over          | tokens committed                      |
-| --------------- | -------------------------- | ------------------------------------- |
-| `prefill`       | a prompt chunk             | its `num_fed` tokens                  |
-| `plain`         | anchor and padding         | 1                                     |
-| `speculative`   | anchor and drafts          | the anchor and the accepted drafts    |
-| `forced_tokens` | tokens given by the host   | `num_fed`                             |
+| step              | forward pass over        | tokens committed                    |
+| ----------------- | ------------------------ | ----------------------------------- |
+| `prefill`         | a prompt chunk           | its `num_fed` tokens                |
+| `plain`           | anchor and padding       | 1                                   |
+| `speculative`     | anchor and drafts        | the anchor and the accepted drafts  |
+| `forced_tokens`   | tokens given by the host | `num_fed`                           |
+| `prompt_logprobs` | a prompt chunk           | none                                |
 
-`prompt_logprobs` has a module of its own. Every step is a pure function
-`(pair, params, state, logits_state, inputs) -> (state, logits_state, output)`, where the logits
-state is None unless logits are processed. A forward pass writes all its tokens into the caches;
-`commit` then moves the row's one position past those that are kept. Slots after the position are
-garbage: masked, and overwritten by the next call.
+Every step is a pure function `(pair, params, state, logits_state, inputs) -> (state, logits_state,
+output)`, where the logits state is None unless logits are processed. A forward pass writes all its
+tokens into the caches; `commit` then moves the row's one position past those that are kept. Slots
+after the position are garbage: masked, and overwritten by the next call.
 """
 
 import dataclasses
@@ -21,34 +21,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
+from dflash_jax.decode import logits_processing, sampling
 from dflash_jax.decode.acceptance import accept_greedy, accept_sampled, cut, finite_places, frozen
 from dflash_jax.decode.drafting import draft
 from dflash_jax.decode.inputs import (
     DecodeInputs,
     ForcedTokensInputs,
     PrefillInputs,
+    PromptLogprobsInputs,
     UpdateDrafterInputs,
-    VerifyInputs,
 )
 from dflash_jax.decode.logits_processing import LogitsState, no_logprobs
 from dflash_jax.decode.pair import Pair, Params, forward, logits_of
-from dflash_jax.decode.sampling import (
-    ACCEPT,
-    TOKEN,
-    any_sampled,
-    argmax,
-    call_odds,
-    choose_token,
-    draw,
-    next_best,
-    probabilities,
-    row_keys,
-)
 from dflash_jax.nn.draft import Draft
 from dflash_jax.state import (
     DecodeState,
+    Logits,
+    Logprobs,
+    RowInts,
     RowRules,
     StepOutput,
     commit,
@@ -61,6 +53,7 @@ from dflash_jax.state import (
 
 Processing = LogitsState | None  # None if logits are not processed
 Stepped = tuple[DecodeState, Processing, StepOutput]
+StepFn = Callable[..., Stepped]
 
 
 def prefill(
@@ -76,11 +69,12 @@ def prefill(
     if logits_state:
         logits = logits_state.process(raw, inputs.tokens[:, :0], inputs.masks)
     num_tokens, zero = jnp.minimum(num_fed, 1), jnp.zeros_like(num_fed)
-    token = choose_token(logits, zero, state.position + num_fed, rules, sampled=pair.sampled)
-    best = next_best(logits, token, zero, state.position + num_fed, rules, sampled=pair.sampled)
+    sampled = pair.sampled
+    token = sampling.choose_token(logits, zero, state.position + num_fed, rules, sampled=sampled)
+    best = sampling.next_best(logits, token, zero, state.position + num_fed, rules, sampled=sampled)
     logprobs = logits_state.logprobs(raw, token[:, None]) if logits_state else None
     finite = (finite_places(raw) > 0) | (num_tokens == 0)
-    odds = call_odds(raw, token, zero, rules)
+    odds = sampling.call_odds(raw, token, zero, rules)
     out = pack_output(
         token[:, None], num_tokens, best, finite, zero, logprobs=logprobs, call_odds=odds
     )
@@ -93,8 +87,8 @@ def plain(
 ) -> Stepped:
     """Decode one token per row, in a block padded to the width of drafted ones (R1)."""
     padded = Draft(jnp.pad(state.anchor[:, None], ((0, 0), (0, pair.block - 1))))
-    to_verify = VerifyInputs(padded, inputs.rules, inputs.masks)
-    return verify(pair, params, state, logits_state, to_verify)
+    inputs = dataclasses.replace(inputs, draft=padded)
+    return verify(pair, params, state, logits_state, inputs)
 
 
 def speculative(
@@ -102,12 +96,12 @@ def speculative(
 ) -> Stepped:
     """Draft a block, verify it, and commit the tokens the target would have decided itself."""
     state, _, drafted = draft(pair, params, state, None, inputs)
-    to_verify = VerifyInputs(drafted, inputs.rules, inputs.masks)
-    return verify(pair, params, state, logits_state, to_verify)
+    inputs = dataclasses.replace(inputs, draft=drafted)
+    return verify(pair, params, state, logits_state, inputs)
 
 
 def verify(
-    pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: VerifyInputs
+    pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: DecodeInputs
 ) -> Stepped:
     """Verify a block and commit what is accepted: the second half of a speculative step."""
     _, state, logits_state, out = verify_block(pair, params, state, logits_state, inputs)
@@ -115,20 +109,17 @@ def verify(
 
 
 def verify_block(
-    pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: VerifyInputs
-) -> tuple[Float[Array, "B T V"], *Stepped]:
-    """Run the target over a block, decide how much of it to keep, and commit that.
-
-    Returns:
-      The target's processed logits, then as every step.
-    """
+    pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: DecodeInputs
+) -> tuple[Logits, *Stepped]:
+    """Verify a block as `verify` does, and return the processed logits before its results."""
+    assert inputs.draft is not None
     drafted, rules, block = inputs.draft, inputs.rules, inputs.draft.block
     target, context, hidden = forward(pair, params, state, block, chunked=not pair.exact)
     raw = logits = logits_of(pair, params, hidden)
     if logits_state:
         logits = logits_state.process(raw, block[:, 1:], inputs.masks)
     with jax.named_scope("verify"):
-        tokens, num_decided = _decided(drafted, logits, state.position, rules, sampled=pair.sampled)
+        tokens, num_decided = _decided(pair, drafted, logits, state.position, rules)
         good = finite_places(raw)
         num_committed = cut(
             jnp.minimum(num_decided, good), tokens, state.anchor, state.position, rules
@@ -137,13 +128,13 @@ def verify_block(
         last = jnp.maximum(num_committed - 1, 0)
         anchor = jnp.take_along_axis(tokens, last[:, None], axis=1)[:, 0]
         end = state.position + num_committed
-        best = next_best(logits, anchor, last, end, rules, sampled=pair.sampled)
+        best = sampling.next_best(logits, anchor, last, end, rules, sampled=pair.sampled)
         num_drafts = jnp.zeros_like(num_committed)
         if drafted.num_drafts is not None and drafted.finite is not None:
             reported = drafted.finite | (rules.max_drafts == 0) | idle
             num_drafts = jnp.where(reported, drafted.num_drafts, -1)
         logprobs = logits_state.logprobs(raw, tokens) if logits_state else None
-        odds = call_odds(raw, anchor, last, rules)
+        odds = sampling.call_odds(raw, anchor, last, rules)
         finite = (good > 0) | idle
         out = pack_output(
             tokens, num_committed, best, finite, num_drafts, logprobs=logprobs, call_odds=odds
@@ -154,26 +145,18 @@ def verify_block(
 
 
 def _decided(
-    drafted: Draft,
-    logits: Float[Array, "B T V"],
-    position: Int[Array, " B"],
-    rules: RowRules,
-    *,
-    sampled: bool,
-) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
+    pair: Pair, drafted: Draft, logits: Logits, position: RowInts, rules: RowRules
+) -> tuple[Int[Array, "B T"], RowInts]:
     """Return the decided tokens, accepted drafts first, and how many of them are valid."""
-    best, block = argmax(logits), drafted.block
+    best, block = sampling.argmax(logits), drafted.block
     num_decided = jnp.ones_like(position)
     if drafted.num_drafts is not None:
         num_decided = accept_greedy(block, best, drafted.num_drafts)
     token = jnp.take_along_axis(best, num_decided[:, None] - 1, axis=1)[:, 0]
-    if sampled:
+    if pair.sampled:
+        draws = functools.partial(_sampled, drafted, logits, position, rules)
         num_decided, token = jax.lax.cond(
-            any_sampled(rules),
-            functools.partial(_sampled, drafted, logits, position, rules),
-            lambda *greedy: greedy,
-            num_decided,
-            token,
+            sampling.any_sampled(rules), draws, lambda *greedy: greedy, num_decided, token
         )
     place = jnp.arange(block.shape[1])[None, :]
     following = jnp.roll(block, -1, axis=1)
@@ -181,27 +164,22 @@ def _decided(
 
 
 def _sampled(
-    drafted: Draft,
-    logits: Float[Array, "B T V"],
-    position: Int[Array, " B"],
-    rules: RowRules,
-    num_greedy: Int[Array, " B"],
-    greedy_token: Int[Array, " B"],
-) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    drafted: Draft, logits: Logits, position: RowInts, rules: RowRules, *decided: RowInts
+) -> tuple[RowInts, RowInts]:
     """Return the number of decided tokens and the last of them, drawn in rows that sample."""
+    num_greedy, greedy_token = decided
     if drafted.q is None:
         num_decided = jnp.ones_like(num_greedy)
         last = num_decided - 1
-        token = choose_token(logits, last, position + num_decided, rules, sampled=True)
+        token = sampling.choose_token(logits, last, position + num_decided, rules, sampled=True)
     else:
-        uniforms = jax.vmap(lambda k: jax.random.uniform(k, (drafted.block.shape[1] - 1,)))(
-            row_keys(rules, position, ACCEPT)
-        )
-        p = probabilities(logits, rules)
-        num_decided, residual = accept_sampled(
-            drafted.block[:, 1:], drafted.q, p, uniforms, drafted.num_drafts
-        )
-        token = draw(row_keys(rules, position + num_decided, TOKEN), residual)
+        num_drafts, places = drafted.num_drafts, (drafted.block.shape[1] - 1,)
+        keys = sampling.row_keys(rules, position, sampling.ACCEPT)
+        uniforms = jax.vmap(lambda key: jax.random.uniform(key, places))(keys)
+        p, drafts = sampling.probabilities(logits, rules), drafted.block[:, 1:]
+        num_decided, residual = accept_sampled(drafts, drafted.q, p, uniforms, num_drafts)
+        keys = sampling.row_keys(rules, position + num_decided, sampling.TOKEN)
+        token = sampling.draw(keys, residual)
     greedy = rules.temperature <= 0
     return jnp.where(greedy, num_greedy, num_decided), jnp.where(greedy, greedy_token, token)
 
@@ -220,6 +198,38 @@ def forced_tokens(
     return commit(state, target, context, inputs.num_fed, inputs.anchor), None, finite
 
 
+def prompt_logprobs(
+    pair: Pair, params: Params, state: DecodeState, logits_state: None, inputs: PromptLogprobsInputs
+) -> tuple[DecodeState, None, Logprobs]:
+    """Return the log-probability of the token after each token of a prompt chunk.
+
+    Logits are computed for as many places at once as in a decode step.
+
+    Returns:
+      The state, in which no row has moved, and log-probabilities [1, C]. Those after the prompt's
+      last token are undefined.
+    """
+    alone = state.position.shape[0] == 1
+    one = restart_rows(state if alone else take_row(state, inputs.row), inputs.fresh)
+    pair = dataclasses.replace(pair, drafter=None)
+    target, _, hidden = forward(pair, params, one, inputs.tokens, chunked=True)
+    chunk, width = inputs.tokens.shape[1], pair.block
+    parts = -(-chunk // width)
+    ends = ((0, 0), (0, parts * width - chunk))
+    places = jnp.pad(hidden, (*ends, (0, 0))).reshape(parts, 1, width, -1)
+    following = jnp.pad(inputs.following, ends).reshape(parts, 1, width)
+
+    def scored(part: Any) -> Logprobs:
+        return logits_processing.logprobs(logits_of(pair, params, part[0]), part[1])
+
+    found = jax.lax.map(scored, (places, following))
+    found = jax.tree.map(lambda x: x.reshape(1, parts * width, *x.shape[3:]), found)
+    found = jax.tree.map(lambda x: x[:, :chunk], found)
+    if alone:  # the donated caches were written past the row's position
+        state = commit(state, target, state.draft, jnp.zeros_like(state.position), state.anchor)
+    return state, None, found
+
+
 def update_drafter(
     pair: Pair, params: Params, state: DecodeState, logits_state: None, inputs: UpdateDrafterInputs
 ) -> tuple[DecodeState, None, None]:
@@ -231,16 +241,12 @@ def update_drafter(
 
 
 def single_row(
-    step: Callable[..., Stepped],
-    params: Params,
-    state: DecodeState,
-    logits_state: Processing,
-    inputs: PrefillInputs,
+    run: StepFn, params: Params, state: DecodeState, logits_state: Processing, inputs: PrefillInputs
 ) -> Stepped:
     """Run a prefill on one row only; the others cost nothing and keep their bits.
 
     Args:
-      step: a prefill of all rows of the state that it is given.
+      run: a prefill of all rows of the state that it is given.
       inputs: arrays of one row, except for the rules, which are those of all rows.
     """
     row, rules = inputs.row, inputs.rules
@@ -258,7 +264,7 @@ def single_row(
 
     def body(carry: Any) -> Any:
         done = ~carry[0]
-        *part, out = step(params, *carry[1], one)
+        *part, out = run(params, *carry[1], one)
         return done, tuple(part), out
 
     _, part, out = jax.lax.while_loop(cond, body, (row >= 0, part, empty))
@@ -266,7 +272,7 @@ def single_row(
 
 
 def multi_step(
-    step: Callable[..., Stepped],
+    step: StepFn,
     params: Params,
     state: DecodeState,
     logits_state: None,

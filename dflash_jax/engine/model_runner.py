@@ -20,12 +20,10 @@ from dflash_jax.compiler.placement import place_empty_state, place_params, place
 from dflash_jax.compiler.programs import declare, is_multi_step
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.decode.inputs import (
-    ClearRowsInputs,
     CopyRowInputs,
     DecodeInputs,
     PrefillInputs,
     PromptLogprobsInputs,
-    VerifyInputs,
 )
 from dflash_jax.decode.logits_processing import mask_words
 from dflash_jax.decode.pair import Params
@@ -276,7 +274,7 @@ class ModelRunner:
     def clear_rows(self, rows: Iterable[int]) -> None:
         """Clear rows that may hold non-finite numbers, before other requests get them."""
         mask = np.isin(np.arange(self.plan.rows), list(rows))
-        self._change_rows(Step.CLEAR_ROWS, ClearRowsInputs(mask))
+        self._change_rows(Step.CLEAR_ROWS, mask)
 
     def reset(self) -> None:
         """Make a new state, after a failed step consumed the old one."""
@@ -331,7 +329,7 @@ class ModelRunner:
         if step == Step.SPECULATIVE:
             program = self.executables[ProgramKey(Step.DRAFT, Variant.CONSTRAINED)]
             self.state, _, draft = program(self.params, self.state, None, inputs)
-            step, inputs = Step.VERIFY, VerifyInputs(draft, inputs.rules)
+            step, inputs = Step.VERIFY, dataclasses.replace(inputs, draft=draft)
             drafts = np.asarray(draft.block)[:, 1:]
         prefill = step == Step.PREFILL
         rows = self._fed_rows if prefill else self.plan.rows

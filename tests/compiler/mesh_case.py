@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash_jax import Plan, TargetModel
 from dflash_jax.compiler.models import model_axes
-from dflash_jax.compiler.sharding import device_mesh, param_shardings
+from dflash_jax.compiler.placement import device_mesh, param_shardings
 from dflash_jax.config import TargetConfig
 from dflash_jax.testing import (
     random_engine,

@@ -16,7 +16,7 @@ from dflash_jax.compiler.models import build_pair, idle_rules
 from dflash_jax.config import TargetConfig
 from dflash_jax.decode import steps
 from dflash_jax.decode.drafting import draft as draft_step
-from dflash_jax.decode.inputs import DecodeInputs, ForcedTokensInputs, VerifyInputs
+from dflash_jax.decode.inputs import DecodeInputs, ForcedTokensInputs
 from dflash_jax.decode.steps import verify_block
 from dflash_jax.engine.engine import Engine
 from dflash_jax.nn.draft import Draft
@@ -56,7 +56,7 @@ def draft_and_verify(pair: Any, params: Any, state: DecodeState, rules: RowRules
 
 def verified(pair: Any, params: Any, state: DecodeState, rules: RowRules, draft: Draft) -> Any:
     """Logits, state and output."""
-    inputs = VerifyInputs(draft, rules)
+    inputs = DecodeInputs(rules, draft=draft)
     logits, state, _, out = verify_block(pair, params, state, None, inputs)
     return logits, state, out
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.compiler import jit
-from dflash_jax.decode.inputs import PutSegmentInputs, TakeSegmentInputs
+from dflash_jax.decode.inputs import SegmentInputs
 from dflash_jax.decode.rows import put_segment, take_segment
 from dflash_jax.state import DecodeState, LayerCache, empty_cache
 
@@ -37,9 +37,9 @@ def test_a_segment_carries_every_array_of_a_cache(dtype: str, ring: bool) -> Non
     full, empty = (DecodeState((c,), (), position, position) for c in (cache, blank))
     start = START + SLOTS * ring  # a ring that went round
     where = jnp.int32(start)
-    taken = TakeSegmentInputs(row=jnp.int32(0), start=where)
+    taken = SegmentInputs(row=jnp.int32(0), start=where)
     segment = jit(functools.partial(take_segment, chunk=CHUNK))(full, taken)
-    made = put_segment(empty, PutSegmentInputs(jnp.int32(1), where, segment), chunk=CHUNK)
+    made = put_segment(empty, SegmentInputs(jnp.int32(1), where, segment), chunk=CHUNK)
     assert made.position.tolist() == [0, start + CHUNK]
     places = slice(START, START + CHUNK)
     assert len(segment.target[0]) == (4 if dtype == "int8" else 2)

@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash_jax.compiler.keys import ProgramKey, Step
 from dflash_jax.compiler.programs import Program
-from dflash_jax.decode.inputs import PutSegmentInputs, TakeSegmentInputs
+from dflash_jax.decode.inputs import SegmentInputs
 from dflash_jax.decode.rows import Segment
 from dflash_jax.engine.prefix.cache import Node, PrefixCache
 from dflash_jax.engine.prefix.cursor import PromptCursor
@@ -82,7 +82,7 @@ class PrefixStore:
                 cache.counters.refused += 1
                 cache.drop(node)
                 break
-            inputs = PutSegmentInputs(np.int32(row), np.int32(cursor.num_fed), node.segment)
+            inputs = SegmentInputs(np.int32(row), np.int32(cursor.num_fed), node.segment)
             state, _, _ = run[PUT](None, state, None, inputs)
             cursor.node, cursor.num_fed = node, node.length
             cursor.num_cached += cache.chunk
@@ -103,7 +103,7 @@ class PrefixStore:
         known = node.children.get(chunk)
         segment = known
         if known is None:
-            inputs = TakeSegmentInputs(np.int32(row), np.int32(start))
+            inputs = SegmentInputs(np.int32(row), np.int32(start))
             _, _, segment = run[TAKE](None, state, None, inputs)
         cursor.node = self.cache.add(node, chunk, segment, position=cursor.num_fed)
         if cursor.node and not known:
