@@ -611,6 +611,8 @@ def test_non_finite_logits_fail_the_request_and_leave_a_clean_row(
     prompt[place] = 77
     with pytest.raises(ComputeError, match="logits are not finite after 0 output tokens"):
         broken.generate(prompt, max_tokens=10, speculative=speculative)
+    floats = [x for x in jax.tree.leaves(broken.runner.state) if x.dtype == np.float32]
+    assert all(np.isfinite(x).all() for x in floats)
     assert 77 not in truth[:20]
     after = broken.generate(PROMPT, max_tokens=20, speculative=speculative)
     assert after.token_ids == truth[:20]

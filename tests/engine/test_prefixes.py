@@ -16,7 +16,7 @@ from dflash_jax.engine.prefix.cache import CacheCounters, PrefixCache
 from dflash_jax.engine.recovery import OFF, guards
 from dflash_jax.engine.recovery.controller import Cancelled, Finish
 from dflash_jax.engine.recovery.words import Words
-from dflash_jax.errors import CheckpointError, PlanError, SnapshotError
+from dflash_jax.errors import CheckpointError, ComputeError, PlanError, SnapshotError
 from dflash_jax.testing import (
     random_engine,
     scripted_engine,
@@ -387,17 +387,32 @@ def test_a_budget_below_one_segment_is_refused() -> None:
         make(SLIDING, prefix_cache=10)
 
 
-def test_C15_a_prompt_with_non_finite_logits_is_not_cached(warm: Engine) -> None:
-    prompt = [*text(CHUNK, seed=15), 77, *text(CHUNK, seed=16)]
+@pytest.fixture
+def broken(warm: Engine) -> Engine:
+    """A target whose embedding of token 77 is not a number."""
     table = np.array(warm.params["target"]["embed"])
     table[:, 77] = np.nan
     target = warm.params["target"] | {"embed": jax.device_put(table)}
-    broken = Engine(warm.target, warm.drafter, warm.params | {"target": target}, warm.plan)
-    broken.compiled.executables = warm.executables
-    handle = broken.submit(prompt, max_tokens=4)
+    made = Engine(warm.target, warm.drafter, warm.params | {"target": target}, warm.plan)
+    made.compiled.executables = warm.executables
+    return made
+
+
+def test_C15_a_prompt_with_non_finite_logits_is_not_cached(broken: Engine) -> None:
+    handle = broken.submit([*text(CHUNK, seed=15), 77, *text(CHUNK, seed=16)], max_tokens=4)
     while not handle.done:
         broken.advance()
     assert broken.prefix_cache is not None
+    assert broken.prefix_cache.segments == 0
+
+
+def test_a_cached_prompt_is_forgotten_when_its_continuation_is_not_finite(broken: Engine) -> None:
+    prompt = text(2 * CHUNK + 1, seed=17)
+    broken.generate(prompt, max_tokens=1)
+    assert broken.prefix_cache is not None
+    assert broken.prefix_cache.segments == 2
+    with pytest.raises(ComputeError, match="not finite"):
+        broken.generate(prompt, max_tokens=8, logit_bias={77: 100.0})
     assert broken.prefix_cache.segments == 0
 
 
