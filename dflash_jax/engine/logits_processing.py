@@ -55,11 +55,7 @@ class LogitsProcessor:
             bias[token] = value
         prompt[list(request.prompt)] = True
         counts = np.bincount(output[:], minlength=self._vocab).astype(np.int32)
-        penalties = (
-            params.repetition_penalty,
-            params.frequency_penalty,
-            params.presence_penalty,
-        )
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         inputs = SetLogitsStateInputs(
             row=np.int32(row),
             bias=bias,

@@ -11,12 +11,7 @@ from typing import NamedTuple
 from dflash_jax.engine.detokenizer import OutputBuffer
 from dflash_jax.engine.forced_tokens import ForcedTokens
 from dflash_jax.engine.prefix.cursor import PromptCursor
-from dflash_jax.engine.recovery import (
-    controller,
-    repeated_calls,
-    request_state,
-    speculation,
-)
+from dflash_jax.engine.recovery import controller, repeated_calls, request_state, speculation
 from dflash_jax.engine.recovery.guards import runaway_drop
 from dflash_jax.engine.request import CancelCell, Request
 from dflash_jax.engine.result import Result, Stats, TokenLogprob

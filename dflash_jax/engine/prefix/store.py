@@ -41,9 +41,7 @@ class PrefixStore:
         self._expected: Segment = programs[PUT].arguments[3].segment
         sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(self._expected)]
         self.cache = PrefixCache(
-            chunk=plan.chunk,
-            budget=plan.prefix_cache,
-            segment_bytes=sum(sizes),
+            chunk=plan.chunk, budget=plan.prefix_cache, segment_bytes=sum(sizes)
         )
         self._slots = plan.slots
         for name, budget in (

@@ -33,13 +33,7 @@ token.
 
 from typing import assert_never
 
-from dflash_jax.engine.recovery import (
-    call_retry,
-    floor,
-    forced_calls,
-    guards,
-    speculation,
-)
+from dflash_jax.engine.recovery import call_retry, floor, forced_calls, guards, speculation
 from dflash_jax.engine.recovery.floor import EndVerdict
 from dflash_jax.engine.recovery.request_state import (
     CallRetried,
