@@ -114,7 +114,7 @@ class EngineCore:
         """Update the scheduler, the prefix cache and the device after a step was processed."""
         for sequence in updates.finished:
             self._release(sequence)
-        for prompt in updates.refuted:
+        for prompt in updates.invalidated:
             self._runner.forget(prompt)
         if updates.cleared:
             self._runner.clear_rows(updates.cleared)

@@ -24,13 +24,13 @@ class RowUpdates:
 
     Attributes:
       finished: requests that ended.
-      refuted: prompts of which nothing in the prefix cache may be used again.
+      invalidated: prompts of which nothing in the prefix cache may be used again.
       cleared: rows that may hold numbers that are not finite.
       forced: by row, tokens that were decided by recovery.
     """
 
     finished: list[Sequence] = dataclasses.field(default_factory=list)
-    refuted: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    invalidated: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     cleared: list[int] = dataclasses.field(default_factory=list)
     forced: dict[int, ForcedTokens] = dataclasses.field(default_factory=dict)
 
@@ -83,7 +83,7 @@ class OutputProcessor:
             updates.finished.append(sequence)
         if not result.finite:
             updates.cleared.append(row)
-            updates.refuted.append(sequence.request.prompt)
+            updates.invalidated.append(sequence.request.prompt)
 
     def _advance(
         self,
@@ -110,7 +110,7 @@ class OutputProcessor:
 
     def _restart(self, sequence: Sequence, restart: Restart, updates: RowUpdates) -> None:
         if fresh := restart is Restart.FRESH:
-            updates.refuted.append(sequence.request.prompt)
+            updates.invalidated.append(sequence.request.prompt)
         sequence.restart(use_cache=not fresh)
 
     def retry_calls(self, running: Seq[Sequence]) -> list[Sequence]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from dflash_jax.config import TargetConfig
 from dflash_jax.engine.recovery import OFF, Recovery
-from dflash_jax.engine.recovery.words import SILENT, Words
+from dflash_jax.engine.recovery.words import NO_WORDS, Words
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.engine.vocabulary import words_of
 from dflash_jax.errors import RequestError
@@ -64,7 +64,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     speculative: bool = True
     recovery: Recovery = OFF
-    words: Words = SILENT
+    words: Words = NO_WORDS
     tools: tuple[Tool, ...] = ()
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ def make_requests(
         recovery = dataclasses.replace(recovery, min_tokens=params.min_tokens)
     if params.structured is not None:
         recovery = recovery.for_structure()
-    words, tools = SILENT, ()
+    words, tools = NO_WORDS, ()
     if recovery != OFF or params.tools or params.tool_choice:
         words = words_of(tokenizer, ids, recovery, params.tools, params.tool_choice)
         tools = tools_of(params.tools)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dflash_jax.engine.recovery import OFF, Recovery, repeated_calls
-from dflash_jax.engine.recovery.words import SILENT, Ids, Words
+from dflash_jax.engine.recovery.words import NO_WORDS, Ids, Words
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import Syntax, syntax_of
 from dflash_jax.tool_parsers.grammar import call_grammar
@@ -31,7 +31,7 @@ def words_of(
     declared = tools_of(tools)
     choice = choice_of(tool_choice, declared)
     if tokenizer is None or recovery == OFF:
-        return SILENT
+        return NO_WORDS
     syntax = syntax_of(tokenizer.teaches)
     beginnings = call_beginnings(declared, choice, syntax) if syntax else ()
     opening: Ids = ()

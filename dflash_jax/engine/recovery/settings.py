@@ -107,6 +107,11 @@ class Recovery:
         return REPEATS if self.floor and not self.measures else 0
 
     @property
+    def ends_loops(self) -> bool:
+        """Whether any rule ends outputs that loop."""
+        return bool(self.repeats or self.runaway or self.repeated_calls or self.watchdog != "off")
+
+    @property
     def watches(self) -> bool:
         """Whether the watchdog looks for periods by the original rules."""
         return self.watchdog == "compat" or (self.watchdog == "on" and not self.measures)

@@ -15,7 +15,7 @@ import dflash_jax
 from dflash_jax.engine.recovery import Recovery, guards, loops
 from dflash_jax.engine.recovery.controller import Finish, Policy, Prefilled, State, Stepped, advance
 from dflash_jax.engine.recovery.loops import Kind, kind_of
-from dflash_jax.engine.recovery.words import SILENT, Words
+from dflash_jax.engine.recovery.words import NO_WORDS, Words
 from dflash_jax.tokenizer import Tokenizer
 
 MEASURED = recovery(runaway="measured")
@@ -32,7 +32,7 @@ def tokenizer() -> Tokenizer:
 
 def ended(
     ids: Sequence[int],
-    words: Words = SILENT,
+    words: Words = NO_WORDS,
     settings: Recovery = MEASURED,
     *,
     closed: bool = False,
