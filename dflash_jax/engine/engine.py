@@ -78,13 +78,11 @@ class Engine:
         self.call_grammars = CallGrammars(self.grammars, self.runner, tokenizer)
 
     def __repr__(self) -> str:
-        plan, drafter = self.plan, self.drafter
-        with_drafter = f"{drafter.kind} drafter, block {plan.block}" if drafter else "no drafter"
-        return (
-            f"<Engine: {self.target.model_type} target of {self.target.num_layers} layers,"
-            f" {with_drafter}, {plan.rows} row{'s' * (plan.rows > 1)} of {plan.max_length} tokens,"
-            f" {plan.dtype}>"
-        )
+        plan, kind = self.plan, f"{self.drafter.kind} drafter" if self.drafter else "no drafter"
+        block = f", block {plan.block}" if self.drafter else ""
+        target = f"{self.target.model_type} target of {self.target.num_layers} layers"
+        rows = f"{plan.rows} row{'s' * (plan.rows > 1)} of {plan.max_length} tokens"
+        return f"<Engine: {target}, {kind}{block}, {rows}, {plan.dtype}>"
 
     # -- generating ---------------------------------------------------------------------------
 
@@ -337,14 +335,13 @@ class Engine:
         structure = request.params.structured
         # Whether the in-flight step drafts depends on timing. Only tokens of greedy requests under
         # an exact plan do not depend on that, so only these may stop drafting (R11).
-        free = self.plan.exact and request.params.temperature == 0
-        retries_calls = request.recovery.call_retry and self.call_grammars.available
+        fixed = not self.plan.exact or request.params.temperature > 0
+        retries_calls = request.recovery.call_retry and self.grammars.available
         return RunningSequence(
             request,
             self.tokenizer,
             None if structure is None else self.grammars.make(structure),
             cancel=cancel,
             call_grammars=self.call_grammars if retries_calls else None,
-            break_even=self.break_even if free else 0.0,
-            fixed=not free,
+            break_even=None if fixed else self.break_even,
         )

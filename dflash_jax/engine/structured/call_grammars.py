@@ -24,19 +24,13 @@ class CallGrammars:
         self.grammars, self._runner, self._tokenizer = grammars, runner, tokenizer
         self._thread = ThreadPoolExecutor(1, "call-grammars")  # started when first used
 
-    @property
-    def available(self) -> bool:
-        """Whether grammars can be compiled here."""
-        return self.grammars.available
-
     def begin(self, request: Request) -> "Future[Grammar]":
         """Begin to compile the grammar of a request's calls."""
         return self._thread.submit(self._make, request)
 
     def _make(self, request: Request) -> Grammar:
         assert self._tokenizer is not None
-        source = calls_grammar(request.words, self._tokenizer)
-        grammar = self.grammars.make({"grammar": source})
+        grammar = self.grammars.make({"grammar": calls_grammar(request.words, self._tokenizer)})
         needed = (Variant.CONSTRAINED, Variant.FORCED_TOKENS)
         self._runner.compiled.compile(needed, workers=1)
         return grammar
