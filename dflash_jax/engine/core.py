@@ -36,18 +36,13 @@ class EngineCore:
 
     Any thread may add and cancel requests. One thread at a time runs turns; others that call `step`
     wait for it.
-
-    Attributes:
-      scheduler: the queue and the rows.
-      in_flight: dispatched steps whose results were not processed yet, the oldest first.
-      events: the log of recovery events.
     """
 
     def __init__(self, runner: ModelRunner, plan: Plan):
-        self._runner, self._plan = runner, plan
+        self._runner, self._plan, self.events = runner, plan, EventLog()
         self.scheduler = Scheduler(plan)
+        # Dispatched steps whose results were not processed yet, the oldest first.
         self.in_flight: collections.deque[InFlightStep] = collections.deque()
-        self.events = EventLog()
         self._processor = OutputProcessor(plan.block, self.events)
         self._lock = threading.RLock()  # for scheduler and sequences; not held while waiting
         self._stepping = threading.Lock()
@@ -278,10 +273,7 @@ class EngineCore:
     def _rebuild(self, error: Exception | None = None) -> None:
         """Start with a new device state: prompts and outputs are fed again (R12).
 
-        A failed step takes the donated state with it.
-
-        Args:
-          error: the device's failure; None if there was none.
+        A failed step, of which `error` tells, takes the donated state with it.
         """
         self.in_flight.clear()
         self._runner.reset()

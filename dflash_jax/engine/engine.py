@@ -32,7 +32,6 @@ from dflash_jax.utils import forking
 from dflash_jax.utils.deprecation import current_kinds
 from dflash_jax.utils.progress import announced
 
-COMPILING = "dflash_jax: compiling"  # or loading compiled programs
 WARM = {  # kinds of requests that `Engine.warm_up` knows
     "sampled": Variant.SAMPLED,
     "penalized": Variant.PENALIZED,
@@ -70,12 +69,14 @@ class Engine:
         plan = plan if plan and plan.resolved else resolve_here(plan or Plan(), target, drafter)
         self.target, self.drafter, self.plan = target, drafter, plan
         self.tokenizer, self.progress = tokenizer, progress
-        self.runner = ModelRunner(target, drafter, params, plan)
+        self.runner = runner = ModelRunner(target, drafter, params, plan)
         self.core = EngineCore(self.runner, plan)
         self.events = self.core.events
         self.break_even = 0.0  # tokens a drafted round must commit to pay off; 0 until measured
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_token_ids)
-        self.call_grammars = CallGrammars(self.grammars, self.runner, tokenizer)
+        self.call_grammars = CallGrammars(
+            self.grammars, lambda missing: runner.compiled.compile(missing, workers=1), tokenizer
+        )
 
     def __repr__(self) -> str:
         plan, kind = self.plan, f"{self.drafter.kind} drafter" if self.drafter else "no drafter"
@@ -95,8 +96,7 @@ class Engine:
         **options: Unpack[SamplingOptions],
     ) -> Result:
         """Generate an answer; arguments and errors as for `stream`."""
-        params = SamplingParams.of(params, options)
-        return self.generate_many([prompt], params, cancel=cancel)[0]
+        return self.generate_many([prompt], params, cancel=cancel, **options)[0]
 
     def generate_many(
         self,
@@ -199,7 +199,7 @@ class Engine:
         if not self.compiled.missing(variants := list(variants)):
             return 0.0
         workers = 1 if self.busy else WORKERS  # a busy engine needs cores of its own
-        with announced(COMPILING, shown=self.progress):
+        with announced("dflash_jax: compiling", shown=self.progress):  # or loading programs
             return self.compiled.compile(variants, workers=workers)
 
     # -- for servers --------------------------------------------------------------------------
@@ -213,8 +213,7 @@ class Engine:
         **options: Unpack[SamplingOptions],
     ) -> RequestHandle:
         """Queue a request, for `advance` to run. Arguments and errors as for `stream`."""
-        params = SamplingParams.of(params, options)
-        return self.enqueue(self.prepare(prompt, params, cancel=cancel))[0]
+        return self.enqueue(self.prepare(prompt, params, cancel=cancel, **options))[0]
 
     def prepare(
         self,
@@ -230,8 +229,7 @@ class Engine:
         Arguments and errors as for `stream`. Answer i draws with seed + i. `enqueue` compiles
         missing programs of `RequestHandle.variants`, unless another thread did before.
         """
-        params = SamplingParams.of(params, options)
-        requests = self._requests(prompt, params, n)
+        requests = self._requests(prompt, SamplingParams.of(params, options), n)
         return [RequestHandle(self._sequence(request, cancel)) for request in requests]
 
     def enqueue(self, handles: list[RequestHandle]) -> list[RequestHandle]:

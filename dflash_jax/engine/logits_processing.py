@@ -64,8 +64,7 @@ class LogitsProcessor:
             penalties=np.array(penalties, np.float32),
             reports=np.bool_(params.logprobs is not None),
         )
-        _, state, _ = program(None, None, self.state, inputs)
-        self.keep(state)
+        _, self._state, _ = program(None, None, self.state, inputs)
 
 
 def token_logprobs(output: StepOutput, row: int, request: Request) -> list[TokenLogprob]:

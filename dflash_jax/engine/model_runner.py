@@ -192,7 +192,7 @@ class ModelRunner:
         """
         program = step
         if work.variant == Variant.CONSTRAINED:
-            grammars = {row - first: (row, work.sequences[row].grammar) for row in rows}
+            grammars = {row - first: (row, work.sequences[row].output.grammar) for row in rows}
             program, inputs = self._constrain(step, inputs, grammars)
         output = self._run(ProgramKey(program, work.variant), inputs)
         if self._copies:
@@ -200,9 +200,7 @@ class ModelRunner:
         return output
 
     def exchange(self, params: Params) -> None:
-        """Replace the parameters by others of the same shapes, and drop all cached prefixes.
-
-        Nothing may run meanwhile.
+        """Replace the parameters while nothing runs, and drop all cached prefixes.
 
         Raises:
           CheckpointError: they have other names, shapes or dtypes; the engine keeps its own.
@@ -295,8 +293,7 @@ class ModelRunner:
     ) -> tuple[Step, Any]:
         """Return a step with masks in its inputs; a speculative one is drafted and waited for.
 
-        Args:
-          grammars: by place in the step's inputs, the row and its grammar.
+        The rows and their grammars are given by their places in the inputs.
         """
         drafts = np.zeros((self.plan.rows, 0), np.int32)
         if step == Step.SPECULATIVE:

@@ -20,28 +20,19 @@ log = logging.getLogger("dflash_jax.engine")
 
 @dataclasses.dataclass(slots=True)
 class RowUpdates:
-    """What the device, the scheduler and the prefix cache must do after a step, in this order.
-
-    Attributes:
-      finished: requests that ended.
-      invalidated: prompts of which nothing in the prefix cache may be used again.
-      cleared: rows that may hold numbers that are not finite.
-      forced: by row, tokens that were decided by recovery.
-    """
+    """What the device, the scheduler and the prefix cache must do after a step, in this order."""
 
     finished: list[Sequence] = dataclasses.field(default_factory=list)
+    # Prompts of which nothing in the prefix cache may be used again.
     invalidated: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    # Rows that may hold numbers that are not finite.
     cleared: list[int] = dataclasses.field(default_factory=list)
+    # By row, tokens that were decided by recovery.
     forced: dict[int, ForcedTokens] = dataclasses.field(default_factory=dict)
 
 
 class OutputProcessor:
-    """Advances the sequences of a step by what the device decided for their rows.
-
-    Args:
-      block: tokens of a drafted block.
-      events: the log of recovery events.
-    """
+    """Advances the sequences of a step by what the device decided for their rows."""
 
     def __init__(self, block: int, events: EventLog):
         self._block, self._events = block, events
@@ -103,8 +94,7 @@ class OutputProcessor:
         elif effects.restart:
             self._restart(sequence, effects.restart, updates)
         elif effects.replace is not None or effects.force:
-            ids = sequence.state.ids
-            pending = ids[len(ids) - len(effects.force) - 1]
+            pending = sequence.state.ids[-len(effects.force) - 1]
             return ForcedTokens(pending, effects.replace is not None, effects.force)
         return None
 
@@ -131,24 +121,15 @@ class OutputProcessor:
 
     def report(self, sequence: Sequence, notes: Seq[str]) -> None:
         """Log recovery events of a request."""
+        request, length = sequence.request, sequence.state.num_decided
+        figures = {"prompt_tokens": len(request.prompt), "output_tokens": length}
+        folder = request.recovery.log_directory
         for note in notes:
-            self._events.report(
-                note,
-                sequence.number,
-                directory=sequence.request.recovery.log_directory,
-                prompt_tokens=len(sequence.request.prompt),
-                output_tokens=sequence.state.num_decided,
-            )
+            self._events.report(note, sequence.number, directory=folder, **figures)
 
 
 def count_round(stats: Stats, num_committed: int, num_drafts: int, max_drafts: int) -> None:
-    """Count a draft-verify round.
-
-    Args:
-      num_committed: tokens it committed; all but the last were drafts.
-      num_drafts: drafts that were verified.
-      max_drafts: drafts of a whole block.
-    """
+    """Count a draft-verify round; all committed tokens but the last were drafts."""
     if not num_committed:
         return
     stats.rounds += 1
@@ -165,16 +146,9 @@ def _event(
     step: InFlightStep, row: int, result: RowStep
 ) -> controller.Prefilled | controller.Stepped:
     """Return what a result means to the recovery state machine."""
+    tokens, best, odds = result.tokens, result.next_best, result.call_odds
     if step.work.prefill:
         restored = step.work.sequences[row].cursor.num_cached > 0
-        return controller.Prefilled(
-            result.tokens[0], result.next_best, result.finite, restored, result.call_odds
-        )
-    return controller.Stepped(
-        result.tokens,
-        result.finite,
-        result.draft_finite,
-        result.next_best,
-        result.num_drafts if row in step.work.drafting else 0,
-        result.call_odds,
-    )
+        return controller.Prefilled(tokens[0], best, result.finite, restored, odds)
+    drafts = result.num_drafts if row in step.work.drafting else 0
+    return controller.Stepped(tokens, result.finite, result.draft_finite, best, drafts, odds)

@@ -95,15 +95,12 @@ class Result:
     finish_reason: str
     stats: Stats
     logprobs: list[TokenLogprob] | None = None  # None if not requested
-    prompt_logprobs: list[TokenLogprob] | None = (
-        None  # of every token of the prompt; None if not requested
-    )
+    prompt_logprobs: list[TokenLogprob] | None = None  # of the whole prompt; the same
 
     def __repr__(self) -> str:
         text = "" if self.text is None else f": {_SHORT.repr(self.text)}"
-        tau = self.stats.acceptance_length
+        tau, count = self.stats.acceptance_length, len(self.token_ids)
         drafted = "" if tau is None else f", acceptance length {tau:.2f}"
-        count = len(self.token_ids)
         tokens = f"{count} token{'s' * (count != 1)}"
         return f"<Result: {tokens} ({self.finish_reason}){drafted}{text}>"
 

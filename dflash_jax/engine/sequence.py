@@ -110,25 +110,20 @@ class Sequence:
         return self.cursor.loading is None or self.cursor.loading.done()
 
     @property
-    def grammar(self) -> Grammar | None:
-        """What the output must follow, if anything."""
-        return self.output.grammar
-
-    @property
     def tainted(self) -> bool:
         """Whether what the ended request added to the prefix cache should serve no other one."""
         failed = self.finish is controller.Finish.ERROR or bool(self.cancel)
         return failed or not request_state.is_visible(self.state.ids, self.policy)
 
     def _settings(self) -> RowSettings:
-        room = request_state.room(self.state, self.policy)
-        return RowSettings(
-            self.request,
-            len(self.request.prompt) + room,
-            request_state.speculates(self.state, self.policy),
-            request_state.choices(self.state)[:CHOICES],
-            request_state.opening(self.state, self.policy),
+        state, policy = self.state, self.policy
+        length = len(self.request.prompt) + request_state.room(state, policy)
+        drafts, opening = (
+            request_state.speculates(state, policy),
+            request_state.opening(state, policy),
         )
+        choices = request_state.choices(state)[:CHOICES]
+        return RowSettings(self.request, length, drafts, choices, opening)
 
     def delay(self, seconds: float) -> None:
         """Count seconds before the request was queued as `Stats.compile_s`; moves its deadline."""
@@ -187,7 +182,7 @@ class Sequence:
             self._count(effects, discards=discards)
         if self.done:
             return controller.Effects()
-        if self.grammar is not None and (reason := self.grammar.error):
+        if self.output.grammar is not None and (reason := self.output.grammar.error):
             self.error = RequestError(
                 f"the grammar gave up after {len(self.output.ids)} output tokens ({reason});"
                 " simplify the structure, such as by fewer choices or properties"
@@ -227,11 +222,7 @@ class Sequence:
     # -- starting over ------------------------------------------------------------------------
 
     def restart(self, *, use_cache: bool) -> None:
-        """Feed the prompt again; results still in flight for this request are discarded.
-
-        Args:
-          use_cache: whether chunks of the prompt may come from the prefix cache.
-        """
+        """Feed the prompt again; results still in flight for this request are discarded."""
         self.epoch += 1
         use_cache &= self.request.params.prompt_logprobs is None
         self.cursor = self.cursor.restarted(use_cache=use_cache)

@@ -82,11 +82,8 @@ class PrefixCache:
     def add(self, node: Node, ids: Sequence[int], segment: Any, *, position: int) -> Node | None:
         """Add the segment of the chunk `ids` after `node`; return its node, or None without room.
 
-        Args:
-          position: of the row when the segment was taken.
-
         Raises:
-          SnapshotError: the position is not the end of the prefix (I9).
+          SnapshotError: the row's position is not the end of the prefix (I9).
         """
         ids = tuple(ids)
         if position != (end := node.length + self.chunk) or len(ids) != self.chunk:

@@ -28,16 +28,8 @@ import numpy as np
 
 from dflash_jax.compiler.processor import processor
 from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.engine.prefix.files import (
-    Arrays,
-    Kind,
-    is_folder,
-    mode_of,
-    read_about,
-    read_arrays,
-    remove,
-    write_arrays,
-)
+from dflash_jax.engine.prefix import files
+from dflash_jax.engine.prefix.files import Arrays, Kinds, is_folder, remove
 from dflash_jax.errors import CheckpointError, PlanError
 from dflash_jax.plan import Plan
 from dflash_jax.utils.atomic import new_path
@@ -103,13 +95,7 @@ class PrefixDisk:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        chunk: int,
-        budget: int,
-        identity: str,
-        kinds: Sequence[Kind] | None = None,
+        self, folder: Path, *, chunk: int, budget: int, identity: str, kinds: Kinds | None = None
     ):
         self._folder, self._chunk, self._budget, self._kinds = folder, chunk, budget, kinds
         self._identity, self._home = identity, folder / f"prefixes-{identity}"
@@ -203,7 +189,7 @@ class PrefixDisk:
         try:
             with new_path(place, overwrite=False, needed=size, durable=False) as partial:
                 partial.mkdir()
-                about = write_arrays(partial / ARRAYS, arrays)
+                about = files.write_arrays(partial / ARRAYS, arrays)
                 about |= {"identity": self._identity, "continues": before}
                 about |= {"token": token, "ids": list(map(int, chunk))}
                 (partial / ABOUT).write_text(json.dumps(about), encoding="utf-8")
@@ -228,11 +214,11 @@ class PrefixDisk:
     def _about(self, place: Path, chunk: tuple[int, ...], before: str) -> dict[str, Any] | None:
         """Return the description of an entry; None if it is not valid, and remove it then."""
         if not is_folder(place):
-            if mode_of(place):  # a file or a link where an entry belongs
+            if files.mode_of(place):  # a file or a link where an entry belongs
                 self._spoil(place)
             return None
         try:
-            about = read_about(place / ABOUT, self._chunk)
+            about = files.read_about(place / ABOUT, self._chunk)
             found = about["identity"], about["continues"], tuple(about["ids"])
             if found == (self._identity, before, chunk) and isinstance(about["token"], str):
                 return about
@@ -244,7 +230,8 @@ class PrefixDisk:
     def _arrays(self, place: Path, about: dict[str, Any]) -> Arrays | None:
         """Return the arrays of an entry; None if they are not those that were written."""
         try:
-            return read_arrays(place / ARRAYS, about, kinds=self._kinds, max_bytes=self._budget)
+            limits = {"kinds": self._kinds, "max_bytes": self._budget}
+            return files.read_arrays(place / ARRAYS, about, **limits)
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             self._spoil(place)
             return None

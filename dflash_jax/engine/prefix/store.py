@@ -14,7 +14,7 @@ from dflash_jax.decode.rows import Segment
 from dflash_jax.engine.prefix.cache import Node, PrefixCache
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.prefix.disk import PrefixDisk
-from dflash_jax.engine.prefix.files import Kind
+from dflash_jax.engine.prefix.files import Kinds
 from dflash_jax.errors import PlanError, SnapshotError
 from dflash_jax.plan import Plan
 from dflash_jax.state import DecodeState
@@ -163,7 +163,7 @@ class PrefixStore:
                 )
 
 
-def _open_disk(plan: Plan, identity: Callable[[], str], kinds: list[Kind]) -> PrefixDisk:
+def _open_disk(plan: Plan, identity: Callable[[], str], kinds: Kinds) -> PrefixDisk:
     if jax.process_count() > 1:
         raise PlanError(
             "prefix_folder was given, but hosts that read different prefixes would make different"

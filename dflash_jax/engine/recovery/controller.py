@@ -191,7 +191,7 @@ def _judge(
         if verdict is not EndVerdict.REPLACE:
             return True
         token = cut.replace = event.next_best
-        cut.note("min_tokens" if _too_few(cut, policy) else "floor")
+        cut.note("min_tokens" if cut.length < policy.recovery.min_tokens else "floor")
     cut.new.append(token)
     if policy.recovery.call_retry:
         call_retry.watch(cut, policy)
@@ -210,14 +210,8 @@ def _at_end_token(cut: StepCut, odds: float | None, policy: Policy) -> EndVerdic
     verdict = floor.judge(cut.ids, odds, cut.state, policy)
     if verdict is EndVerdict.PROBE and not policy.stop_ids.isdisjoint(policy.words.opening[:-1]):
         verdict = EndVerdict.HONOUR  # the device would stop inside the lead
-    if _too_few(cut, policy) and verdict in (EndVerdict.HONOUR, EndVerdict.WAIVE):
-        return EndVerdict.REPLACE
-    return verdict
-
-
-def _too_few(cut: StepCut, policy: Policy) -> bool:
-    """Return whether the output is shorter than `min_tokens`."""
-    return cut.length < policy.recovery.min_tokens
+    ends = verdict in (EndVerdict.HONOUR, EndVerdict.WAIVE)
+    return EndVerdict.REPLACE if ends and cut.length < policy.recovery.min_tokens else verdict
 
 
 def _close(cut: StepCut, token: int, policy: Policy) -> None:
@@ -234,7 +228,10 @@ def _finish_step(cut: StepCut, policy: Policy) -> tuple[State, Effects]:
     """Return the state and the effects after a step: hold, retry, emit, finish."""
     state, finish = cut.state, cut.finish
     ids = state.ids.extended(cut.new)
-    may_retry = policy.recovery.empty_retry and _may_retry(state, policy)
+    # An empty answer is decoded again once if drafting was on, and a second time if the prompt's
+    # state came from the prefix cache.
+    left = state.retried == 0 or (state.retried == 1 and state.restored)
+    may_retry = policy.recovery.empty_retry and left and state.ran and policy.max_tokens > 0
     looks = may_retry or (finish is not None and state.retried)
     nothing = looks and not is_visible(ids, policy)
     shown = cut.before - state.held
@@ -265,12 +262,3 @@ def _finish_step(cut: StepCut, policy: Policy) -> tuple[State, Effects]:
     pending = {} if finish else {"replace": cut.replace, "force": cut.force}
     emit = ids[shown : len(ids) - held]
     return after, cut.effects(emit=emit, finish=finish, retract=cut.retract, **pending)
-
-
-def _may_retry(state: State, policy: Policy) -> bool:
-    """Return whether an empty answer may be decoded again.
-
-    Once if drafting was on, and a second time if the prompt's state came from the prefix cache.
-    """
-    left = state.retried == 0 or (state.retried == 1 and state.restored)
-    return left and state.ran and policy.max_tokens > 0

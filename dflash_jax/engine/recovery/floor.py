@@ -31,11 +31,7 @@ class EndVerdict(enum.Enum):
 
 
 def judge(ids: Ids, odds: float | None, state: State, policy: Policy) -> EndVerdict:
-    """Return what becomes of an end token that would follow these output ids.
-
-    Args:
-      odds: see `judge_by_odds`.
-    """
+    """Return what becomes of an end token that would follow these output ids."""
     if not policy.recovery.floor:
         return EndVerdict.HONOUR
     if policy.recovery.below_floor == "odds":

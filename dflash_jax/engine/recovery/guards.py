@@ -34,9 +34,8 @@ class Guard:
     """Applies the loop rules to the tokens of a step, one by one.
 
     Args:
-      memory: of the output before the step.
-      last: returns the last ids of the output before the step, at most a given number.
-      count: the number of ids of that output.
+      memory, count: of the output before the step, and the number of its ids.
+      last: returns the last of these, at most a given number.
     """
 
     def __init__(

@@ -76,10 +76,8 @@ lengths_of = functools.lru_cache(maxsize=64)(Lengths)  # one for all requests wi
 def reached(ids: str, lengths: Lengths) -> tuple[int, int]:
     """Return the unit of a loop that has just reached a length, and that length; (0, 0) if none.
 
-    Each loop reaches each length once, at one token, regardless of how tokens are batched.
-
-    Args:
-      ids: the end of the output, one character per token.
+    Each loop reaches each length once, at one token, regardless of how tokens are batched. `ids` is
+    the end of the output, one character per token.
     """
     size = len(ids)
     at = size - lengths.key

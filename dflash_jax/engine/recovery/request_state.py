@@ -100,7 +100,9 @@ class Policy:
     stop_ids: frozenset[int] = frozenset()
     speculative: bool = True
     break_even: float = 0.0  # tokens a drafted round must commit to pay off; 0 if unknown
-    fixed: bool = False  # never stop drafting: sampled or inexact tokens would depend on timing
+    # Never stop drafting. Whether the in-flight step drafts depends on timing, and sampled or
+    # inexact tokens would depend on that (R11).
+    fixed: bool = False
     recovery: Recovery = OFF
     words: Words = NO_WORDS
 

@@ -46,9 +46,7 @@ def after_step(
     Args:
       decided: number of tokens the step committed; 0 if the row had stopped.
       drafts: number of tokens drafted for the row; 0 in a plain step.
-      break_even: tokens a round must commit to pay off; 0 if unknown.
-      fixed: never stop drafting. Whether the in-flight step drafts depends on timing, and sampled
-        tokens would depend on that (R11).
+      break_even, fixed: see `Policy`.
     """
     if not finite:
         state = state._replace(bad=state.bad + 1)
