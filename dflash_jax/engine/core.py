@@ -192,16 +192,6 @@ class EngineCore:
             self._end_abandoned()
             self._discard_unread()
 
-    def break_even(self) -> float:
-        """Measure how many tokens a drafted round must commit to pay off, while nothing runs.
-
-        Raises:
-          RequestError: requests are running.
-        """
-        return self.while_idle(
-            lambda: untraced(lambda: self._runner.break_even(self.scheduler.rules()))
-        )
-
     def while_idle(self, work: Callable[[], Returned]) -> Returned:
         """Call a function that no request may run next to.
 

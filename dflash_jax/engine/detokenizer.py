@@ -124,9 +124,7 @@ class OutputBuffer:
         modes = {"thinking": bool(thinking), "lenient": request.params.structured is None}
         self._detokenizer = Detokenizer(tokenizer, stop, tools, **modes)
         self._pending: list[TokenLogprob] = []  # log-probabilities of tokens not emitted yet
-        self._of_end: Sequence[
-            TokenLogprob
-        ] = ()  # of the end token in whose place a call is probed
+        self._of_end: Sequence[TokenLogprob] = ()  # of an end token in whose place a call is probed
 
     @property
     def ended(self) -> bool:

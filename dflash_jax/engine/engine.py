@@ -12,6 +12,7 @@ from typing import Any, Unpack
 from dflash_jax.compiler.build import WORKERS, CompiledPrograms, Executable
 from dflash_jax.compiler.keys import ProgramKey, Variant
 from dflash_jax.compiler.resolve import resolve_here
+from dflash_jax.compiler.settings import untraced
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.decode.pair import Params
 from dflash_jax.engine.core import EngineCore
@@ -191,7 +192,8 @@ class Engine:
         wanted = [WARM[name] for name, given in current_kinds(kinds, WARM).items() if given]
         seconds = self.compile([Variant.GREEDY, *wanted])
         if measure and self.drafter is not None and self.plan.exact:
-            self.break_even = self.core.break_even()
+            measured = functools.partial(untraced, self.runner.break_even)
+            self.break_even = self.core.while_idle(measured)
         return seconds
 
     def compile(self, variants: Iterable[Variant]) -> float:

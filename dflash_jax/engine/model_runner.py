@@ -35,11 +35,11 @@ from dflash_jax.engine.logits_processing import LogitsProcessor
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.prefix.disk import identity
 from dflash_jax.engine.prefix.store import PrefixStore
-from dflash_jax.engine.scheduler import SchedulerOutput
+from dflash_jax.engine.scheduler import SchedulerOutput, make_rules
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.structured.grammars import Grammar
 from dflash_jax.plan import Plan
-from dflash_jax.state import RowRules, RowStep, StepOutput, read_output
+from dflash_jax.state import RowStep, StepOutput, read_output
 
 Output = tuple[int, tuple[int, ...], StepOutput]  # first row, rows that wait, and the output
 
@@ -259,12 +259,13 @@ class ModelRunner:
         if self.prefixes:
             self.prefixes.cache.clear()  # segments may have been cut from the lost state
 
-    def break_even(self, rules: RowRules, samples: int = 5) -> float:
+    def break_even(self, samples: int = 5) -> float:
         """Measure the time of a drafted step over that of a plain one; no row makes progress.
 
-        A drafted round pays off if it commits more tokens than this.
+        A drafted round pays off if it commits more tokens than this. Nothing may run meanwhile.
         """
         once = self._num_steps[0] if self._multi_step[Variant.GREEDY] else None
+        rules = make_rules(self.plan, [(None, False)] * self.plan.rows, {})
         inputs = DecodeInputs(rules, num_steps=once)
         times: dict[Step, list[float]] = {Step.SPECULATIVE: [], Step.PLAIN: []}
         for _ in range(samples + 1):  # the first is not counted

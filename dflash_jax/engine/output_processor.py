@@ -11,7 +11,7 @@ from dflash_jax.engine.logits_processing import prompt_logprobs, token_logprobs
 from dflash_jax.engine.model_runner import InFlightStep
 from dflash_jax.engine.recovery import controller
 from dflash_jax.engine.recovery.controller import Restart
-from dflash_jax.engine.result import Stats, TokenLogprob
+from dflash_jax.engine.result import Stats
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.state import RowStep
 
@@ -57,7 +57,8 @@ class OutputProcessor:
         if not result.finite and prefill and not sequence.row_cleared:
             sequence.row_cleared = True  # it may have held another request's numbers
             updates.cleared.append(row)
-            self._restart(sequence, Restart.FRESH, updates)
+            updates.invalidated.append(sequence.request.prompt)
+            sequence.restart(use_cache=False)
             return
         if row in step.work.drafting:
             count_round(sequence.stats, len(result.tokens), result.num_drafts, self._block - 1)
@@ -68,40 +69,25 @@ class OutputProcessor:
             output, place = step.output_of(row)
             logprobs = token_logprobs(output, place, sequence.request)[: len(result.tokens)]
         event = _event(step, row, result)
-        if forced := self._advance(sequence, event, logprobs, updates):
+        effects = sequence.process(event, logprobs)
+        self.report(sequence, effects.notes)
+        if effects.restart is Restart.SAVED and prefill:  # the row is in the saved state
+            effects = sequence.process(event, logprobs)
+            self.report(sequence, effects.notes)
+        if effects.restart is Restart.CALL:
+            sequence.begin_call_retry()
+        elif effects.restart:
+            sequence.restart(use_cache=effects.restart is Restart.SAVED)
+        elif effects.replace is not None or effects.force:
+            pending = sequence.state.ids[-len(effects.force) - 1]
+            forced = ForcedTokens(pending, effects.replace is not None, effects.force)
             updates.forced[row] = forced
         if sequence.done:
             updates.finished.append(sequence)
         if not result.finite:
             updates.cleared.append(row)
+        if not result.finite or effects.restart is Restart.FRESH:
             updates.invalidated.append(sequence.request.prompt)
-
-    def _advance(
-        self,
-        sequence: Sequence,
-        event: controller.Prefilled | controller.Stepped,
-        logprobs: list[TokenLogprob],
-        updates: RowUpdates,
-    ) -> ForcedTokens | None:
-        """Advance a sequence by a step; return the tokens that recovery forces, if any."""
-        effects = sequence.process(event, logprobs)
-        self.report(sequence, effects.notes)
-        if effects.restart is Restart.SAVED and isinstance(event, controller.Prefilled):
-            # Nothing was fed since: the row is in the saved state.
-            return self._advance(sequence, event, logprobs, updates)
-        if effects.restart is Restart.CALL:
-            sequence.begin_call_retry()
-        elif effects.restart:
-            self._restart(sequence, effects.restart, updates)
-        elif effects.replace is not None or effects.force:
-            pending = sequence.state.ids[-len(effects.force) - 1]
-            return ForcedTokens(pending, effects.replace is not None, effects.force)
-        return None
-
-    def _restart(self, sequence: Sequence, restart: Restart, updates: RowUpdates) -> None:
-        if fresh := restart is Restart.FRESH:
-            updates.invalidated.append(sequence.request.prompt)
-        sequence.restart(use_cache=not fresh)
 
     def retry_calls(self, running: Seq[Sequence]) -> list[Sequence]:
         """Restart requests whose call grammar is ready; return those that end without one."""

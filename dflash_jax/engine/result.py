@@ -106,14 +106,9 @@ class Result:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `dflash-jax generate --json` prints."""
-        fields: dict[str, Any] = {
-            "token_ids": self.token_ids,
-            "text": self.text,
-            "finish_reason": self.finish_reason,
-            "stats": self.stats.to_json(),
-        }
-        asked = {"logprobs": self.logprobs, "prompt_logprobs": self.prompt_logprobs}
-        for name, tokens in asked.items():
-            if tokens is not None:
+        names = "token_ids", "text", "finish_reason"
+        fields = {name: getattr(self, name) for name in names} | {"stats": self.stats.to_json()}
+        for name in ("logprobs", "prompt_logprobs"):
+            if (tokens := getattr(self, name)) is not None:
                 fields[name] = [dataclasses.asdict(token) for token in tokens]
         return fields

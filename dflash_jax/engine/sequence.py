@@ -118,12 +118,9 @@ class Sequence:
     def _settings(self) -> RowSettings:
         state, policy = self.state, self.policy
         length = len(self.request.prompt) + request_state.room(state, policy)
-        drafts, opening = (
-            request_state.speculates(state, policy),
-            request_state.opening(state, policy),
-        )
-        choices = request_state.choices(state)[:CHOICES]
-        return RowSettings(self.request, length, drafts, choices, opening)
+        speculates = request_state.speculates(state, policy)
+        choices, opening = request_state.choices(state), request_state.opening(state, policy)
+        return RowSettings(self.request, length, speculates, choices[:CHOICES], opening)
 
     def delay(self, seconds: float) -> None:
         """Count seconds before the request was queued as `Stats.compile_s`; moves its deadline."""
@@ -137,7 +134,7 @@ class Sequence:
     # -- events -------------------------------------------------------------------------------
 
     def process(
-        self, event: controller.Prefilled | controller.Stepped, logprobs: list[TokenLogprob]
+        self, event: controller.Prefilled | controller.Stepped, logprobs: Seq[TokenLogprob] = ()
     ) -> controller.Effects:
         """Process a step's result, unless the caller cancelled; a failure outranks that."""
         return self.abandon() if event.finite and self.cancel else self.take(event, logprobs)

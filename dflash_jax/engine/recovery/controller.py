@@ -124,14 +124,8 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
         return state._replace(phase=Phase.DONE), Effects(finish=Finish.ERROR)
     decided = len(event.tokens)
     ran = state.ran or speculates(state, policy)
-    drafting, fallback = speculation.after_step(
-        state.drafting,
-        decided,
-        event.num_drafts,
-        finite=event.draft_finite,
-        break_even=policy.break_even,
-        fixed=policy.fixed,
-    )
+    given = {"break_even": policy.break_even, "fixed": policy.fixed, "finite": event.draft_finite}
+    drafting, fallback = speculation.after_step(state.drafting, decided, event.num_drafts, **given)
     died = drafting.dead and not state.drafting.dead
     state = state._replace(drafting=drafting, ran=ran, fed=state.fed + decided)
     if not decided:

@@ -10,9 +10,7 @@ from dflash_jax.engine.recovery import repeated_calls, tool_names
 from dflash_jax.engine.recovery.guards import NO_MEMORY, LoopMemory
 from dflash_jax.engine.recovery.settings import OFF, Recovery
 from dflash_jax.engine.recovery.speculation import NOTES, DraftingState
-from dflash_jax.engine.recovery.words import NO_WORDS, Words
-
-Ids = tuple[int, ...]
+from dflash_jax.engine.recovery.words import NO_WORDS, Ids, Words
 
 
 class TokenIds(Sequence[int]):

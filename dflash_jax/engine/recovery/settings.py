@@ -135,13 +135,10 @@ class Recovery:
         floor = integer(environment, "DFLASH_MIN_TOKENS", 0)
         repeats = integer(environment, "DFLASH_DEGENERATE_RUN_TOKENS", -1)
         prefix = flag(environment, "DFLASH_STALL_TOOL_PREFIX")
-        return dataclasses.replace(
-            OFF,
-            floor=floor,
-            below_floor="replace" if floor and not prefix else "rescue",
-            tool_prefix=prefix,
-            repeat_limit=repeats if repeats >= 0 else None if floor else 0,
-        )
+        below = "replace" if floor and not prefix else "rescue"
+        limit = repeats if repeats >= 0 else None if floor else 0
+        ends: dict[str, Any] = {"floor": floor, "below_floor": below, "tool_prefix": prefix}
+        return dataclasses.replace(OFF, repeat_limit=limit, **ends)
 
 
 def _one_of(kind: Any) -> tuple[Callable[[Any], bool], str]:
@@ -171,17 +168,13 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "seconds above 0, or None",
     ),
 }
-OFF = Recovery(
-    floor=0,
-    below_floor="rescue",
-    tool_prefix=False,
-    call_retry=False,
-    empty_retry=False,
-    repeat_limit=0,
-    runaway=False,
-    watchdog="off",
-    repeated_calls=0,
-)
+_LOOPS_OFF: dict[str, Any] = {
+    "repeat_limit": 0,
+    "runaway": False,
+    "watchdog": "off",
+    "repeated_calls": 0,
+}
+OFF = dataclasses.replace(Recovery().for_structure(), below_floor="rescue", **_LOOPS_OFF)
 
 NO = {"", "0", "false", "no", "off", "n", "f", "disable", "disabled", "none"}
 YES = {"1", "true", "yes", "on", "y", "t", "enable", "enabled"}
