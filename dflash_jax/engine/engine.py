@@ -97,7 +97,8 @@ class Engine:
         **options: Unpack[SamplingOptions],
     ) -> Result:
         """Generate an answer; arguments and errors as for `stream`."""
-        return self.generate_many([prompt], params, cancel=cancel, **options)[0]
+        params = SamplingParams.of(params, options)
+        return self.generate_many([prompt], params, cancel=cancel)[0]
 
     def generate_many(
         self,
@@ -215,7 +216,8 @@ class Engine:
         **options: Unpack[SamplingOptions],
     ) -> RequestHandle:
         """Queue a request, for `advance` to run. Arguments and errors as for `stream`."""
-        return self.enqueue(self.prepare(prompt, params, cancel=cancel, **options))[0]
+        params = SamplingParams.of(params, options)
+        return self.enqueue(self.prepare(prompt, params, cancel=cancel))[0]
 
     def prepare(
         self,

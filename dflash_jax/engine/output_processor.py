@@ -25,10 +25,8 @@ class RowUpdates:
     finished: list[Sequence] = dataclasses.field(default_factory=list)
     # Prompts of which nothing in the prefix cache may be used again.
     invalidated: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
-    # Rows that may hold numbers that are not finite.
-    cleared: list[int] = dataclasses.field(default_factory=list)
-    # By row, tokens that were decided by recovery.
-    forced: dict[int, ForcedTokens] = dataclasses.field(default_factory=dict)
+    cleared: list[int] = dataclasses.field(default_factory=list)  # rows of non-finite numbers
+    forced: dict[int, ForcedTokens] = dataclasses.field(default_factory=dict)  # by row
 
 
 class OutputProcessor:

@@ -132,7 +132,7 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
         return state, Effects(fallback=fallback)
     cut, guard, recovery = StepCut(state, len(state.ids), fallback), None, policy.recovery
     if recovery.ends_loops:
-        guard = guards.Guard(state.memory, state.ids.last, cut.before, recovery, policy.words)
+        guard = guards.Guard(state.memory, state.ids, recovery, policy.words)
     if policy.max_tokens <= 0:
         cut.finish = Finish.LENGTH
     elif died:

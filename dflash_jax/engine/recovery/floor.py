@@ -49,9 +49,8 @@ def judge_by_text(ids: Ids, state: State, policy: Policy) -> EndVerdict:
     may_inject = recovery.tool_prefix and words.calls and not state.injected
     if may_inject and is_stalled(ids, recovery, words):
         return EndVerdict.INJECT if has_room(ids, max_tokens, words) else EndVerdict.WAIVE
-    replaces = recovery.below_floor == "replace" or (
-        recovery.below_floor == "rescue" and not words.is_visible(ids)
-    )
+    rescues = recovery.below_floor == "rescue" and not words.is_visible(ids)
+    replaces = rescues or recovery.below_floor == "replace"
     return EndVerdict.REPLACE if replaces else EndVerdict.HONOUR
 
 

@@ -34,28 +34,20 @@ class Guard:
     """Applies the loop rules to the tokens of a step, one by one.
 
     Args:
-      memory, count: of the output before the step, and the number of its ids.
-      last: returns the last of these, at most a given number.
+      memory, ids: of the output before the step.
     """
 
-    def __init__(
-        self,
-        memory: LoopMemory,
-        last: Callable[[int], Ids],
-        count: int,
-        recovery: Recovery,
-        words: Words,
-    ):
+    def __init__(self, memory: LoopMemory, ids: Sequence[int], recovery: Recovery, words: Words):
         self._recovery, self._words = recovery, words
         (self._seen, seen), self._called = memory
         self._tail: list[int] | None = None
         if recovery.repeats or recovery.runaway is True or recovery.watches:
-            self._tail = list(last(max(recovery.repeats, 3 * PERIODS[-1])))
-        self._count, self._keep = count, 0
+            self._tail = list(ids[-max(recovery.repeats, 3 * PERIODS[-1]) :])
+        self._count, self._keep = len(ids), 0
         if recovery.measures:
             self._keep = loops.lengths_of(recovery.loop_tokens, closed=False).keep
-            if seen != count:  # tokens were forced
-                self._seen = loops.letters(last(self._keep))
+            if seen != len(ids):  # tokens were forced
+                self._seen = loops.letters(ids[-self._keep :])
 
     @property
     def memory(self) -> LoopMemory:

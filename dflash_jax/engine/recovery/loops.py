@@ -9,7 +9,7 @@ just reached such a length, so healthy output costs one search among the last to
 import enum
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from dflash_jax.engine.recovery.words import Ids, Words
@@ -43,7 +43,7 @@ class Seen(NamedTuple):
     count: int = 0
 
 
-def letters(ids: Ids) -> str:
+def letters(ids: Sequence[int]) -> str:
     """Return ids as a string, one character per token. Larger vocabularies do not exist."""
     return "".join([chr(token % 0x110000) for token in ids])
 

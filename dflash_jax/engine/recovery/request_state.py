@@ -34,10 +34,6 @@ class TokenIds(Sequence[int]):
         longer._length = len(longer._ids)
         return longer
 
-    def last(self, count: int) -> Ids:
-        """Return the last ids, at most `count`."""
-        return self[max(self._length - count, 0) :]
-
     def __len__(self) -> int:
         return self._length
 

@@ -150,6 +150,7 @@ _NATURAL = lambda x: type(x) is int and x >= 0, "an integer from 0"
 _SWITCH = lambda x: type(x) is bool, "True or False"
 _TEXT = lambda x: x is None or isinstance(x, str), "a text"
 _AT_LEAST_2 = "0 (off) or an integer of at least 2: 1 would end every output at its first"
+_SECONDS = "seconds above 0, or None"
 _RUNAWAY = "one of measured, compat, off, or True or False"
 _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("floor", "min_tokens", "answer_reserve"), _NATURAL),
@@ -163,18 +164,15 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "repeated_calls": (lambda x: type(x) is int and x >= 0 and x != 1, f"{_AT_LEAST_2} call"),
     "repeat_limit": (lambda x: x is None or (type(x) is int and x != 1), f"{_AT_LEAST_2} token"),
     "call_odds": (lambda x: type(x) in (int, float) and x == x, "a number such as -5.0"),
-    "deadline_s": (
-        lambda x: x is None or (type(x) in (int, float) and x > 0),
-        "seconds above 0, or None",
-    ),
+    "deadline_s": (lambda x: x is None or (type(x) in (int, float) and x > 0), _SECONDS),
 }
-_LOOPS_OFF: dict[str, Any] = {
-    "repeat_limit": 0,
-    "runaway": False,
-    "watchdog": "off",
-    "repeated_calls": 0,
-}
-OFF = dataclasses.replace(Recovery().for_structure(), below_floor="rescue", **_LOOPS_OFF)
+OFF = dataclasses.replace(
+    Recovery().for_structure(),
+    below_floor="rescue",
+    runaway=False,
+    watchdog="off",
+    repeated_calls=0,
+)
 
 NO = {"", "0", "false", "no", "off", "n", "f", "disable", "disabled", "none"}
 YES = {"1", "true", "yes", "on", "y", "t", "enable", "enabled"}

@@ -39,7 +39,7 @@ def ended(
 ) -> tuple[int, str] | None:
     """Return the length at which a loop ends the output, and its kind; None without one."""
     tokens: list[int] = []
-    guard = guards.Guard(guards.NO_MEMORY, lambda count: (), 0, settings, words)
+    guard = guards.Guard(guards.NO_MEMORY, (), settings, words)
     for token in ids:
         tokens.append(token)
         if kind := guard.take(token, lambda place: tuple(tokens[place:]), closed=closed):
