@@ -33,7 +33,7 @@ token.
 
 from typing import assert_never
 
-from dflash_jax.engine.recovery import call_retry, floor, forced_calls, guards, speculation
+from dflash_jax.engine.recovery import OFF, call_retry, floor, forced_calls, guards, speculation
 from dflash_jax.engine.recovery.floor import EndVerdict
 from dflash_jax.engine.recovery.request_state import (
     CallRetried,
@@ -131,7 +131,7 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
     if not decided:
         return state, Effects(fallback=fallback)
     cut, guard, recovery = StepCut(state, len(state.ids), fallback), None, policy.recovery
-    if recovery.ends_loops:
+    if recovery is not OFF and recovery.ends_loops:
         guard = guards.Guard(state.memory, state.ids, recovery, policy.words)
     if policy.max_tokens <= 0:
         cut.finish = Finish.LENGTH
