@@ -7,9 +7,10 @@ row that ended makes no progress until the host assigns a new request to it.
 
 import collections
 import concurrent.futures
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from dflash_jax.plan import Plan
 from dflash_jax.utils import forking
 
 DISK_WAIT = 0.01  # seconds a turn waits for prefixes on disk if there is nothing else to do
+Lock = contextlib.AbstractContextManager[Any]
 
 
 class EngineCore:
@@ -34,18 +36,13 @@ class EngineCore:
 
     Any thread may add and cancel requests. One thread at a time runs turns; others that call `step`
     wait for it.
-
-    Attributes:
-      scheduler: the queue and the rows.
-      in_flight: dispatched steps whose results were not processed yet, the oldest first.
-      events: the log of recovery events.
     """
 
     def __init__(self, runner: ModelRunner, plan: Plan):
-        self._runner, self._plan = runner, plan
+        self._runner, self._plan, self.events = runner, plan, EventLog()
         self.scheduler = Scheduler(plan)
+        # Dispatched steps whose results were not processed yet, the oldest first.
         self.in_flight: collections.deque[InFlightStep] = collections.deque()
-        self.events = EventLog()
         self._processor = OutputProcessor(plan.block, self.events)
         self._lock = threading.RLock()  # for scheduler and sequences; not held while waiting
         self._stepping = threading.Lock()
@@ -59,9 +56,7 @@ class EngineCore:
         Raises:
           ComputeError: parameters were donated to a program outside the engine.
         """
-        if forking.parent:
-            forking.check_not_forked()
-        with self._stepping:
+        with self._use(self._stepping):
             self._begin_turn()
             try:
                 untraced(self._turn)
@@ -81,9 +76,11 @@ class EngineCore:
     def _turn(self) -> None:
         with self._lock:
             self._end_abandoned()
-            self._retry_calls()
+            for sequence in self._processor.retry_calls(self.scheduler.running):
+                self._release(sequence)
             for sequence in self.scheduler.admit():
-                self._runner.prefetch(sequence.cursor)
+                if self._runner.prefixes:
+                    self._runner.prefixes.prefetch(sequence.cursor)
             work = self.scheduler.schedule([step.work for step in self.in_flight])
             if work is not None:
                 self.in_flight.append(self._runner.execute(work))
@@ -93,7 +90,7 @@ class EngineCore:
         while len(self.in_flight) > most:
             step = self.in_flight[0]
             self._process(step)
-            if step.work.prefill and len(self.in_flight) == 1 and self._in_multi_step():
+            if step.work.prefill and [x.work.num_steps > 1 for x in self.in_flight] == [True]:
                 break  # give out the prompts' first tokens before waiting for several steps
 
     def _process(self, step: InFlightStep) -> None:
@@ -114,16 +111,17 @@ class EngineCore:
         """Update the scheduler, the prefix cache and the device after a step was processed."""
         for sequence in updates.finished:
             self._release(sequence)
-        for prompt in updates.refuted:
-            self._runner.forget(prompt)
+        for prompt in updates.invalidated:
+            if self._runner.prefixes:
+                self._runner.prefixes.forget(prompt)
         if updates.cleared:
             self._runner.clear_rows(updates.cleared)
         if updates.forced:
             self._runner.force_tokens(updates.forced)
-            for row in updates.forced:
-                sequence = self.scheduler.rows[row]
-                if sequence and sequence.request.params.penalized:
-                    self._runner.set_logits_state(row, sequence)
+        for row in updates.forced:
+            sequence = self.scheduler.rows[row]
+            if sequence and sequence.request.params.penalized:
+                self._runner.set_logits_state(row, sequence)
 
     def _lookahead(self, work: SchedulerOutput | None) -> int:
         """Return how many steps may stay in flight at the end of a turn that dispatched `work`.
@@ -135,38 +133,26 @@ class EngineCore:
             return 0
         return self._plan.lookahead
 
-    def _in_multi_step(self) -> bool:
-        return self.in_flight[0].work.num_steps > 1
-
     def _wait_for_threads(self) -> None:
         """Wait a little for what threads load or compile for running requests."""
-        work: list[concurrent.futures.Future[Any]] = [
-            future
-            for sequence in self.scheduler.running
-            for future in (sequence.cursor.loading, sequence.call_grammar)
-            if future
-        ]
+        work: list[concurrent.futures.Future[Any]] = []
+        for sequence in self.scheduler.running:
+            work += filter(None, (sequence.cursor.loading, sequence.call_grammar))
         if work:
             concurrent.futures.wait(work, DISK_WAIT, concurrent.futures.FIRST_COMPLETED)
-
-    def _retry_calls(self) -> None:
-        for sequence in self._processor.retry_calls(self.scheduler.running):
-            self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         """Free the queue place or the row of a request that ended."""
         self.scheduler.remove(sequence)
-        if sequence.cursor.added:
-            self._runner.release(sequence.cursor, tainted=sequence.tainted)
+        if self._runner.prefixes and sequence.cursor.added:
+            self._runner.prefixes.release(sequence.cursor, tainted=sequence.tainted)
 
     # -- for callers --------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to do; ends dropped and cancelled requests first."""
-        if forking.parent:
-            forking.check_not_forked()
-        with self._lock:
+        with self._use(self._lock):
             if any(x.dropped or x.cancel for x in self._unfinished()):
                 self.tidy()
             return bool(self.in_flight or self.scheduler.unfinished)
@@ -186,9 +172,7 @@ class EngineCore:
 
     def try_add(self, sequences: list[Sequence]) -> bool:
         """Queue requests, all of them or none; return whether the queue had room."""
-        if forking.parent:
-            forking.check_not_forked()
-        with self._lock:
+        with self._use(self._lock):
             if not self.scheduler.has_room(len(sequences)):
                 self._end_abandoned()
             if room := self.scheduler.has_room(len(sequences)):
@@ -197,9 +181,7 @@ class EngineCore:
 
     def cancel(self, sequence: Sequence) -> None:
         """End a request in the queue or in its row; does nothing if it already ended."""
-        if forking.parent:
-            forking.check_not_forked()
-        with self._lock:
+        with self._use(self._lock):
             if not sequence.done:
                 sequence.take(controller.Cancelled())
                 self._release(sequence)
@@ -207,23 +189,9 @@ class EngineCore:
 
     def tidy(self) -> None:
         """End dropped, cancelled and overdue requests, as the next turn would."""
-        if forking.parent:
-            forking.check_not_forked()
-        with self._lock:
+        with self._use(self._lock):
             self._end_abandoned()
             self._discard_unread()
-
-    def break_even(self) -> float:
-        """Measure how many tokens a drafted round must commit to pay off, while nothing runs.
-
-        Raises:
-          RequestError: requests are running.
-        """
-
-        def measure() -> float:
-            return self._runner.break_even(self.scheduler.rules())
-
-        return self.while_idle(lambda: untraced(measure))
 
     def while_idle(self, work: Callable[[], Returned]) -> Returned:
         """Call a function that no request may run next to.
@@ -231,28 +199,31 @@ class EngineCore:
         Raises:
           RequestError: requests are running.
         """
-        if forking.parent:
-            forking.check_not_forked()
-        with self._stepping:
+        with self._use(self._stepping):
             self._begin_turn()
             with self._lock:
                 self._end_abandoned()
-                idle = not self.scheduler.unfinished
-                while idle and self.in_flight:  # left over from requests that ended
-                    self._process(self.in_flight[0])
                 try:
-                    done = [work()] if idle else []
+                    if self.scheduler.unfinished:
+                        hint = "let them end, or close their streams, first"
+                        raise RequestError(f"requests are running; {hint}")
+                    while self.in_flight:  # left over from requests that ended
+                        self._process(self.in_flight[0])
+                    done = work()
                 except DFlashError:  # refused, and nothing was changed
                     self._interrupted = False
                     raise
             self._interrupted = False
-        if not done:
-            raise RequestError("requests are running; let them end, or close their streams, first")
-        return done[0]
+        return done
 
     # -- ends and failures --------------------------------------------------------------------
 
-    def _unfinished(self) -> Iterable[Sequence]:
+    def _use(self, lock: Lock) -> Lock:
+        if forking.parent:
+            forking.check_not_forked()
+        return lock
+
+    def _unfinished(self) -> list[Sequence]:
         return [*self.scheduler.waiting, *self.scheduler.running]
 
     def _end_abandoned(self) -> None:
@@ -293,10 +264,7 @@ class EngineCore:
     def _rebuild(self, error: Exception | None = None) -> None:
         """Start with a new device state: prompts and outputs are fed again (R12).
 
-        A failed step takes the donated state with it.
-
-        Args:
-          error: the device's failure; None if there was none.
+        A failed step, of which `error` tells, takes the donated state with it.
         """
         self.in_flight.clear()
         self._runner.reset()

@@ -1,6 +1,7 @@
 """Turn the output of a request into text, and cut it at stop strings."""
 
 import collections
+import itertools
 from collections.abc import Sequence
 
 from dflash_jax.engine.request import Request
@@ -42,9 +43,8 @@ class Detokenizer:
         syntax = syntax_of(tokenizer.teaches) if tokenizer and tools and stop else None
         if tokenizer and syntax:
             self._marked = tokenizer.showing(syntax.markers(calls=True)).stream()
-            self._parser = OutputParser(
-                syntax, tools, thinking=thinking, stop=stop, lenient=lenient
-            )
+            modes = {"thinking": thinking, "lenient": lenient}
+            self._parser = OutputParser(syntax, tools, stop=stop, **modes)
         self.text = ""
 
     @property
@@ -111,25 +111,20 @@ class Detokenizer:
 
 
 class OutputBuffer:
-    """Everything a request's caller was given so far. Nothing in it is ever taken back.
-
-    Attributes:
-      ids: emitted tokens; they exclude a stop string and what follows it.
-      pieces: the same with their text, in the portions in which they were emitted.
-      logprobs: of the emitted tokens, where the request asks for them.
-      grammar: what the output must follow; it advances with the emitted tokens.
-    """
+    """Everything a request's caller was given so far. Nothing in it is ever taken back."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, grammar: Grammar | None):
-        self.ids: list[int] = []
-        self.pieces: list[Piece] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.grammar = grammar
-        self._stops = bool(request.params.stop)
-        self._has_text = tokenizer is not None
-        self._detokenizer = _detokenizer(request, tokenizer)
+        self.ids: list[int] = []  # without a stop string and what follows it
+        self.pieces: list[Piece] = []  # the same, in the portions in which they were emitted
+        self.logprobs: list[TokenLogprob] = []  # of these, where the request asks for them
+        self.grammar = grammar  # advances with the emitted tokens
+        stop, tools = request.params.stop or (), request.tools
+        self._stops, self._has_text = bool(stop), tokenizer is not None
+        thinking = tokenizer and stop and tools and opens_thought(tokenizer, request.prompt)
+        modes = {"thinking": bool(thinking), "lenient": request.params.structured is None}
+        self._detokenizer = Detokenizer(tokenizer, stop, tools, **modes)
         self._pending: list[TokenLogprob] = []  # log-probabilities of tokens not emitted yet
-        self._of_end: list[TokenLogprob] = []  # of the end token in whose place a call is probed
+        self._of_end: Sequence[TokenLogprob] = ()  # of an end token in whose place a call is probed
 
     @property
     def ended(self) -> bool:
@@ -161,36 +156,30 @@ class OutputBuffer:
         if rest := self._detokenizer.finish():
             self.pieces.append(Piece((), rest))
 
-    def add_logprobs(self, ids: tuple[int, ...], logprobs: list[TokenLogprob]) -> None:
-        """Keep log-probabilities of newly decided ids; forced ids have none."""
-        known = [*logprobs, *[None] * len(ids)]
+    def add_logprobs(
+        self,
+        ids: tuple[int, ...],
+        logprobs: Sequence[TokenLogprob],
+        *,
+        retracted: int,
+        probes: bool,
+    ) -> None:
+        """Keep log-probabilities of newly decided ids; forced ids have none.
+
+        Args:
+          retracted: number of ids that are dropped; the end token in their place comes back.
+          probes: whether they are in place of an end token, whose log-probability is the last.
+        """
+        if retracted:
+            del self._pending[-retracted:]
+            logprobs = self._of_end
+        elif probes and ids:
+            self._of_end = logprobs[-1:]
         self._pending += [
             found if found and found.token_id == i else TokenLogprob(i, None, ())
-            for i, found in zip(ids, known, strict=False)
+            for i, found in itertools.zip_longest(ids, logprobs[: len(ids)])
         ]
-
-    def keep_end_logprob(self, logprobs: list[TokenLogprob]) -> None:
-        """Keep the log-probability of an end token that may come back, see `restore_end`."""
-        self._of_end = logprobs[-1:]
-
-    def restore_end(self, retracted: int, ids: tuple[int, ...]) -> None:
-        """Drop the last log-probabilities; the kept end token is decided after all."""
-        del self._pending[-retracted:]
-        self.add_logprobs(ids, self._of_end)
 
     def discard_pending(self) -> None:
         """Drop log-probabilities of tokens that will be decoded again."""
         self._pending.clear()
-
-
-def _detokenizer(request: Request, tokenizer: Tokenizer | None) -> Detokenizer:
-    stop = request.params.stop or ()
-    if tokenizer is None or not (stop and request.tools):
-        return Detokenizer(tokenizer, stop)
-    return Detokenizer(
-        tokenizer,
-        stop,
-        request.tools,
-        thinking=opens_thought(tokenizer, request.prompt),
-        lenient=request.params.structured is None,
-    )

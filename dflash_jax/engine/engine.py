@@ -12,6 +12,7 @@ from typing import Any, Unpack
 from dflash_jax.compiler.build import WORKERS, CompiledPrograms, Executable
 from dflash_jax.compiler.keys import ProgramKey, Variant
 from dflash_jax.compiler.resolve import resolve_here
+from dflash_jax.compiler.settings import untraced
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.decode.pair import Params
 from dflash_jax.engine.core import EngineCore
@@ -32,7 +33,6 @@ from dflash_jax.utils import forking
 from dflash_jax.utils.deprecation import current_kinds
 from dflash_jax.utils.progress import announced
 
-COMPILING = "dflash_jax: compiling"  # or loading compiled programs
 WARM = {  # kinds of requests that `Engine.warm_up` knows
     "sampled": Variant.SAMPLED,
     "penalized": Variant.PENALIZED,
@@ -70,21 +70,21 @@ class Engine:
         plan = plan if plan and plan.resolved else resolve_here(plan or Plan(), target, drafter)
         self.target, self.drafter, self.plan = target, drafter, plan
         self.tokenizer, self.progress = tokenizer, progress
-        self.runner = ModelRunner(target, drafter, params, plan)
+        self.runner = runner = ModelRunner(target, drafter, params, plan)
         self.core = EngineCore(self.runner, plan)
         self.events = self.core.events
         self.break_even = 0.0  # tokens a drafted round must commit to pay off; 0 until measured
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_token_ids)
-        self.call_grammars = CallGrammars(self.grammars, self.runner, tokenizer)
+        self.call_grammars = CallGrammars(
+            self.grammars, lambda missing: runner.compiled.compile(missing, workers=1), tokenizer
+        )
 
     def __repr__(self) -> str:
-        plan, drafter = self.plan, self.drafter
-        with_drafter = f"{drafter.kind} drafter, block {plan.block}" if drafter else "no drafter"
-        return (
-            f"<Engine: {self.target.model_type} target of {self.target.num_layers} layers,"
-            f" {with_drafter}, {plan.rows} row{'s' * (plan.rows > 1)} of {plan.max_length} tokens,"
-            f" {plan.dtype}>"
-        )
+        plan, kind = self.plan, f"{self.drafter.kind} drafter" if self.drafter else "no drafter"
+        block = f", block {plan.block}" if self.drafter else ""
+        target = f"{self.target.model_type} target of {self.target.num_layers} layers"
+        rows = f"{plan.rows} row{'s' * (plan.rows > 1)} of {plan.max_length} tokens"
+        return f"<Engine: {target}, {kind}{block}, {rows}, {plan.dtype}>"
 
     # -- generating ---------------------------------------------------------------------------
 
@@ -193,7 +193,8 @@ class Engine:
         wanted = [WARM[name] for name, given in current_kinds(kinds, WARM).items() if given]
         seconds = self.compile([Variant.GREEDY, *wanted])
         if measure and self.drafter is not None and self.plan.exact:
-            self.break_even = self.core.break_even()
+            measured = functools.partial(untraced, self.runner.break_even)
+            self.break_even = self.core.while_idle(measured)
         return seconds
 
     def compile(self, variants: Iterable[Variant]) -> float:
@@ -201,7 +202,7 @@ class Engine:
         if not self.compiled.missing(variants := list(variants)):
             return 0.0
         workers = 1 if self.busy else WORKERS  # a busy engine needs cores of its own
-        with announced(COMPILING, shown=self.progress):
+        with announced("dflash_jax: compiling", shown=self.progress):  # or loading programs
             return self.compiled.compile(variants, workers=workers)
 
     # -- for servers --------------------------------------------------------------------------
@@ -232,8 +233,7 @@ class Engine:
         Arguments and errors as for `stream`. Answer i draws with seed + i. `enqueue` compiles
         missing programs of `RequestHandle.variants`, unless another thread did before.
         """
-        params = SamplingParams.of(params, options)
-        requests = self._requests(prompt, params, n)
+        requests = self._requests(prompt, SamplingParams.of(params, options), n)
         return [RequestHandle(self._sequence(request, cancel)) for request in requests]
 
     def enqueue(self, handles: list[RequestHandle]) -> list[RequestHandle]:
@@ -337,14 +337,13 @@ class Engine:
         structure = request.params.structured
         # Whether the in-flight step drafts depends on timing. Only tokens of greedy requests under
         # an exact plan do not depend on that, so only these may stop drafting (R11).
-        free = self.plan.exact and request.params.temperature == 0
-        retries_calls = request.recovery.call_retry and self.call_grammars.available
+        fixed = not self.plan.exact or request.params.temperature > 0
+        retries_calls = request.recovery.call_retry and self.grammars.available
         return RunningSequence(
             request,
             self.tokenizer,
             None if structure is None else self.grammars.make(structure),
             cancel=cancel,
             call_grammars=self.call_grammars if retries_calls else None,
-            break_even=self.break_even if free else 0.0,
-            fixed=not free,
+            break_even=None if fixed else self.break_even,
         )

@@ -54,12 +54,10 @@ def append(directory: Path, line: str) -> None:
     try:
         with _opened(folder) as file:
             full = os.fstat(file).st_size + len(line.encode()) > CAP
-            if not full:
-                os.write(file, line.encode())
         if full:
             os.rename(NAME, OLD, src_dir_fd=folder, dst_dir_fd=folder)
-            with _opened(folder) as file:
-                os.write(file, line.encode())
+        with _opened(folder) as file:
+            os.write(file, line.encode())
     finally:
         os.close(folder)
 

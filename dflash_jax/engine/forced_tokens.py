@@ -7,22 +7,14 @@ import numpy as np
 
 from dflash_jax.decode.inputs import ForcedTokensInputs, ReplaceAnchorInputs
 
-Ids = tuple[int, ...]
-
 
 @dataclasses.dataclass(frozen=True)
 class ForcedTokens:
-    """Forced tokens of one row.
+    """Forced tokens of one row."""
 
-    Attributes:
-      pending: the pending token, after its replacement.
-      replaces: whether it differs from the device's.
-      ids: tokens after it; the last of them is pending afterwards.
-    """
-
-    pending: int
-    replaces: bool
-    ids: Ids = ()
+    pending: int  # the pending token, after its replacement
+    replaces: bool  # whether it differs from the device's
+    ids: tuple[int, ...] = ()  # tokens after it; the last of them is pending afterwards
 
 
 def replacements(rows: int, forced: Mapping[int, ForcedTokens]) -> ReplaceAnchorInputs:

@@ -10,10 +10,7 @@ from dflash_jax.errors import RequestError
 
 
 class RequestHandle:
-    """A submitted request. `Engine.advance` runs it; any thread may look at it.
-
-    Handles come from `Engine.submit` and `Engine.prepare`.
-    """
+    """A request from `Engine.submit`. `Engine.advance` runs it; any thread may look at it."""
 
     __slots__ = ("sequence",)
 

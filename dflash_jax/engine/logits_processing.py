@@ -55,11 +55,7 @@ class LogitsProcessor:
             bias[token] = value
         prompt[list(request.prompt)] = True
         counts = np.bincount(output[:], minlength=self._vocab).astype(np.int32)
-        penalties = (
-            params.repetition_penalty,
-            params.frequency_penalty,
-            params.presence_penalty,
-        )
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         inputs = SetLogitsStateInputs(
             row=np.int32(row),
             bias=bias,
@@ -68,8 +64,7 @@ class LogitsProcessor:
             penalties=np.array(penalties, np.float32),
             reports=np.bool_(params.logprobs is not None),
         )
-        _, state, _ = program(None, None, self.state, inputs)
-        self.keep(state)
+        _, self._state, _ = program(None, None, self.state, inputs)
 
 
 def token_logprobs(output: StepOutput, row: int, request: Request) -> list[TokenLogprob]:

@@ -33,33 +33,25 @@ from dflash_jax.engine.logits_processing import LogitsProcessor
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.prefix.disk import identity
 from dflash_jax.engine.prefix.store import PrefixStore
-from dflash_jax.engine.scheduler import SchedulerOutput
+from dflash_jax.engine.scheduler import SchedulerOutput, make_rules
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.structured.grammars import Grammar
 from dflash_jax.plan import Plan
-from dflash_jax.state import RowRules, RowStep, StepOutput, read_output
+from dflash_jax.state import RowStep, StepOutput, read_output
 
 Output = tuple[int, tuple[int, ...], StepOutput]  # first row, rows that wait, and the output
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """Dispatched work, and the outputs that its sequences wait for.
-
-    Attributes:
-      dispatched: when, by `time.perf_counter`.
-      outputs: for each call, its first row, the rows that wait for it, and its output.
-    """
+    """Dispatched work, and the outputs that its sequences wait for."""
 
     work: SchedulerOutput
-    dispatched: float
-    outputs: tuple[Output, ...]
+    dispatched: float  # when, by `time.perf_counter`
+    outputs: tuple[Output, ...]  # of each call
 
     def results(self) -> Iterator[dict[int, RowStep]]:
-        """Wait for each output; yield the results of each device step, by row.
-
-        Outputs that no sequence waits for any more are skipped.
-        """
+        """Wait for outputs that are still wanted; yield the results of each step, by row."""
         for first, rows, output in self.outputs:
             if any(map(self.work.waits, rows)):
                 for step in read_output(output):
@@ -73,10 +65,8 @@ class InFlightStep:
 class ModelRunner:
     """Parameters, compiled programs, and the state of all rows.
 
-    Attributes:
-      compiled: the programs of the plan, and those of them that are compiled.
-      state: of all rows; every step consumes it and returns the next one.
-      prefixes: moves prompt segments between rows and the prefix cache; None without one.
+    Every step consumes `state` and returns the next one. `prefixes` moves prompt segments between
+    rows and the prefix cache; it is None without one.
     """
 
     def __init__(
@@ -84,7 +74,7 @@ class ModelRunner:
     ):
         self.target, self.drafter, self.plan = target, drafter, plan
         self.compiled = CompiledPrograms(declare(plan, target, drafter))
-        self._fed_rows, self._exact = plan.fed_rows, plan.exact
+        self._fed_rows = plan.fed_rows
         self._multi_step = {x: is_multi_step(plan, x) for x in STEP_VARIANTS}
         self._copies = jax.default_backend() != "cpu"  # on a CPU, outputs are on the host already
         self.params = place_params(plan, target, drafter, params)
@@ -146,11 +136,11 @@ class ModelRunner:
         for row, sequence in work.sequences.items():
             cursor = sequence.cursor
             self._restore(row, cursor)
-            start = cursor.num_fed
-            place = id(cursor.prompt), start
+            start, place = cursor.num_fed, (id(cursor.prompt), cursor.num_fed)
             scores = sequence.request.params.prompt_logprobs is not None
             if place in fed and not scores and start + self.plan.chunk < len(cursor.prompt):
-                self.copy_row(fed[place], row)
+                copied = CopyRowInputs(np.int32(fed[place]), np.int32(row))
+                self._change_rows(Step.COPY_ROW, copied)
                 cursor.num_fed += self.plan.chunk
                 self._keep(row, cursor, start)
             else:
@@ -200,7 +190,7 @@ class ModelRunner:
         """
         program = step
         if work.variant == Variant.CONSTRAINED:
-            grammars = {row - first: (row, work.sequences[row].grammar) for row in rows}
+            grammars = {row - first: (row, work.sequences[row].output.grammar) for row in rows}
             program, inputs = self._constrain(step, inputs, grammars)
         output = self._run(ProgramKey(program, work.variant), inputs)
         if self._copies:
@@ -208,31 +198,15 @@ class ModelRunner:
         return output
 
     def exchange(self, params: Params) -> None:
-        """Replace the parameters by others of the same shapes, and drop all cached prefixes.
-
-        Nothing may run meanwhile.
+        """Replace the parameters while nothing runs, and drop all cached prefixes.
 
         Raises:
           CheckpointError: they have other names, shapes or dtypes; the engine keeps its own.
         """
-        parts = self.plan, self.target, self.drafter
-        placed = place_params_like(*parts, params, self.params)
+        placed = place_params_like(self.plan, self.target, self.drafter, params, self.params)
         self.params, self.prefixes = placed, self._make_prefixes(placed)
 
-    def prefetch(self, cursor: PromptCursor) -> None:
-        """Begin to read cached chunks of a prompt from disk, if there are any."""
-        if self.prefixes:
-            self.prefixes.prefetch(cursor)
-
-    def forget(self, prompt: tuple[int, ...]) -> None:
-        """Remove a prompt from the prefix cache."""
-        if self.prefixes:
-            self.prefixes.forget(prompt)
-
-    def release(self, cursor: PromptCursor, *, tainted: bool) -> None:
-        """Keep what an ended request added to the prefix cache; remove it if it is tainted."""
-        if self.prefixes:
-            self.prefixes.release(cursor, tainted=tainted)
+    # -- changes of rows ----------------------------------------------------------------------
 
     def set_logits_state(self, row: int, sequence: Sequence) -> None:
         """Set a row's penalties, biases and counts to those of a request so far."""
@@ -248,12 +222,11 @@ class ModelRunner:
 
     def _prompt_logprobs(self, row: int, cursor: PromptCursor) -> None:
         """Dispatch the log-probabilities of the next chunk of a prompt."""
-        start = cursor.num_fed
-        places = np.zeros(self.plan.chunk + 1, np.int32)
-        part = cursor.prompt[start : start + len(places)]
-        places[: len(part)] = part
+        start, places = cursor.num_fed, np.zeros((1, self.plan.chunk + 1), np.int32)
+        part = cursor.prompt[start : start + places.size]
+        places[0, : len(part)] = part
         fresh = np.array([start == 0])
-        inputs = PromptLogprobsInputs(np.int32(row), places[None, :-1], places[None, 1:], fresh)
+        inputs = PromptLogprobsInputs(np.int32(row), places[:, :-1], places[:, 1:], fresh)
         logprobs = self._run(ProgramKey(Step.PROMPT_LOGPROBS), inputs)
         cursor.logprobs = [*(cursor.logprobs if start else ()), logprobs]
 
@@ -266,10 +239,6 @@ class ModelRunner:
         """Add the chunk that was fed to a row from `start` on to the prefix cache."""
         if self.prefixes:
             self.prefixes.keep(self.executables, self.state, row, cursor, start)
-
-    def copy_row(self, source: int, destination: int) -> None:
-        """Copy the state of one row to another."""
-        self._change_rows(Step.COPY_ROW, CopyRowInputs(np.int32(source), np.int32(destination)))
 
     def clear_rows(self, rows: Iterable[int]) -> None:
         """Clear rows that may hold non-finite numbers, before other requests get them."""
@@ -288,21 +257,22 @@ class ModelRunner:
         if self.prefixes:
             self.prefixes.cache.clear()  # segments may have been cut from the lost state
 
-    def break_even(self, rules: RowRules, samples: int = 5) -> float:
+    def break_even(self, samples: int = 5) -> float:
         """Measure the time of a drafted step over that of a plain one; no row makes progress.
 
-        A drafted round pays off if it commits more tokens than this.
+        A drafted round pays off if it commits more tokens than this. Nothing may run meanwhile.
         """
         once = self._num_steps[0] if self._multi_step[Variant.GREEDY] else None
+        rules = make_rules(self.plan, [(None, False)] * self.plan.rows, {})
+        inputs = DecodeInputs(rules, num_steps=once)
         times: dict[Step, list[float]] = {Step.SPECULATIVE: [], Step.PLAIN: []}
         for _ in range(samples + 1):  # the first is not counted
             for step, found in times.items():
                 started = time.perf_counter()
-                inputs = DecodeInputs(rules, num_steps=once)
                 read_output(self._run(ProgramKey(step, Variant.GREEDY), inputs))
                 found.append(time.perf_counter() - started)
-        medians = [statistics.median(found[1:]) for found in times.values()]
-        return medians[0] / medians[1]
+        drafted, plain = (statistics.median(found[1:]) for found in times.values())
+        return drafted / plain
 
     def _run(self, key: ProgramKey, inputs: Any) -> Any:
         """Dispatch a program that runs a model; return its output."""
@@ -322,8 +292,7 @@ class ModelRunner:
     ) -> tuple[Step, Any]:
         """Return a step with masks in its inputs; a speculative one is drafted and waited for.
 
-        Args:
-          grammars: by place in the step's inputs, the row and its grammar.
+        The rows and their grammars are given by their places in the inputs.
         """
         drafts = np.zeros((self.plan.rows, 0), np.int32)
         if step == Step.SPECULATIVE:
@@ -333,7 +302,7 @@ class ModelRunner:
             drafts = np.asarray(draft.block)[:, 1:]
         prefill = step == Step.PREFILL
         rows = self._fed_rows if prefill else self.plan.rows
-        one = prefill or (step == Step.PLAIN and not self._exact)
+        one = prefill or (step == Step.PLAIN and not self.plan.exact)
         shape = (rows, 1 if one else self.plan.block, mask_words(self.target.vocab_size))
         masks = np.full(shape, 2**32 - 1, np.uint32)
         for place, (row, grammar) in grammars.items():
@@ -344,5 +313,5 @@ class ModelRunner:
     def _make_prefixes(self, params: Params) -> PrefixStore | None:
         if not self.plan.prefix_cache:
             return None
-        made = (self.plan, self.target, self.drafter, params)
-        return PrefixStore(self.plan, self.compiled.programs, functools.partial(identity, *made))
+        name = functools.partial(identity, self.plan, self.target, self.drafter, params)
+        return PrefixStore(self.plan, self.compiled.programs, name)

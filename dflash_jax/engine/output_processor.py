@@ -11,7 +11,7 @@ from dflash_jax.engine.logits_processing import prompt_logprobs, token_logprobs
 from dflash_jax.engine.model_runner import InFlightStep
 from dflash_jax.engine.recovery import controller
 from dflash_jax.engine.recovery.controller import Restart
-from dflash_jax.engine.result import Stats, TokenLogprob
+from dflash_jax.engine.result import Stats
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.state import RowStep
 
@@ -20,28 +20,17 @@ log = logging.getLogger("dflash_jax.engine")
 
 @dataclasses.dataclass(slots=True)
 class RowUpdates:
-    """What the device, the scheduler and the prefix cache must do after a step, in this order.
-
-    Attributes:
-      finished: requests that ended.
-      refuted: prompts of which nothing in the prefix cache may be used again.
-      cleared: rows that may hold numbers that are not finite.
-      forced: by row, tokens that were decided by recovery.
-    """
+    """What the device, the scheduler and the prefix cache must do after a step, in this order."""
 
     finished: list[Sequence] = dataclasses.field(default_factory=list)
-    refuted: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
-    cleared: list[int] = dataclasses.field(default_factory=list)
-    forced: dict[int, ForcedTokens] = dataclasses.field(default_factory=dict)
+    # Prompts of which nothing in the prefix cache may be used again.
+    invalidated: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    cleared: list[int] = dataclasses.field(default_factory=list)  # rows of non-finite numbers
+    forced: dict[int, ForcedTokens] = dataclasses.field(default_factory=dict)  # by row
 
 
 class OutputProcessor:
-    """Advances the sequences of a step by what the device decided for their rows.
-
-    Args:
-      block: tokens of a drafted block.
-      events: the log of recovery events.
-    """
+    """Advances the sequences of a step by what the device decided for their rows."""
 
     def __init__(self, block: int, events: EventLog):
         self._block, self._events = block, events
@@ -66,7 +55,8 @@ class OutputProcessor:
         if not result.finite and prefill and not sequence.row_cleared:
             sequence.row_cleared = True  # it may have held another request's numbers
             updates.cleared.append(row)
-            self._restart(sequence, Restart.FRESH, updates)
+            updates.invalidated.append(sequence.request.prompt)
+            sequence.restart(use_cache=False)
             return
         if row in step.work.drafting:
             count_round(sequence.stats, len(result.tokens), result.num_drafts, self._block - 1)
@@ -77,41 +67,25 @@ class OutputProcessor:
             output, place = step.output_of(row)
             logprobs = token_logprobs(output, place, sequence.request)[: len(result.tokens)]
         event = _event(step, row, result)
-        if forced := self._advance(sequence, event, logprobs, updates):
+        effects = sequence.process(event, logprobs)
+        self.report(sequence, effects.notes)
+        if effects.restart is Restart.SAVED and prefill:  # the row is in the saved state
+            effects = sequence.process(event, logprobs)
+            self.report(sequence, effects.notes)
+        if effects.restart is Restart.CALL:
+            sequence.begin_call_retry()
+        elif effects.restart:
+            sequence.restart(use_cache=effects.restart is Restart.SAVED)
+        elif effects.replace is not None or effects.force:
+            pending = sequence.state.ids[-len(effects.force) - 1]
+            forced = ForcedTokens(pending, effects.replace is not None, effects.force)
             updates.forced[row] = forced
         if sequence.done:
             updates.finished.append(sequence)
         if not result.finite:
             updates.cleared.append(row)
-            updates.refuted.append(sequence.request.prompt)
-
-    def _advance(
-        self,
-        sequence: Sequence,
-        event: controller.Prefilled | controller.Stepped,
-        logprobs: list[TokenLogprob],
-        updates: RowUpdates,
-    ) -> ForcedTokens | None:
-        """Advance a sequence by a step; return the tokens that recovery forces, if any."""
-        effects = sequence.process(event, logprobs)
-        self.report(sequence, effects.notes)
-        if effects.restart is Restart.SAVED and isinstance(event, controller.Prefilled):
-            # Nothing was fed since: the row is in the saved state.
-            return self._advance(sequence, event, logprobs, updates)
-        if effects.restart is Restart.CALL:
-            sequence.begin_call_retry()
-        elif effects.restart:
-            self._restart(sequence, effects.restart, updates)
-        elif effects.replace is not None or effects.force:
-            ids = sequence.state.ids
-            pending = ids[len(ids) - len(effects.force) - 1]
-            return ForcedTokens(pending, effects.replace is not None, effects.force)
-        return None
-
-    def _restart(self, sequence: Sequence, restart: Restart, updates: RowUpdates) -> None:
-        if fresh := restart is Restart.FRESH:
-            updates.refuted.append(sequence.request.prompt)
-        sequence.restart(use_cache=not fresh)
+        if not result.finite or effects.restart is Restart.FRESH:
+            updates.invalidated.append(sequence.request.prompt)
 
     def retry_calls(self, running: Seq[Sequence]) -> list[Sequence]:
         """Restart requests whose call grammar is ready; return those that end without one."""
@@ -131,24 +105,15 @@ class OutputProcessor:
 
     def report(self, sequence: Sequence, notes: Seq[str]) -> None:
         """Log recovery events of a request."""
+        request, length = sequence.request, sequence.state.num_decided
+        figures = {"prompt_tokens": len(request.prompt), "output_tokens": length}
+        folder = request.recovery.log_directory
         for note in notes:
-            self._events.report(
-                note,
-                sequence.number,
-                directory=sequence.request.recovery.log_directory,
-                prompt_tokens=len(sequence.request.prompt),
-                output_tokens=sequence.state.num_decided,
-            )
+            self._events.report(note, sequence.number, directory=folder, **figures)
 
 
 def count_round(stats: Stats, num_committed: int, num_drafts: int, max_drafts: int) -> None:
-    """Count a draft-verify round.
-
-    Args:
-      num_committed: tokens it committed; all but the last were drafts.
-      num_drafts: drafts that were verified.
-      max_drafts: drafts of a whole block.
-    """
+    """Count a draft-verify round; all committed tokens but the last were drafts."""
     if not num_committed:
         return
     stats.rounds += 1
@@ -165,16 +130,9 @@ def _event(
     step: InFlightStep, row: int, result: RowStep
 ) -> controller.Prefilled | controller.Stepped:
     """Return what a result means to the recovery state machine."""
+    tokens, best, odds = result.tokens, result.next_best, result.call_odds
     if step.work.prefill:
         restored = step.work.sequences[row].cursor.num_cached > 0
-        return controller.Prefilled(
-            result.tokens[0], result.next_best, result.finite, restored, result.call_odds
-        )
-    return controller.Stepped(
-        result.tokens,
-        result.finite,
-        result.draft_finite,
-        result.next_best,
-        result.num_drafts if row in step.work.drafting else 0,
-        result.call_odds,
-    )
+        return controller.Prefilled(tokens[0], best, result.finite, restored, odds)
+    drafts = result.num_drafts if row in step.work.drafting else 0
+    return controller.Stepped(tokens, result.finite, result.draft_finite, best, drafts, odds)

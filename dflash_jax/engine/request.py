@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from dflash_jax.config import TargetConfig
 from dflash_jax.engine.recovery import OFF, Recovery
-from dflash_jax.engine.recovery.words import SILENT, Words
+from dflash_jax.engine.recovery.words import NO_WORDS, Words
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.engine.vocabulary import words_of
 from dflash_jax.errors import RequestError
@@ -45,27 +45,18 @@ class CancelCell:
 class Request:
     """A prompt, its options, and what follows from both for one model.
 
-    Attributes:
-      prompt: token ids, at least one.
-      seed: of the random numbers.
-      stop_ids: end tokens of the model, unless they are ignored, and of the options.
-      speculative: whether drafts are wanted and there is a drafter.
-      recovery: the rules that apply.
-      words: the model's vocabulary as those rules need it.
-      tools: declared tools, in whose calls no stop string counts.
-
     Raises:
       RequestError: the prompt is empty.
     """
 
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...]  # token ids, at least one
     params: SamplingParams = DEFAULTS
-    seed: int = 0
-    stop_ids: frozenset[int] = frozenset()
-    speculative: bool = True
-    recovery: Recovery = OFF
-    words: Words = SILENT
-    tools: tuple[Tool, ...] = ()
+    seed: int = 0  # of the random numbers
+    stop_ids: frozenset[int] = frozenset()  # of the options and, unless ignored, of the model
+    speculative: bool = True  # whether drafts are wanted and there is a drafter
+    recovery: Recovery = OFF  # the rules that apply
+    words: Words = NO_WORDS  # the model's vocabulary as those rules need it
+    tools: tuple[Tool, ...] = ()  # declared tools, in whose calls no stop string counts
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -89,9 +80,6 @@ def make_requests(
 ) -> list[Request]:
     """Return the requests of n answers to a prompt; answer i draws with seed + i.
 
-    Args:
-      drafts: whether the engine has a drafter.
-
     Raises:
       RequestError: they cannot be served by this model under this plan.
     """
@@ -111,16 +99,15 @@ def make_requests(
         recovery = dataclasses.replace(recovery, min_tokens=params.min_tokens)
     if params.structured is not None:
         recovery = recovery.for_structure()
-    words, tools = SILENT, ()
+    words, tools = NO_WORDS, ()
     if recovery != OFF or params.tools or params.tool_choice:
         words = words_of(tokenizer, ids, recovery, params.tools, params.tool_choice)
         tools = tools_of(params.tools)
+    ends = () if params.ignore_eos else target.eos_token_ids
     first = Request(
         prompt=ids,
         params=params,
-        stop_ids=frozenset(
-            (*(() if params.ignore_eos else target.eos_token_ids), *(params.stop_token_ids or ()))
-        ),
+        stop_ids=frozenset((*ends, *(params.stop_token_ids or ()))),
         speculative=drafts and params.speculative and params.block_size != 1,
         recovery=recovery,
         words=words,
@@ -133,14 +120,14 @@ def make_requests(
 
 def check_fits(request: Request, plan: Plan, target: TargetConfig) -> None:
     """Raise RequestError for a request the plan has no room for."""
+    block, most = request.params.block_size, request.params.max_tokens
     if request.max_length > plan.max_length:
         raise RequestError(
-            f"the prompt has {len(request.prompt)} tokens and max_tokens is"
-            f" {request.params.max_tokens}: together {request.max_length}, but the plan holds"
-            f" {plan.max_length}. Lower max_tokens, shorten the prompt, or load with a"
-            f" larger max_length (the target allows {target.max_length})"
+            f"the prompt has {len(request.prompt)} tokens and max_tokens is {most}: together"
+            f" {request.max_length}, but the plan holds {plan.max_length}. Lower max_tokens,"
+            " shorten the prompt, or load with a larger max_length (the target allows"
+            f" {target.max_length})"
         )
-    block = request.params.block_size
     if block is not None and block > plan.block:
         raise RequestError(
             f"block_size is {block}, but the plan's blocks have {plan.block} tokens;"

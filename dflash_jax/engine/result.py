@@ -95,28 +95,20 @@ class Result:
     finish_reason: str
     stats: Stats
     logprobs: list[TokenLogprob] | None = None  # None if not requested
-    prompt_logprobs: list[TokenLogprob] | None = (
-        None  # of every token of the prompt; None if not requested
-    )
+    prompt_logprobs: list[TokenLogprob] | None = None  # of the whole prompt; the same
 
     def __repr__(self) -> str:
         text = "" if self.text is None else f": {_SHORT.repr(self.text)}"
-        tau = self.stats.acceptance_length
+        tau, count = self.stats.acceptance_length, len(self.token_ids)
         drafted = "" if tau is None else f", acceptance length {tau:.2f}"
-        count = len(self.token_ids)
         tokens = f"{count} token{'s' * (count != 1)}"
         return f"<Result: {tokens} ({self.finish_reason}){drafted}{text}>"
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `dflash-jax generate --json` prints."""
-        fields: dict[str, Any] = {
-            "token_ids": self.token_ids,
-            "text": self.text,
-            "finish_reason": self.finish_reason,
-            "stats": self.stats.to_json(),
-        }
-        asked = {"logprobs": self.logprobs, "prompt_logprobs": self.prompt_logprobs}
-        for name, tokens in asked.items():
-            if tokens is not None:
+        names = "token_ids", "text", "finish_reason"
+        fields = {name: getattr(self, name) for name in names} | {"stats": self.stats.to_json()}
+        for name in ("logprobs", "prompt_logprobs"):
+            if (tokens := getattr(self, name)) is not None:
                 fields[name] = [dataclasses.asdict(token) for token in tokens]
         return fields

@@ -111,46 +111,37 @@ class SamplingParams:
     tool_choice: Any = None
 
     def __post_init__(self) -> None:
-        for name in (*_INTEGERS, *_NUMBERS):
+        for name, (low, high, expected) in _RANGES.items():
             if type(value := getattr(self, name)) not in _PLAIN:
-                object.__setattr__(self, name, as_number(value))
-        for name, (low, high, expected) in _INTEGERS.items():
-            value = getattr(self, name)
-            fits = type(value) is int and low <= value <= high
+                object.__setattr__(self, name, value := as_number(value))
+            kinds = (int,) if name in _INTEGERS else (int, float)
+            fits = type(value) in kinds and low <= value <= high
             check(fits or (value is None and name in _OPTIONAL), name, value, expected)
-        for name, (low, high, expected) in _NUMBERS.items():
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            check(number and low <= value <= high, name, value, expected)
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 from dflash_jax.decode.logits_processing import TOP  # which imports JAX
 
                 expected = f"None, or how many alternatives to report, 0 to {TOP}"
                 check(type(value) is int and 0 <= value <= TOP, name, value, expected)
-        ends = _items("stop_token_ids", self.stop_token_ids, "token ids, integers from 0")
-        check(all(map(is_id, ends)), "stop_token_ids", list(ends), "token ids, integers from 0")
+        expected = "token ids, integers from 0"
+        ends = _items("stop_token_ids", self.stop_token_ids, expected)
+        check(all(map(is_id, ends)), "stop_token_ids", list(ends), expected)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         stop = _items("stop", stop, "a text or several texts")
         _check_stops(stop)
         recovery = OFF if self.recovery is None else self.recovery
         check(isinstance(recovery, Recovery), "recovery", recovery, "None, or a dj.Recovery(...)")
-        least = self.min_tokens
-        expected = f"an integer from 0 to max_tokens, {self.max_tokens}"
+        least, expected = self.min_tokens, f"an integer from 0 to max_tokens, {self.max_tokens}"
         check(least <= self.max_tokens, "min_tokens", least, expected)
         if least and self.structured is not None:
             raise RequestError(
                 "min_tokens and structured output do not go together: the structure determines"
                 " where it ends; drop one of them"
             )
-        normalized = {
-            "logit_bias": _as_biases(self.logit_bias),
-            "stop": stop,
-            "stop_token_ids": tuple(map(int, ends)),
-            "recovery": recovery,
-        }
-        for name, value in normalized.items():
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, ends)))
+        object.__setattr__(self, "recovery", recovery)
 
     @classmethod
     def of(cls, params: "SamplingParams | None", options: Mapping[str, Any]) -> "SamplingParams":
@@ -190,18 +181,18 @@ _INTEGERS: dict[str, tuple[int, int, str]] = {
 _OPTIONAL = ("seed", "block_size")
 _PLAIN = (int, float, type(None))  # other numbers are NumPy's
 _PENALTY = (-2, 2, "a number from -2 to 2")
+_FACTOR = f"a positive number from {1 / MAX_PENALTY} to {MAX_PENALTY}; 1 is off"
 _NUMBERS: dict[str, tuple[float, float, str]] = {
     "temperature": (0, MAX_TEMPERATURE, f"0 (greedy) or a number up to {MAX_TEMPERATURE}"),
     "top_p": (0, 1, "a number from 0 (the most likely token alone) to 1 (off)"),
     "min_p": (0, 1, "a number from 0 (off) to 1"),
-    "repetition_penalty": (
-        1 / MAX_PENALTY,
-        MAX_PENALTY,
-        f"a positive number from {1 / MAX_PENALTY} to {MAX_PENALTY}; 1 is off",
-    ),
+    "repetition_penalty": (1 / MAX_PENALTY, MAX_PENALTY, _FACTOR),
     "frequency_penalty": _PENALTY,
     "presence_penalty": _PENALTY,
 }
+
+
+_RANGES = _INTEGERS | _NUMBERS
 
 
 def check_names(options: Iterable[str], kind: type) -> None:
@@ -230,9 +221,8 @@ def _as_biases(biases: Any) -> Mapping[int, float]:
     try:
         pairs = {int(i): x for i, x in dict(biases or {}).items()}
     except (TypeError, ValueError) as error:
-        raise RequestError(
-            f"logit_bias is {biases!r}; expected a mapping of token ids to numbers"
-        ) from error
+        expected = "a mapping of token ids to numbers"
+        raise RequestError(f"logit_bias is {biases!r}; expected {expected}") from error
     numbers = all(isinstance(x, Real) and not isinstance(x, bool) for x in pairs.values())
     good = numbers and all(map(is_id, pairs)) and all(abs(x) <= 100 for x in pairs.values())
     check(good, "logit_bias", pairs, "token ids with numbers from -100 to 100")

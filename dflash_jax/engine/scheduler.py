@@ -21,42 +21,27 @@ BURST = 0.1  # seconds between two results that a reader does not notice as a pa
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One turn's work for the model runner: a prefill of some rows, or decode steps of all.
+    """One turn's work for the model runner: a prefill of some rows, or decode steps of all."""
 
-    Attributes:
-      variant: of the programs.
-      rules: of all rows; rows that do not decode have a limit of 0.
-      sequences: by row, those the work is for.
-      epochs: of these sequences, by row.
-      prefill: whether each row is fed the next chunk of its prompt; else rows decode.
-      drafting: rows that draft.
-      num_steps: most decode steps of the call.
-    """
-
-    variant: Variant
-    rules: RowRules
-    sequences: Mapping[int, Sequence]
-    epochs: Mapping[int, int]
-    prefill: bool = False
-    drafting: frozenset[int] = frozenset()
-    num_steps: int = 1
+    variant: Variant  # of the programs
+    rules: RowRules  # of all rows; rows that do not decode have a limit of 0
+    sequences: Mapping[int, Sequence]  # by row, those the work is for
+    epochs: Mapping[int, int]  # of these sequences, by row
+    prefill: bool = False  # whether each row is fed the next chunk of its prompt; else rows decode
+    drafting: frozenset[int] = frozenset()  # rows that draft
+    num_steps: int = 1  # most decode steps of the call
 
     def waits(self, row: int) -> bool:
         """Whether the sequence in a row still waits for results of this work."""
         sequence = self.sequences[row]
         return not sequence.done and sequence.epoch == self.epochs[row]
 
-    def max_tokens(self, row: int, block: int) -> int:
-        """Return the most tokens the work may commit for a row."""
-        return self.num_steps * (block if row in self.drafting else 1)
-
 
 class StepPacer:
     """Chooses the number of decode steps of a call: as many as took `BURST` seconds lately.
 
-    Attributes:
-      max_steps: of one call; 1 where programs make no more.
-      num_steps: of the next call.
+    `num_steps` is that of the next call, at most `max_steps`, which is 1 where programs make no
+    more.
     """
 
     def __init__(self, max_steps: int):
@@ -64,18 +49,11 @@ class StepPacer:
         self._last_read = 0.0
 
     def record(self, num_steps: int, dispatched: float) -> None:
-        """Record a call that has just been read.
-
-        Args:
-          num_steps: steps it made.
-          dispatched: when it was dispatched, by `time.perf_counter`.
-        """
+        """Record the steps of a call that was read just now, and `dispatched` at a time before."""
         now = time.perf_counter()
         if num_steps:
-            each = (
-                now - max(dispatched, self._last_read)
-            ) / num_steps  # the device was idle before
-            self.num_steps = max(1, min(self.max_steps, int(BURST / each)))
+            busy = now - max(dispatched, self._last_read)  # the device was idle before
+            self.num_steps = max(1, min(self.max_steps, int(BURST * num_steps / busy)))
         self._last_read = now
 
 
@@ -83,16 +61,11 @@ class Scheduler:
     """The queue, the rows, and the order of prefill and decode.
 
     Prefill and decode alternate: after each call that fed prompts, rows that decode get a call.
-
-    Attributes:
-      waiting: requests without a row, the oldest first.
-      rows: the request of each row.
-      pacer: chooses the number of decode steps of a call.
     """
 
     def __init__(self, plan: Plan):
         self._plan = plan
-        self.waiting: collections.deque[Sequence] = collections.deque()
+        self.waiting: collections.deque[Sequence] = collections.deque()  # the oldest first
         self.rows: list[Sequence | None] = [None] * plan.rows
         self.pacer = StepPacer(plan.steps_per_call)
         self._prefilled_last = False
@@ -131,11 +104,7 @@ class Scheduler:
         return admitted
 
     def schedule(self, in_flight: Seq[SchedulerOutput] = ()) -> SchedulerOutput | None:
-        """Return the work of the next call; None if no row can use one now.
-
-        Args:
-          in_flight: work whose results were not processed yet.
-        """
+        """Return the work of the next call, after that in flight; None if no row can use one."""
         if len(in_flight) == 1 and in_flight[0].num_steps > 1:
             return None  # most requests end in one of the next few steps: wait for the results
         active = {row: x for row, x in enumerate(self.rows) if x and not x.call_grammar}
@@ -143,23 +112,18 @@ class Scheduler:
         decoding = {row: x for row, x in active.items() if x.prefilled and not x.rebuilding}
         loaded = {row: x for row, x in prompts.items() if x.loaded}
         self._prefilled_last = bool(loaded) and not (self._prefilled_last and decoding)
-        variant = max(
-            map(variant_of, self.running), key=STEP_VARIANTS.index, default=Variant.GREEDY
-        )
-        rules = self.rules(decoding)
+        wanted = map(variant_of, self.running)
+        variant = max(wanted, key=STEP_VARIANTS.index, default=Variant.GREEDY)
+        rules, served = self.rules(decoding), loaded if self._prefilled_last else decoding
+        epochs = {row: x.epoch for row, x in served.items()}
         if self._prefilled_last:
-            return SchedulerOutput(variant, rules, loaded, _epochs(loaded), prefill=True)
+            return SchedulerOutput(variant, rules, loaded, epochs, prefill=True)
         if not decoding or self._may_all_end(decoding, in_flight):
             return None
+        drafting = frozenset(row for row, x in decoding.items() if x.row.speculates)
         multi_step = variant not in LOGITS_VARIANTS and not (self.waiting or prompts)
-        return SchedulerOutput(
-            variant,
-            rules,
-            decoding,
-            _epochs(decoding),
-            drafting=frozenset(row for row, x in decoding.items() if x.row.speculates),
-            num_steps=self.pacer.num_steps if multi_step else 1,
-        )
+        steps = self.pacer.num_steps if multi_step else 1
+        return SchedulerOutput(variant, rules, decoding, epochs, drafting=drafting, num_steps=steps)
 
     def rules(self, decoding: Container[int] = ()) -> RowRules:
         """Return the rules of all rows, on the device; rows that do not decode have limit 0."""
@@ -176,20 +140,16 @@ class Scheduler:
 
         def may_end(row: int, sequence: Sequence) -> bool:
             unread = [x for x in in_flight if x.sequences.get(row) is sequence and x.waits(row)]
-            most = sum(x.max_tokens(row, self._plan.block) for x in unread)
+            most = [x.num_steps * (self._plan.block if row in x.drafting else 1) for x in unread]
             length = len(sequence.request.prompt) + sequence.state.num_decided
-            return length + most >= sequence.row.max_length
+            return length + sum(most) >= sequence.row.max_length
 
         return bool(in_flight) and all(may_end(row, x) for row, x in decoding.items())
 
 
-def _epochs(sequences: Mapping[int, Sequence]) -> dict[int, int]:
-    return {row: x.epoch for row, x in sequences.items()}
-
-
 def variant_of(sequence: Sequence) -> Variant:
     """Return the variant of the decode programs that a request needs."""
-    if sequence.grammar is not None:
+    if sequence.output.grammar is not None:
         return Variant.CONSTRAINED
     params = sequence.request.params
     if params.penalized:
@@ -199,10 +159,10 @@ def variant_of(sequence: Sequence) -> Variant:
 
 def variants_of(sequence: Sequence) -> list[Variant]:
     """Return all variants of programs that a request may need."""
-    found = [variant_of(sequence)]
-    found += [Variant.FORCED_TOKENS] if sequence.request.recovery != OFF else []
-    scores = sequence.request.params.prompt_logprobs is not None
-    return found + ([Variant.PROMPT_LOGPROBS] if scores else [])
+    request = sequence.request
+    forces, scores = request.recovery != OFF, request.params.prompt_logprobs is not None
+    others = [Variant.FORCED_TOKENS] * forces + [Variant.PROMPT_LOGPROBS] * scores
+    return [variant_of(sequence), *others]
 
 
 def make_rules(
@@ -210,10 +170,9 @@ def make_rules(
     rows: Seq[tuple[RowSettings | None, bool]],
     columns: dict[str, tuple[np.ndarray, jax.Array]],
 ) -> RowRules:
-    """Return the rules of all rows, on the device.
+    """Return the rules of rows, given the settings of each and whether it decodes.
 
     Args:
-      rows: settings of each row, and whether it decodes.
       columns: arrays that are on the device already, by field of `RowRules`; updated in place, so
         that only fields that changed are transferred.
     """
@@ -237,8 +196,8 @@ def make_rules(
         request, params = settings.request, settings.request.params
         host["stop_ids"][row, : len(request.stop_ids)] = sorted(request.stop_ids)
         host["limit"][row] = settings.max_length if decodes else 0
-        most = (params.block_size or plan.block) - 1
-        host["max_drafts"][row] = most if settings.speculates else 0
+        block = (params.block_size or plan.block) if settings.speculates else 1
+        host["max_drafts"][row] = block - 1
         if params.temperature > 0:
             host["temperature"][row] = max(params.temperature, MIN_TEMPERATURE)
         for name in ("top_k", "top_p", "min_p"):

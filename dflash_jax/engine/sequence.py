@@ -5,18 +5,14 @@ import itertools
 import math
 import time
 from collections import Counter
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import NamedTuple
 
 from dflash_jax.engine.detokenizer import OutputBuffer
 from dflash_jax.engine.forced_tokens import ForcedTokens
 from dflash_jax.engine.prefix.cursor import PromptCursor
-from dflash_jax.engine.recovery import (
-    controller,
-    repeated_calls,
-    request_state,
-    speculation,
-)
+from dflash_jax.engine.recovery import controller, repeated_calls, request_state, speculation
 from dflash_jax.engine.recovery.guards import runaway_drop
 from dflash_jax.engine.request import CancelCell, Request
 from dflash_jax.engine.result import Result, Stats, TokenLogprob
@@ -41,28 +37,17 @@ class RowSettings(NamedTuple):
 
 
 class Sequence:
-    """One request in the engine. Only the output processor changes it.
+    """One request in the engine.
 
-    Attributes:
-      number: unique in the process, for log lines.
-      epoch: how often the prompt was started over; results of earlier epochs are discarded.
-      cursor: progress of the prompt.
-      state, policy: of the recovery state machine.
-      row: settings of the request's row.
-      output: what the caller was given.
-      call_grammar: the grammar of a call that is decoded again, while it is compiled.
-      rebuilding: the output so far is to be fed again after the prompt.
-      row_cleared: the row was cleared because the prompt's numbers were not finite in it.
-      failures: number of device failures while the request ran.
-      dropped: the stream was given up; any thread may set it.
-      error: why there is no result.
-      finish: why the request ended; None while it runs.
+    The output processor changes it by the device's results; `EngineCore` ends it for its caller
+    (`take`, `abandon`) and starts it over after the device state was lost (`rebuild`); the model
+    runner moves its `cursor`.
 
     Args:
       cancel: a cell by which any thread may end the request.
       call_grammars: compiles grammars for calls that cannot be parsed; None keeps such calls.
-      break_even: tokens a drafted round must commit to pay off; 0 drafts always.
-      fixed: whether drafting may depend on nothing but the request.
+      break_even: tokens a drafted round must commit to pay off; 0 if unknown. None never stops
+        drafting.
     """
 
     def __init__(
@@ -73,10 +58,10 @@ class Sequence:
         *,
         cancel: CancelCell | None = None,
         call_grammars: CallGrammars | None = None,
-        break_even: float = 0.0,
-        fixed: bool = False,
+        break_even: float | None = 0.0,
     ):
-        self.request, self.number = request, next(_numbers)
+        self.request = request
+        self.number = next(_numbers)  # unique in the process, for log lines
         self.cancel = CancelCell() if cancel is None else cancel
         self._call_grammars, recovery = call_grammars, request.recovery
         if call_grammars is None and recovery.call_retry:
@@ -85,21 +70,23 @@ class Sequence:
             max_tokens=request.params.max_tokens,
             stop_ids=request.stop_ids,
             speculative=request.speculative,
-            break_even=break_even,
-            fixed=fixed,
+            break_even=break_even or 0.0,
+            fixed=break_even is None,
             recovery=recovery,
             words=request.words,
         )
         self.state = controller.State()
-        self.epoch = 0
+        self.epoch = 0  # how often the prompt was started over; results of earlier ones are dropped
         self.cursor = PromptCursor(request.prompt, use_cache=request.params.prompt_logprobs is None)
-        self.output = OutputBuffer(request, tokenizer, grammar)
+        self.output = OutputBuffer(request, tokenizer, grammar)  # what the caller was given
         self.prompt_logprobs: list[TokenLogprob] = []
-        self.call_grammar: Future[Grammar] | None = None
-        self.rebuilding = self.row_cleared = self.dropped = False
-        self.failures = 0
-        self.error: DFlashError | None = None
-        self.finish: controller.Finish | None = None
+        self.call_grammar: Future[Grammar] | None = None  # of a call to decode again, in the making
+        self.rebuilding = False  # the output so far is to be fed again after the prompt
+        self.row_cleared = False  # as the prompt's numbers were not finite in the row
+        self.dropped = False  # the stream was given up; any thread may set it
+        self.failures = 0  # of the device while the request ran
+        self.error: DFlashError | None = None  # why there is no result
+        self.finish: controller.Finish | None = None  # why the request ended; None while it runs
         self.stats = Stats(prompt_tokens=len(request.prompt))
         self._counted: Counter[str] = Counter()  # recovery events of this decoding of the answer
         self._submitted = self._started = self._first = time.perf_counter()
@@ -123,31 +110,20 @@ class Sequence:
         return self.cursor.loading is None or self.cursor.loading.done()
 
     @property
-    def grammar(self) -> Grammar | None:
-        """What the output must follow, if anything."""
-        return self.output.grammar
-
-    @property
     def tainted(self) -> bool:
         """Whether what the ended request added to the prefix cache should serve no other one."""
         failed = self.finish is controller.Finish.ERROR or bool(self.cancel)
         return failed or not request_state.is_visible(self.state.ids, self.policy)
 
     def _settings(self) -> RowSettings:
-        room = request_state.room(self.state, self.policy)
-        return RowSettings(
-            self.request,
-            len(self.request.prompt) + room,
-            request_state.speculates(self.state, self.policy),
-            request_state.choices(self.state)[:CHOICES],
-            request_state.opening(self.state, self.policy),
-        )
+        state, policy = self.state, self.policy
+        length = len(self.request.prompt) + request_state.room(state, policy)
+        speculates = request_state.speculates(state, policy)
+        choices, opening = request_state.choices(state), request_state.opening(state, policy)
+        return RowSettings(self.request, length, speculates, choices[:CHOICES], opening)
 
     def delay(self, seconds: float) -> None:
-        """Count the seconds before the request could be queued as time spent compiling for it.
-
-        Its deadline moves by them.
-        """
+        """Count seconds before the request was queued as `Stats.compile_s`; moves its deadline."""
         self.stats.compile_s += seconds
         self.deadline += seconds
 
@@ -158,76 +134,62 @@ class Sequence:
     # -- events -------------------------------------------------------------------------------
 
     def process(
-        self,
-        event: controller.Prefilled | controller.Stepped,
-        logprobs: list[TokenLogprob] | None = None,
+        self, event: controller.Prefilled | controller.Stepped, logprobs: Seq[TokenLogprob] = ()
     ) -> controller.Effects:
-        """Process a step's result, unless the caller cancelled; a failure outranks that.
-
-        Args:
-          logprobs: of the step's tokens, where the request asks for them.
-        """
-        if event.finite and self.cancel:
-            return self.abandon()
-        return self.take(event, logprobs)
+        """Process a step's result, unless the caller cancelled; a failure outranks that."""
+        return self.abandon() if event.finite and self.cancel else self.take(event, logprobs)
 
     def abandon(self) -> controller.Effects:
         """End the request because its caller cancelled it, and count the reason."""
         self.stats.recovery[f"cancelled_{self.cancel.reason}"] += 1
         return self.take(controller.Cancelled())
 
-    def take(
-        self, event: controller.Event, logprobs: list[TokenLogprob] | None = None
-    ) -> controller.Effects:
-        """Advance the state machine by an event; return the effects that concern the device."""
+    def take(self, event: controller.Event, logprobs: Seq[TokenLogprob] = ()) -> controller.Effects:
+        """Advance the state machine by an event; return the effects that concern the device.
+
+        Args:
+          logprobs: of the step's tokens, where the request asks for them.
+        """
+        now = time.perf_counter()
         if isinstance(event, controller.Prefilled):
-            now = time.perf_counter()
             self.stats.prefill_s += now - self._started
             self._first = now - self.stats.decode_s
         self.stats.cached_tokens = self.cursor.num_cached
         before = len(self.state.ids)
         self.state, effects = controller.advance(self.state, event, self.policy)
         if self.request.params.logprobs is not None:
-            self._add_logprobs(before - effects.retract, effects.retract, logprobs or [])
+            new, probes = self.state.ids[before - effects.retract :], bool(self.state.probe)
+            self.output.add_logprobs(new, logprobs, retracted=effects.retract, probes=probes)
         self.row = self._settings()
         if effects.fallback:
             self.stats.fallbacks[effects.fallback] += 1
         discards = effects.restart in (controller.Restart.SAVED, controller.Restart.FRESH)
         if discards:
-            now = time.perf_counter()
             self.stats.decode_s, self._started = now - self._first, now
             self.output.discard_pending()
         if effects.emit:
-            self._emit(effects.emit)
+            if not self.output.ids:
+                self.stats.first_token_s = now - self._submitted
+            self.stats.decode_s = now - self._first
+            self.output.emit(effects.emit)
+            self.stats.output_tokens = len(self.output.ids)
         if self.output.ended:  # tokens after the stop string are not part of the answer
             effects = effects._replace(notes=effects.notes_before(len(self.output.ids)))
         if effects.notes or discards:
             self._count(effects, discards=discards)
         if self.done:
             return controller.Effects()
-        if self.grammar is not None and (reason := self.grammar.error):
+        if self.output.grammar is not None and (reason := self.output.grammar.error):
             self.error = RequestError(
                 f"the grammar gave up after {len(self.output.ids)} output tokens ({reason});"
                 " simplify the structure, such as by fewer choices or properties"
             )
-            self._stop(controller.Finish.ERROR)
-            return controller.Effects(notes=effects.notes)
-        if self.output.ended:
-            self._stop(controller.Finish.STOP)
+        if self.error or self.output.ended:
+            self._stop(controller.Finish.ERROR if self.error else controller.Finish.STOP)
             return controller.Effects(notes=effects.notes)
         if effects.finish:
             self._end(effects.finish)
         return effects
-
-    def _add_logprobs(self, before: int, retracted: int, logprobs: list[TokenLogprob]) -> None:
-        """Keep log-probabilities of the ids from `before` on, in place of those of dropped ids."""
-        new = self.state.ids[before:]
-        if retracted:
-            self.output.restore_end(retracted, new)
-            return
-        if self.state.probe and new:
-            self.output.keep_end_logprob(logprobs)
-        self.output.add_logprobs(new, logprobs)
 
     def _count(self, effects: controller.Effects, *, discards: bool) -> None:
         """Count recovery events of the answer that the caller gets, and retries as fallbacks."""
@@ -246,14 +208,6 @@ class Sequence:
         self.stats.recovery += found
         self._counted += found
 
-    def _emit(self, ids: tuple[int, ...]) -> None:
-        now = time.perf_counter()
-        if not self.output.ids:
-            self.stats.first_token_s = now - self._submitted
-        self.stats.decode_s = now - self._first
-        self.output.emit(ids)
-        self.stats.output_tokens = len(self.output.ids)
-
     def _stop(self, reason: controller.Finish) -> None:
         self.state, _ = controller.advance(self.state, _STOPPED, self.policy)
         self._end(reason)
@@ -265,11 +219,7 @@ class Sequence:
     # -- starting over ------------------------------------------------------------------------
 
     def restart(self, *, use_cache: bool) -> None:
-        """Feed the prompt again; results still in flight for this request are discarded.
-
-        Args:
-          use_cache: whether chunks of the prompt may come from the prefix cache.
-        """
+        """Feed the prompt again; results still in flight for this request are discarded."""
         self.epoch += 1
         use_cache &= self.request.params.prompt_logprobs is None
         self.cursor = self.cursor.restarted(use_cache=use_cache)
@@ -283,8 +233,8 @@ class Sequence:
     def retry_call(self, grammar: Grammar) -> controller.Effects:
         """Drop the call that could not be parsed; from there on the output follows a grammar."""
         effects = self.take(controller.CallRetried())
-        settings = self.request.recovery.for_structure()
-        self.policy = dataclasses.replace(self.policy, recovery=settings)
+        recovery = self.request.recovery.for_structure()
+        self.policy = dataclasses.replace(self.policy, recovery=recovery)
         self.output.grammar = grammar
         self.row = self._settings()
         self.restart(use_cache=True)
@@ -294,10 +244,8 @@ class Sequence:
     def rebuild(self, error: Exception | None) -> None:
         """The row's device state was lost: feed prompt and output again, or end the request.
 
-        A request that saw two failures ends, whichever request caused them.
-
-        Args:
-          error: the device's failure; None if there was none.
+        A request that saw two failures, which are given as `error`, ends, whichever request caused
+        them.
         """
         self.failures += error is not None
         emitted = len(self.state.ids) - self.state.held
@@ -343,6 +291,5 @@ class Sequence:
         assert self.finish is not None
         output, params = self.output, self.request.params
         logprobs = None if params.logprobs is None else output.logprobs
-        of_prompt = None if params.prompt_logprobs is None else self.prompt_logprobs
-        reason = self.finish.value
-        return Result(output.ids, output.text, reason, self.stats, logprobs, of_prompt)
+        prompt = None if params.prompt_logprobs is None else self.prompt_logprobs
+        return Result(output.ids, output.text, self.finish.value, self.stats, logprobs, prompt)

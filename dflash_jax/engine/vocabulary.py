@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dflash_jax.engine.recovery import OFF, Recovery, repeated_calls
-from dflash_jax.engine.recovery.words import SILENT, Ids, Words
+from dflash_jax.engine.recovery.words import NO_WORDS, Ids, Words
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import Syntax, syntax_of
 from dflash_jax.tool_parsers.grammar import call_grammar
@@ -31,7 +31,7 @@ def words_of(
     declared = tools_of(tools)
     choice = choice_of(tool_choice, declared)
     if tokenizer is None or recovery == OFF:
-        return SILENT
+        return NO_WORDS
     syntax = syntax_of(tokenizer.teaches)
     beginnings = call_beginnings(declared, choice, syntax) if syntax else ()
     opening: Ids = ()
@@ -41,7 +41,7 @@ def words_of(
         opening = (*_ids(tokenizer, syntax.lead), *_ids(tokenizer, syntax.marker)[:1])
     thought = syntax.thought if syntax else None
     close = recovery.close_text or (thought.forced if thought else "")
-    calls = _all_ids(tokenizer, beginnings)
+    calls = tuple(ids for text in beginnings if (ids := _ids(tokenizer, text)))
     if not calls or any(ids[: len(opening)] != opening for ids in calls):
         opening = ()
     return Words(
@@ -78,7 +78,7 @@ def opens_thought(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
     return ending.endswith(syntax.thought.opening.rstrip())
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4096)  # a conversation declares the same tools in every request
 def _ids(tokenizer: Tokenizer, text: str) -> Ids:
     """Return the ids of a text that continues another, without a start token."""
     return tuple(tokenizer.encode(text, specials=False)) if text else ()
@@ -88,12 +88,6 @@ def _special(tokenizer: Tokenizer, text: str) -> int:
     """Return the id of a special token; -1 if the text is none."""
     ids = _ids(tokenizer, text)
     return ids[0] if len(ids) == 1 and text in tokenizer.special_texts else -1
-
-
-@functools.lru_cache(maxsize=64)  # a conversation declares the same tools in every request
-def _all_ids(tokenizer: Tokenizer, texts: tuple[str, ...]) -> tuple[Ids, ...]:
-    found = (tuple(tokenizer.encode(text, specials=False)) for text in texts)
-    return tuple(ids for ids in found if ids)
 
 
 @functools.lru_cache(maxsize=16)

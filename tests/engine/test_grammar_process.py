@@ -24,9 +24,9 @@ ENDLESS = {"json": {"type": "integer", "allOf": [{"multipleOf": 9973}, {"multipl
 
 
 def grammars(seconds: float = 30.0) -> Grammars:
-    return Grammars(
-        Tokenizer.from_directory(locate("tiny", "target")), 2048, [2040], seconds=seconds
-    )
+    made = Grammars(Tokenizer.from_directory(locate("tiny", "target")), 2048, [2040])
+    made.seconds = seconds
+    return made
 
 
 def referring(count: int) -> dict[str, Any]:

@@ -288,7 +288,7 @@ def test_an_unexpected_error_costs_the_prefix_but_not_the_request(
         raise MemoryError("no\nroom")
 
     one = small(written.parents[1])
-    monkeypatch.setattr("dflash_jax.engine.prefix.disk.read_about", fail)
+    monkeypatch.setattr("dflash_jax.engine.prefix.files.read_about", fail)
     assert found(one) == {}
     assert caplog.records[0].getMessage().endswith(": no")
     monkeypatch.undo()

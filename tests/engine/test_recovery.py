@@ -549,7 +549,7 @@ def test_the_engine_continues_after_an_interrupt_in_a_turn(
     engine = failing(tiny, Step.SPECULATIVE, {2} if lost == "state" else set(), KeyboardInterrupt())
     handle = engine.submit(PROMPT, max_tokens=20)
     if lost == "output":
-        monkeypatch.setattr(handle.sequence, "_emit", stop)
+        monkeypatch.setattr(handle.sequence.output, "emit", stop)
     elif lost == "row":
         monkeypatch.setattr(engine.core.scheduler, "remove", stop)
     with pytest.raises(KeyboardInterrupt):

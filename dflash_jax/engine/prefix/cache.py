@@ -29,8 +29,8 @@ class Node:
 
     def path(self) -> "Iterator[Node]":
         """Return the nodes of the prefix that ends here, the last first."""
-        node: Node | None = self
-        while node is not None and node.parent is not None:
+        node = self
+        while node.parent is not None:
             yield node
             node = node.parent
 
@@ -48,13 +48,7 @@ class CacheCounters:
 
 
 class PrefixCache:
-    """Segments of prompt prefixes, under a budget of bytes.
-
-    Args:
-      chunk: tokens of a segment.
-      budget: most bytes of all segments together.
-      segment_bytes: bytes of one segment; the same for all.
-    """
+    """Segments of prompt prefixes, of `chunk` tokens each, under a budget of bytes in all."""
 
     def __init__(self, *, chunk: int, budget: int, segment_bytes: int):
         self.chunk, self.segment_bytes = chunk, segment_bytes
@@ -81,40 +75,34 @@ class PrefixCache:
         end = fed + self.chunk
         if node is None or not node.kept or end >= len(prompt) or fed != node.length:
             return None
-        found = node.children.get(tuple(prompt[fed:end]))
-        if found:
+        if found := node.children.get(tuple(prompt[fed:end])):
             self._touch(found)
         return found
 
     def add(self, node: Node, ids: Sequence[int], segment: Any, *, position: int) -> Node | None:
         """Add the segment of the chunk `ids` after `node`; return its node, or None without room.
 
-        Args:
-          position: of the row when the segment was taken.
-
         Raises:
-          SnapshotError: the position is not the end of the prefix (I9).
+          SnapshotError: the row's position is not the end of the prefix (I9).
         """
         ids = tuple(ids)
-        if position != node.length + self.chunk or len(ids) != self.chunk:
+        if position != (end := node.length + self.chunk) or len(ids) != self.chunk:
             raise SnapshotError(
                 f"a segment of {len(ids)} tokens after {node.length} was taken at position"
-                f" {position}; expected {self.chunk} tokens and position"
-                f" {node.length + self.chunk}: this is a defect, please report it"
+                f" {position}; expected {self.chunk} tokens and position {end}: this is a defect,"
+                " please report it"
             )
         if not node.kept:
             return None
-        if ids in node.children:
-            self._touch(node.children[ids])
-            return node.children[ids]
-        while len(self._recent) >= self.capacity:
-            if not self._evict(but=node):
-                return None
-        made = node.children[ids] = Node(ids, node, segment, length=position)
-        self.counters.stored += 1
-        self._recent[made] = None
-        self._touch(made)
-        return made
+        if ids not in node.children:
+            while len(self._recent) >= self.capacity:
+                if not self._evict(but=node):
+                    return None
+            made = node.children[ids] = Node(ids, node, segment, length=position)
+            self.counters.stored += 1
+            self._recent[made] = None
+        self._touch(node.children[ids])
+        return node.children[ids]
 
     def forget(self, prompt: Sequence[int]) -> None:
         """Remove all prefixes of a prompt, and everything that continues them."""
@@ -124,9 +112,7 @@ class PrefixCache:
     def drop(self, node: Node) -> None:
         """Remove a node and everything that continues it."""
         if node.parent is not None:
-            node.parent.children.pop(
-                node.ids, None
-            )  # already gone if an earlier drop was interrupted
+            node.parent.children.pop(node.ids, None)  # gone if an earlier drop was interrupted
         left = [node]
         while left:
             last = left.pop()

@@ -28,16 +28,8 @@ import numpy as np
 
 from dflash_jax.compiler.processor import processor
 from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.engine.prefix.files import (
-    Arrays,
-    Kind,
-    is_folder,
-    mode_of,
-    read_about,
-    read_arrays,
-    remove,
-    write_arrays,
-)
+from dflash_jax.engine.prefix import files
+from dflash_jax.engine.prefix.files import Arrays, Kinds, is_folder, remove
 from dflash_jax.errors import CheckpointError, PlanError
 from dflash_jax.plan import Plan
 from dflash_jax.utils.atomic import new_path
@@ -89,29 +81,21 @@ def _digest(leaf: Any) -> str:
 
 
 class PrefixDisk:
-    """Segments of prompt prefixes in a folder, under a budget of bytes.
+    """Segments of prompt prefixes, of `chunk` tokens each, in a folder.
 
     Args:
       folder: created if missing. Engines and processes may share it.
-      chunk: tokens of a segment.
       budget: most bytes of all entries, those of other models included; the least recently used
         are evicted.
       identity: entries of other identities are never read.
-      kinds: dtype and shape of a segment's arrays; entries with others are never read. None accepts
-        any.
+      kinds: dtype and shape of a segment's arrays; others are never read. None accepts any.
 
     Raises:
       PlanError: the folder cannot be created.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        chunk: int,
-        budget: int,
-        identity: str,
-        kinds: Sequence[Kind] | None = None,
+        self, folder: Path, *, chunk: int, budget: int, identity: str, kinds: Kinds | None = None
     ):
         self._folder, self._chunk, self._budget, self._kinds = folder, chunk, budget, kinds
         self._identity, self._home = identity, folder / f"prefixes-{identity}"
@@ -133,13 +117,9 @@ class PrefixDisk:
     def read(
         self, ids: Sequence[int], start: int, most: int
     ) -> "concurrent.futures.Future[list[tuple[int, Arrays]]] | None":
-        """Begin to read segments of a prompt from `start` on, with their positions.
+        """Begin to read up to `most` segments of a prompt from `start` on, with their positions.
 
-        Args:
-          most: most segments to read.
-
-        Returns:
-          None if there is nothing to read, so that no row waits for it.
+        Return None if there is nothing to read, so that no row waits for it.
         """
         ids, end = tuple(ids), start + self._chunk
         if end >= len(ids) or not is_folder(self._place(ids[:end])):
@@ -166,31 +146,24 @@ class PrefixDisk:
 
     def _read(self, ids: tuple[int, ...], start: int, most: int) -> list[tuple[int, Arrays]]:
         found: list[tuple[int, Arrays]] = []
+        before, used = FIRST, []
         try:
             if self._forgetting is not None:
                 self._forgetting.result()
-            self._find(ids, start, most, found)
+            for end in range(self._chunk, len(ids), self._chunk):
+                place = self._place(ids[:end])
+                about = self._about(place, ids[end - self._chunk : end], before)
+                arrays = self._arrays(place, about) if about and end > start else []
+                if about is None or arrays is None or len(found) == most:
+                    break
+                before = about["token"]
+                used.append(place)
+                found += [(end - self._chunk, arrays)] if end > start else []
+            self.counters.read += len(found)
+            self._touch(used)
         except Exception as error:  # the prompt is fed instead, whatever the reason
-            reason = str(error).partition("\n")[0][:200]
-            log.warning("a prefix was not read from %s: %s", self._home, reason)
+            log.warning("a prefix was not read from %s: %s", self._home, _brief(error))
         return found
-
-    def _find(
-        self, ids: tuple[int, ...], start: int, most: int, found: list[tuple[int, Arrays]]
-    ) -> None:
-        """Add segments and their positions to `found`, one by one."""
-        before, used = FIRST, []
-        for end in range(self._chunk, len(ids), self._chunk):
-            place = self._place(ids[:end])
-            about = self._about(place, ids[end - self._chunk : end], before)
-            arrays = self._arrays(place, about) if about and end > start else []
-            if about is None or arrays is None or len(found) == most:
-                break
-            before = about["token"]
-            used.append(place)
-            found += [(end - self._chunk, arrays)] if end > start else []
-        self.counters.read += len(found)
-        self._touch(used)
 
     def _write(self, ids: tuple[int, ...], segments: dict[int, Any]) -> None:
         before, used = FIRST, []
@@ -206,8 +179,7 @@ class PrefixDisk:
             self._make_room()
         except Exception as error:  # no failure may end the thread
             self.counters.failed += 1
-            reason = str(error).partition("\n")[0][:200]
-            log.warning("a prefix was not written to %s: %s", self._home, reason)
+            log.warning("a prefix was not written to %s: %s", self._home, _brief(error))
         finally:
             self._backlog -= 1
 
@@ -217,13 +189,9 @@ class PrefixDisk:
         try:
             with new_path(place, overwrite=False, needed=size, durable=False) as partial:
                 partial.mkdir()
-                written = write_arrays(partial / ARRAYS, arrays)
-                about = {
-                    "identity": self._identity,
-                    "continues": before,
-                    "token": token,
-                    "ids": list(map(int, chunk)),
-                } | written
+                about = files.write_arrays(partial / ARRAYS, arrays)
+                about |= {"identity": self._identity, "continues": before}
+                about |= {"token": token, "ids": list(map(int, chunk))}
                 (partial / ABOUT).write_text(json.dumps(about), encoding="utf-8")
         except CheckpointError:
             about = self._about(place, chunk, before)  # another engine may have been faster
@@ -246,11 +214,11 @@ class PrefixDisk:
     def _about(self, place: Path, chunk: tuple[int, ...], before: str) -> dict[str, Any] | None:
         """Return the description of an entry; None if it is not valid, and remove it then."""
         if not is_folder(place):
-            if mode_of(place):  # a file or a link where an entry belongs
+            if files.mode_of(place):  # a file or a link where an entry belongs
                 self._spoil(place)
             return None
         try:
-            about = read_about(place / ABOUT, self._chunk)
+            about = files.read_about(place / ABOUT, self._chunk)
             found = about["identity"], about["continues"], tuple(about["ids"])
             if found == (self._identity, before, chunk) and isinstance(about["token"], str):
                 return about
@@ -262,7 +230,8 @@ class PrefixDisk:
     def _arrays(self, place: Path, about: dict[str, Any]) -> Arrays | None:
         """Return the arrays of an entry; None if they are not those that were written."""
         try:
-            return read_arrays(place / ARRAYS, about, kinds=self._kinds, max_bytes=self._budget)
+            limits = {"kinds": self._kinds, "max_bytes": self._budget}
+            return files.read_arrays(place / ARRAYS, about, **limits)
         except (OSError, ValueError, KeyError, TypeError, OverflowError):
             self._spoil(place)
             return None
@@ -275,10 +244,8 @@ class PrefixDisk:
         """Mark entries as used; the last is evicted first."""
         now = time.time_ns()
         for i, place in enumerate(reversed(places)):
-            try:
+            with contextlib.suppress(OSError):  # another process evicted it
                 os.utime(place, ns=(now, now + i))
-            except OSError:
-                continue  # another process evicted it
 
     def _make_room(self) -> None:
         """Evict the least recently used entries while they exceed the budget, and old fragments.
@@ -291,12 +258,12 @@ class PrefixDisk:
             entries = sorted((_used(place), place) for place in self._inside(ENTRY))
             sizes = {place: _size(place) for _, place in entries}
             self._bytes = sum(sizes.values())
-            most = self._budget if self._bytes <= self._budget else int(self._budget * LEFT)
-            for place, size in sizes.items():
-                if self._bytes <= most:
-                    break
-                remove(place)
-                self._bytes -= size
+            if self._bytes > self._budget:
+                for place, size in sizes.items():
+                    if self._bytes <= int(self._budget * LEFT):
+                        break
+                    remove(place)
+                    self._bytes -= size
             for place in self._inside(PARTIAL):
                 if _used(place) < time.time_ns() - ABANDONED:
                     remove(place)
@@ -304,6 +271,10 @@ class PrefixDisk:
     def _inside(self, kind: re.Pattern[str]) -> list[Path]:
         homes = [x for x in self._folder.iterdir() if HOME.fullmatch(x.name) and x.is_dir()]
         return [x for home in homes for x in home.iterdir() if kind.fullmatch(x.name)]
+
+
+def _brief(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]
 
 
 def _used(place: Path) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 Arrays = list[np.ndarray]  # the leaves of a segment
-Kind = tuple[str, tuple[int, ...]]  # dtype and shape of an array
+Kinds = Sequence[tuple[str, tuple[int, ...]]]  # dtypes and shapes of arrays
 ABOUT_BYTES = 2**20  # more than any description of a segment takes, without its token ids
 BYTES_PER_ID = 24  # digits, comma and space of a token id in JSON
 # Opening a pipe must not wait for a writer, and links are refused: neither was written here.
@@ -47,7 +47,7 @@ def read_about(path: Path, num_ids: int) -> Any:
 
 
 def read_arrays(
-    path: Path, about: Mapping[str, Any], *, kinds: Sequence[Kind] | None, max_bytes: int
+    path: Path, about: Mapping[str, Any], *, kinds: Kinds | None, max_bytes: int
 ) -> Arrays:
     """Return the arrays of a file that `write_arrays` wrote.
 

@@ -14,7 +14,7 @@ from dflash_jax.decode.rows import Segment
 from dflash_jax.engine.prefix.cache import Node, PrefixCache
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.prefix.disk import PrefixDisk
-from dflash_jax.engine.prefix.files import Kind
+from dflash_jax.engine.prefix.files import Kinds
 from dflash_jax.errors import PlanError, SnapshotError
 from dflash_jax.plan import Plan
 from dflash_jax.state import DecodeState
@@ -28,8 +28,7 @@ class PrefixStore:
     """Saves and restores the segments of prompts. Dispatches only; never waits for the device.
 
     Args:
-      identity: returns a name for everything that determines a segment's bits; called if the plan
-        keeps prefixes on disk.
+      identity: names everything that determines a segment's bits, for prefixes on disk.
 
     Raises:
       PlanError: a budget of the plan does not hold a single segment.
@@ -39,24 +38,16 @@ class PrefixStore:
         self, plan: Plan, programs: Mapping[ProgramKey, Program], identity: Callable[[], str]
     ):
         self._expected: Segment = programs[PUT].arguments[3].segment
-        sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(self._expected)]
-        self.cache = PrefixCache(
-            chunk=plan.chunk,
-            budget=plan.prefix_cache,
-            segment_bytes=sum(sizes),
-        )
-        self._slots = plan.slots
-        for name, budget in (
-            ("prefix_cache", plan.prefix_cache),
-            ("prefix_disk", plan.prefix_disk),
-        ):
-            if budget < sum(sizes):
-                raise PlanError(
-                    f"{name} is {budget} bytes, but one chunk of {plan.chunk} tokens"
-                    f" takes {sum(sizes)}; give at least that, or prefix_cache=0 to keep no"
-                    " prefixes"
-                )
+        self._slots, budget = plan.slots, plan.prefix_cache
         leaves = jax.tree.leaves(self._expected)
+        size = sum(x.size * x.dtype.itemsize for x in leaves)
+        self.cache = PrefixCache(chunk=plan.chunk, budget=budget, segment_bytes=size)
+        for name in ("prefix_cache", "prefix_disk"):
+            if (budget := getattr(plan, name)) < size:
+                raise PlanError(
+                    f"{name} is {budget} bytes, but one chunk of {plan.chunk} tokens takes {size};"
+                    " give at least that, or prefix_cache=0 to keep no prefixes"
+                )
         kinds = [(str(np.dtype(x.dtype)), tuple(x.shape)) for x in leaves]
         self.disk = _open_disk(plan, identity, kinds) if plan.prefix_folder else None
 
@@ -75,7 +66,7 @@ class PrefixStore:
             cursor.loading = None
         cache, fresh = self.cache, cursor.num_fed == 0
         cursor.node = cache.root if fresh else cursor.node
-        while node := self._next(cursor):
+        while cursor.use_cache and (node := cache.find(cursor.node, cursor.prompt, cursor.num_fed)):
             try:
                 self.check(node.segment, cursor.num_fed)
             except SnapshotError:
@@ -100,8 +91,7 @@ class PrefixStore:
         node = cursor.node
         if node is None or node.length != start or len(chunk) < self.cache.chunk:
             return
-        known = node.children.get(chunk)
-        segment = known
+        segment = known = node.children.get(chunk)
         if known is None:
             inputs = SegmentInputs(np.int32(row), np.int32(start))
             _, _, segment = run[TAKE](None, state, None, inputs)
@@ -117,23 +107,16 @@ class PrefixStore:
             self.disk.forget(prompt, after=after)
 
     def release(self, cursor: PromptCursor, *, tainted: bool) -> None:
-        """Keep what an ended request added, and write it to disk; or remove it.
-
-        Args:
-          tainted: the way the request ended casts doubt on its prompt's segments.
-        """
+        """Write what an ended request added to disk; remove it if its end casts doubt on it."""
         added = [node for node in cursor.added if node.kept]
         cursor.added.clear()
-        if not added:
-            return
-        if not tainted:
-            if self.disk is not None:
-                self.disk.keep(cursor.prompt, {x.length: x.segment for x in added[-1].path()})
-            return
-        for node in added:
-            if node.kept:
-                self.cache.drop(node)
-        self.forget(cursor.prompt, after=added[0].length - self.cache.chunk)
+        if added and tainted:
+            for node in added:
+                if node.kept:
+                    self.cache.drop(node)
+            self.forget(cursor.prompt, after=added[0].length - self.cache.chunk)
+        elif added and self.disk is not None:
+            self.disk.keep(cursor.prompt, {x.length: x.segment for x in added[-1].path()})
 
     def _last_node(self, prompt: Ids) -> Node:
         """Return the node of the last chunk of a prompt that memory holds without a gap."""
@@ -150,31 +133,13 @@ class PrefixStore:
                 continue
             if start > node.length:  # the chunk before it was evicted meanwhile
                 return
-            try:
-                segment = self._segment(arrays)
-                self.check(segment, start)
-            except SnapshotError:
-                self.cache.counters.refused += 1
-                self.forget(prompt, after=start)
-                return
+            segment = jax.tree.unflatten(jax.tree.structure(expected), arrays)
             placed = jax.tree.map(lambda x, e: jax.device_put(x, e.sharding), segment, expected)
             end = start + self.cache.chunk
             added = self.cache.add(node, prompt[start:end], placed, position=end)
             if added is None:
                 return
             node = added
-
-    def _segment(self, arrays: list[np.ndarray]) -> Any:
-        structure = jax.tree.structure(self._expected)
-        if len(arrays) != structure.num_leaves:
-            raise SnapshotError("a segment lacks the arrays of a layer, or has others")
-        return jax.tree.unflatten(structure, arrays)
-
-    def _next(self, cursor: PromptCursor) -> Node | None:
-        """Return the cached chunk that continues the row's prompt, if any."""
-        if not cursor.use_cache:
-            return None
-        return self.cache.find(cursor.node, cursor.prompt, cursor.num_fed)
 
     def check(self, segment: Any, start: int) -> None:
         """Refuse a segment that does not fit this engine; positions are never clamped.
@@ -189,8 +154,8 @@ class PrefixStore:
             )
         if jax.tree.structure(segment) != jax.tree.structure(self._expected):
             raise SnapshotError("a segment lacks the arrays of a layer, or has others")
-        pairs = zip(jax.tree.leaves(segment), jax.tree.leaves(self._expected), strict=True)
-        for got, wanted in pairs:
+        leaves = map(jax.tree.leaves, (segment, self._expected))
+        for got, wanted in zip(*leaves, strict=True):
             if (got.shape, got.dtype) != (wanted.shape, wanted.dtype):
                 raise SnapshotError(
                     f"a segment holds {got.dtype}{list(got.shape)};"
@@ -198,12 +163,11 @@ class PrefixStore:
                 )
 
 
-def _open_disk(plan: Plan, identity: Callable[[], str], kinds: list[Kind]) -> PrefixDisk:
+def _open_disk(plan: Plan, identity: Callable[[], str], kinds: Kinds) -> PrefixDisk:
     if jax.process_count() > 1:
         raise PlanError(
             "prefix_folder was given, but hosts that read different prefixes would make different"
             " calls; leave it out where several processes share a mesh"
         )
-    size = {"chunk": plan.chunk, "budget": plan.prefix_disk}
-    folder = Path(plan.prefix_folder).expanduser().absolute()
-    return PrefixDisk(folder, identity=identity(), kinds=kinds, **size)
+    folder, budget = Path(plan.prefix_folder).expanduser().absolute(), plan.prefix_disk
+    return PrefixDisk(folder, chunk=plan.chunk, budget=budget, identity=identity(), kinds=kinds)

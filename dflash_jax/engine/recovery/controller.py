@@ -33,13 +33,7 @@ token.
 
 from typing import assert_never
 
-from dflash_jax.engine.recovery import (
-    call_retry,
-    floor,
-    forced_calls,
-    guards,
-    speculation,
-)
+from dflash_jax.engine.recovery import OFF, call_retry, floor, forced_calls, guards, speculation
 from dflash_jax.engine.recovery.floor import EndVerdict
 from dflash_jax.engine.recovery.request_state import (
     CallRetried,
@@ -58,32 +52,18 @@ from dflash_jax.engine.recovery.request_state import (
     is_visible,
     speculates,
 )
-from dflash_jax.engine.recovery.settings import OFF
 
 _DECODING = {Phase.SPECULATIVE, Phase.PLAIN, Phase.RETRY, Phase.DONE}
 # After a call at the beginning of the output was dropped, and with it the whole output. Under the
 # grammar of the call, an empty output is not decoded again.
 _AFTER_CALL_RETRY = _DECODING - {Phase.RETRY}
+_RETRYING, _DONE = {Phase.RETRY, Phase.DONE}, {Cancelled: {Phase.DONE}}
+_FIRST = {Stepped: _DECODING, Prefilled: _AFTER_CALL_RETRY} | _DONE
 TRANSITIONS: dict[Phase, dict[type, set[Phase]]] = {
-    Phase.WAITING: {Prefilled: _DECODING, Cancelled: {Phase.DONE}},
-    Phase.SPECULATIVE: {
-        Stepped: _DECODING,
-        Prefilled: _AFTER_CALL_RETRY,
-        CallRetried: {Phase.SPECULATIVE},
-        Cancelled: {Phase.DONE},
-    },
-    Phase.PLAIN: {
-        Stepped: _DECODING,
-        Prefilled: _AFTER_CALL_RETRY,
-        CallRetried: {Phase.PLAIN},
-        Cancelled: {Phase.DONE},
-    },
-    Phase.RETRY: {
-        Prefilled: {Phase.RETRY, Phase.DONE},
-        Stepped: {Phase.RETRY, Phase.DONE},
-        CallRetried: {Phase.RETRY},
-        Cancelled: {Phase.DONE},
-    },
+    Phase.WAITING: {Prefilled: _DECODING} | _DONE,
+    Phase.SPECULATIVE: {CallRetried: {Phase.SPECULATIVE}} | _FIRST,
+    Phase.PLAIN: {CallRetried: {Phase.PLAIN}} | _FIRST,
+    Phase.RETRY: {Prefilled: _RETRYING, Stepped: _RETRYING, CallRetried: {Phase.RETRY}} | _DONE,
 }
 
 
@@ -113,14 +93,12 @@ def _advance(state: State, event: Event, policy: Policy) -> tuple[State, Effects
             memory = state.memory.shortened(len(ids))
             state = state._replace(ids=ids, held=0, fed=len(ids) - 1, guard=None, memory=memory)
             state = state._replace(call_at=-1, call_retried=True)
-            notes, places = ("call_retry",), (len(ids),)
-            return state, Effects(notes=notes, places=places, retract=dropped)
+            return state, Effects(notes=("call_retry",), places=(len(ids),), retract=dropped)
         case Prefilled():
             restored = state.restored if state.retried else event.restored
             state = state._replace(restored=restored, fed=-1)
-            step = Stepped(
-                (event.token,), event.finite, next_best=event.next_best, call_odds=event.call_odds
-            )
+            token, best, finite, _, odds = event
+            step = Stepped((token,), finite, next_best=best, call_odds=odds)
             return _stepped(state, step, policy)
         case Stepped():
             return _stepped(state, event, policy)
@@ -146,23 +124,15 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
         return state._replace(phase=Phase.DONE), Effects(finish=Finish.ERROR)
     decided = len(event.tokens)
     ran = state.ran or speculates(state, policy)
-    drafting, fallback = speculation.after_step(
-        state.drafting,
-        decided,
-        event.num_drafts,
-        finite=event.draft_finite,
-        break_even=policy.break_even,
-        fixed=policy.fixed,
-    )
+    given = {"break_even": policy.break_even, "fixed": policy.fixed, "finite": event.draft_finite}
+    drafting, fallback = speculation.after_step(state.drafting, decided, event.num_drafts, **given)
     died = drafting.dead and not state.drafting.dead
     state = state._replace(drafting=drafting, ran=ran, fed=state.fed + decided)
     if not decided:
         return state, Effects(fallback=fallback)
-    cut = StepCut(state, before=len(state.ids))
-    guard = None
-    if policy.recovery is not OFF:
-        memory, last = state.memory, state.ids.last
-        guard = guards.guard_of(memory, last, len(state.ids), policy.recovery, policy.words)
+    cut, guard, recovery = StepCut(state, len(state.ids), fallback), None, policy.recovery
+    if recovery is not OFF and recovery.ends_loops:
+        guard = guards.Guard(state.memory, state.ids, recovery, policy.words)
     if policy.max_tokens <= 0:
         cut.finish = Finish.LENGTH
     elif died:
@@ -172,7 +142,7 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
             break
     if guard is not None:
         cut.mark(memory=guard.memory)
-    return _finish_step(cut, policy, fallback)
+    return _finish_step(cut, policy)
 
 
 def _judge(
@@ -200,23 +170,22 @@ def _judge(
             return True
     if stop:
         verdict = _at_end_token(cut, event.call_odds, policy)
-        if verdict is EndVerdict.INJECT:
-            forced_calls.begin_call(cut, policy)
-            return True
-        if verdict is EndVerdict.PROBE:
-            forced_calls.probe(cut, token, event.call_odds, policy)
-            return True
-        if verdict is EndVerdict.CLOSE:
-            _close(cut, token, policy)
-            return True
+        match verdict:
+            case EndVerdict.INJECT:
+                forced_calls.begin_call(cut, policy)
+            case EndVerdict.PROBE:
+                forced_calls.probe(cut, token, event.call_odds, policy)
+            case EndVerdict.CLOSE:
+                _close(cut, token, policy)
+            case EndVerdict.HONOUR | EndVerdict.WAIVE:
+                if verdict is EndVerdict.WAIVE:
+                    cut.note("floor_waived")
+                cut.new.append(token)
+                cut.end(Finish.STOP)
         if verdict is not EndVerdict.REPLACE:
-            if verdict is EndVerdict.WAIVE:
-                cut.note("floor_waived")
-            cut.new.append(token)
-            cut.end(Finish.STOP)
             return True
         token = cut.replace = event.next_best
-        cut.note("min_tokens" if _too_few(cut, policy) else "floor")
+        cut.note("min_tokens" if cut.length < policy.recovery.min_tokens else "floor")
     cut.new.append(token)
     if policy.recovery.call_retry:
         call_retry.watch(cut, policy)
@@ -235,14 +204,8 @@ def _at_end_token(cut: StepCut, odds: float | None, policy: Policy) -> EndVerdic
     verdict = floor.judge(cut.ids, odds, cut.state, policy)
     if verdict is EndVerdict.PROBE and not policy.stop_ids.isdisjoint(policy.words.opening[:-1]):
         verdict = EndVerdict.HONOUR  # the device would stop inside the lead
-    if _too_few(cut, policy) and verdict in (EndVerdict.HONOUR, EndVerdict.WAIVE):
-        return EndVerdict.REPLACE
-    return verdict
-
-
-def _too_few(cut: StepCut, policy: Policy) -> bool:
-    """Return whether the output is shorter than `min_tokens`."""
-    return cut.length < policy.recovery.min_tokens
+    ends = verdict in (EndVerdict.HONOUR, EndVerdict.WAIVE)
+    return EndVerdict.REPLACE if ends and cut.length < policy.recovery.min_tokens else verdict
 
 
 def _close(cut: StepCut, token: int, policy: Policy) -> None:
@@ -255,79 +218,41 @@ def _close(cut: StepCut, token: int, policy: Policy) -> None:
         cut.end(Finish.LENGTH)
 
 
-def _finish_step(cut: StepCut, policy: Policy, fallback: str | None) -> tuple[State, Effects]:
+def _finish_step(cut: StepCut, policy: Policy) -> tuple[State, Effects]:
     """Return the state and the effects after a step: hold, retry, emit, finish."""
     state, finish = cut.state, cut.finish
     ids = state.ids.extended(cut.new)
-    may_retry = policy.recovery.empty_retry and _may_retry(state, policy)
+    # An empty answer is decoded again once if drafting was on, and a second time if the prompt's
+    # state came from the prefix cache.
+    left = state.retried == 0 or (state.retried == 1 and state.restored)
+    may_retry = policy.recovery.empty_retry and left and state.ran and policy.max_tokens > 0
     looks = may_retry or (finish is not None and state.retried)
     nothing = looks and not is_visible(ids, policy)
-    if finish and nothing and may_retry:
-        return _retry(cut, fallback)
-    if cut.retry_call:
-        return _retry_call(cut, fallback)
+    shown = cut.before - state.held
+    if finish and nothing and may_retry:  # none of it was emitted: again, without drafts
+        cut.note(speculation.RETRY)
+        kept = {"drafting": state.drafting, "restored": state.restored, "ran": True}
+        fresh = State(Phase.RETRY, retried=state.retried + 1, **kept)
+        return fresh, cut.effects(restart=Restart.FRESH if state.retried else Restart.SAVED)
+    if cut.retry_call:  # once the host has a grammar for the call, which is held
+        state = state._replace(ids=ids, held=len(ids) - max(shown, state.call_at))
+        return state, cut.effects(emit=ids[shown : state.call_at], restart=Restart.CALL)
     if finish and state.retried:
         cut.note(speculation.CONFIRMED if nothing else speculation.RECOVERED)
-    hold = nothing and may_retry
-    shown = cut.before - state.held
     if finish:
         phase = Phase.DONE
     elif state.retried:
         phase = Phase.RETRY
     else:
         phase = Phase.SPECULATIVE if speculates(state, policy) else Phase.PLAIN
-    fed = state.fed + len(cut.force)
-    if hold:
+    if nothing and may_retry:
         held = len(ids) - shown
     elif state.call_at >= 0 and not finish:
         held = len(ids) - state.call_at
     else:
         held = state.probe.lead if state.probe else 0
-    after = state._replace(phase=phase, ids=ids, held=held, fed=fed)
-    assert finish or fed == len(ids) - 1, "one decided token, the last, is pending (S1, S2)"
-    effects = Effects(
-        emit=ids[shown : len(ids) - held],
-        replace=None if finish else cut.replace,
-        force=() if finish else cut.force,
-        finish=finish,
-        fallback=fallback,
-        notes=tuple(cut.notes),
-        places=tuple(cut.places),
-        retract=cut.retract,
-    )
-    return after, effects
-
-
-def _retry(cut: StepCut, fallback: str | None) -> tuple[State, Effects]:
-    """Decode an answer without visible output, none of which was emitted, again without drafts."""
-    state = cut.state
-    again = Restart.FRESH if state.retried else Restart.SAVED
-    fresh = State(
-        phase=Phase.RETRY,
-        drafting=state.drafting,
-        ran=True,
-        retried=state.retried + 1,
-        restored=state.restored,
-    )
-    cut.note(speculation.RETRY)
-    notes, places = tuple(cut.notes), tuple(cut.places)
-    return fresh, Effects(restart=again, fallback=fallback, notes=notes, places=places)
-
-
-def _retry_call(cut: StepCut, fallback: str | None) -> tuple[State, Effects]:
-    """Decode the held call again, once the host has a grammar for it."""
-    state, shown = cut.state, cut.before - cut.state.held
-    ids = state.ids.extended(cut.new)
-    emit = ids[shown : state.call_at]
-    state = state._replace(ids=ids, held=len(ids) - max(shown, state.call_at))
-    notes, places = tuple(cut.notes), tuple(cut.places)
-    return state, Effects(emit, restart=Restart.CALL, fallback=fallback, notes=notes, places=places)
-
-
-def _may_retry(state: State, policy: Policy) -> bool:
-    """Return whether an empty answer may be decoded again.
-
-    Once if drafting was on, and a second time if the prompt's state came from the prefix cache.
-    """
-    left = state.retried == 0 or (state.retried == 1 and state.restored)
-    return left and state.ran and policy.max_tokens > 0
+    after = state._replace(phase=phase, ids=ids, held=held, fed=state.fed + len(cut.force))
+    assert finish or after.fed == len(ids) - 1, "one decided token, the last, is pending (S1, S2)"
+    pending = {} if finish else {"replace": cut.replace, "force": cut.force}
+    emit = ids[shown : len(ids) - held]
+    return after, cut.effects(emit=emit, finish=finish, retract=cut.retract, **pending)

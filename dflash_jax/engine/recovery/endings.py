@@ -29,21 +29,13 @@ QUOTES = (
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """Cues at the end of an output.
+    """Cues at the end of an output."""
 
-    Attributes:
-      colon: its last punctuation has a colon that is not in code, a quotation or a smiley.
-      trails_off: it ends in an ellipsis or a dash.
-      intends: its last sentence announces the speaker's next step.
-      ambiguous: its last paragraph asks a question, or it ends inside code.
-      opened_fence: it ends with an opening code fence.
-    """
-
-    colon: bool = False
-    trails_off: bool = False
-    intends: bool = False
-    ambiguous: bool = False
-    opened_fence: bool = False
+    colon: bool = False  # in its last punctuation, and not of code, a quotation or a smiley
+    trails_off: bool = False  # it ends in an ellipsis or a dash
+    intends: bool = False  # its last sentence announces the speaker's next step
+    ambiguous: bool = False  # its last paragraph asks a question, or it ends inside code
+    opened_fence: bool = False  # it ends with an opening code fence
 
     @property
     def announces(self) -> bool:
@@ -68,17 +60,13 @@ def read_ending(text: str) -> Ending:
     colon = max(trailing.rfind(mark) for mark in COLONS)
     quoted = colon >= 0 and _is_quoted(words + trailing[:colon])
     is_colon = colon >= 0 and not quoted and not in_fence and not SMILEY.search(line)
-    rule = bool(RULE.fullmatch(line))
     stripped = "".join(c for c in trailing if c.isprintable()).rstrip(" *_")
     trails = stripped.endswith(DASHES) or any(mark in trailing for mark in ELLIPSES)
-    trails_off = trails and not rule and not in_code
+    trails_off = trails and not RULE.fullmatch(line) and not in_code
     trails_off |= line in ELLIPSES + DASHES
-    intends = not in_code and bool(INTENT.match(_last_sentence(paragraph)))
+    plain = paragraph.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
+    intends = not in_code and bool(INTENT.match(SENTENCE.split(plain)[-1]))
     return Ending(is_colon, trails_off, intends, ambiguous, opened)
-
-
-def _last_sentence(paragraph: str) -> str:
-    return SENTENCE.split(paragraph.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'"))[-1]
 
 
 def _is_quoted(before: str) -> bool:

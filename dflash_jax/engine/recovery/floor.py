@@ -7,7 +7,7 @@ of the end token.
 
 import enum
 
-from dflash_jax.engine.recovery.endings import Ending, read_ending
+from dflash_jax.engine.recovery.endings import COLONS, Ending, read_ending
 from dflash_jax.engine.recovery.request_state import Policy, State
 from dflash_jax.engine.recovery.settings import ROOM_FOR_CALL, Recovery
 from dflash_jax.engine.recovery.words import Ids, Words
@@ -16,11 +16,7 @@ LOOK_BACK = 32  # ids whose text shows whether the output ends in a preamble
 ID_LOOK_BACK = 17
 SKIP_LOOK_BACK = 64
 MARKDOWN = "*_` \t\r\n"
-COLONS = (":", "\N{FULLWIDTH COLON}")
-ANNOUNCED, AMBIGUOUS = (
-    -3.0,
-    3.0,
-)  # added to `Recovery.call_odds` after an announcement, and in doubt
+ANNOUNCED, AMBIGUOUS = -3.0, 3.0  # added to `call_odds` after an announcement, and in doubt
 
 
 class EndVerdict(enum.Enum):
@@ -35,11 +31,7 @@ class EndVerdict(enum.Enum):
 
 
 def judge(ids: Ids, odds: float | None, state: State, policy: Policy) -> EndVerdict:
-    """Return what becomes of an end token that would follow these output ids.
-
-    Args:
-      odds: see `judge_by_odds`.
-    """
+    """Return what becomes of an end token that would follow these output ids."""
     if not policy.recovery.floor:
         return EndVerdict.HONOUR
     if policy.recovery.below_floor == "odds":
@@ -50,21 +42,16 @@ def judge(ids: Ids, odds: float | None, state: State, policy: Policy) -> EndVerd
 def judge_by_text(ids: Ids, state: State, policy: Policy) -> EndVerdict:
     """Return the verdict of the original engines' rules."""
     recovery, words, max_tokens = policy.recovery, policy.words, policy.max_tokens
-    floor = min(recovery.floor, max_tokens)
-    if len(ids) >= floor:
+    if len(ids) >= min(recovery.floor, max_tokens):
         return EndVerdict.HONOUR
     if words.thinking(ids) and not recovery.floor_in_thought:
         return EndVerdict.HONOUR
     may_inject = recovery.tool_prefix and words.calls and not state.injected
     if may_inject and is_stalled(ids, recovery, words):
         return EndVerdict.INJECT if has_room(ids, max_tokens, words) else EndVerdict.WAIVE
-    match recovery.below_floor:
-        case "replace":
-            return EndVerdict.REPLACE
-        case "rescue":
-            return EndVerdict.HONOUR if words.is_visible(ids) else EndVerdict.REPLACE
-        case _:  # "compat"
-            return EndVerdict.HONOUR
+    rescues = recovery.below_floor == "rescue" and not words.is_visible(ids)
+    replaces = rescues or recovery.below_floor == "replace"
+    return EndVerdict.REPLACE if replaces else EndVerdict.HONOUR
 
 
 def judge_by_odds(ids: Ids, odds: float | None, state: State, policy: Policy) -> EndVerdict:
@@ -79,17 +66,13 @@ def judge_by_odds(ids: Ids, odds: float | None, state: State, policy: Policy) ->
         return EndVerdict.CLOSE if words.close and not state.closed else EndVerdict.HONOUR
     below = len(ids) < min(recovery.floor, max_tokens)
     reading = words.read(ids)
-    if not (reading.answered or reading.called or reading.unfinished):
+    if not (reading.answered or reading.began):
         return EndVerdict.REPLACE if below else EndVerdict.HONOUR
     ending = read_ending(words.text(ids))
     if ending.opened_fence and not reading.called:
         return EndVerdict.REPLACE if len(ids) < max_tokens else EndVerdict.HONOUR
-    if (
-        reading.called
-        or reading.unfinished
-        or state.injected
-        or not (recovery.tool_prefix and words.calls)
-    ):
+    may_inject = recovery.tool_prefix and words.calls and not state.injected
+    if reading.began or not may_inject:
         return EndVerdict.HONOUR
     if odds is None:
         stalled = ending.colon and not ending.ambiguous
@@ -104,8 +87,7 @@ def judge_by_odds(ids: Ids, odds: float | None, state: State, policy: Policy) ->
 
 def wanted_odds(ending: Ending, recovery: Recovery) -> float:
     """Return the least odds of a call, as a log-ratio, at which an end counts as a stall."""
-    moved = ANNOUNCED * ending.announces + AMBIGUOUS * ending.ambiguous
-    return recovery.call_odds + moved
+    return recovery.call_odds + ANNOUNCED * ending.announces + AMBIGUOUS * ending.ambiguous
 
 
 def has_room(ids: Ids, max_tokens: int, words: Words) -> bool:
@@ -115,23 +97,16 @@ def has_room(ids: Ids, max_tokens: int, words: Words) -> bool:
 
 def is_stalled(ids: Ids, recovery: Recovery, words: Words) -> bool:
     """Return whether an output that ends here announces an action without taking it."""
-    by_ids = recovery.below_floor == "compat"
-    ends = (
-        ends_on_colon_id(ids, words.colons)
-        if by_ids
-        else ends_on_colon(words.text(ids[-LOOK_BACK:]))
-    )
-    return ends and not just_wrote(ids, words.skip) and not words.has_called(ids)
+    if recovery.below_floor == "compat":  # a colon's id among the last, as the originals test
+        ends = not words.colons.isdisjoint(ids[-ID_LOOK_BACK:])
+    else:
+        ends = ends_on_colon(words.text(ids[-LOOK_BACK:]))
+    return ends and not just_wrote(ids, words.skip) and not words.read(ids).began
 
 
 def ends_on_colon(text: str) -> bool:
     """Return whether a text ends in a colon, apart from markdown."""
     return text.rstrip(MARKDOWN).endswith(COLONS)
-
-
-def ends_on_colon_id(ids: Ids, colons: frozenset[int]) -> bool:
-    """Return whether a colon's id is among the last 17, as the original engines test."""
-    return any(i in colons for i in ids[-ID_LOOK_BACK:])
 
 
 def just_wrote(ids: Ids, phrase: Ids) -> bool:

@@ -19,13 +19,12 @@ LEAST_REPEATED = 48
 class LoopMemory(NamedTuple):
     """Facts about an output that the loop rules need for its next token."""
 
-    seen: loops.Seen = loops.UNSEEN
-    called: repeated_calls.Called = repeated_calls.UNCALLED
+    seen: loops.Seen = loops.Seen()
+    called: repeated_calls.Called = repeated_calls.Called()
 
     def shortened(self, count: int) -> "LoopMemory":
         """Return the facts about the first `count` ids, as far as they are known."""
-        known = self.called.read <= count
-        return LoopMemory(called=self.called if known else repeated_calls.UNCALLED)
+        return LoopMemory(called=self.called) if self.called.read <= count else NO_MEMORY
 
 
 NO_MEMORY = LoopMemory()
@@ -35,33 +34,20 @@ class Guard:
     """Applies the loop rules to the tokens of a step, one by one.
 
     Args:
-      memory: of the output before the step.
-      last: returns the last ids of the output before the step, at most a given number.
-      count: the number of ids of that output.
+      memory, ids: of the output before the step.
     """
 
-    def __init__(
-        self,
-        memory: LoopMemory,
-        last: Callable[[int], Ids],
-        count: int,
-        recovery: Recovery,
-        words: Words,
-    ):
+    def __init__(self, memory: LoopMemory, ids: Sequence[int], recovery: Recovery, words: Words):
         self._recovery, self._words = recovery, words
         (self._seen, seen), self._called = memory
-        compat = recovery.watchdog == "compat" or (
-            recovery.watchdog == "on" and not recovery.measures
-        )
         self._tail: list[int] | None = None
-        if recovery.repeats or recovery.runaway is True or compat:
-            self._tail = list(last(max(recovery.repeats, 3 * PERIODS[-1])))
-        self._keep = 0
+        if recovery.repeats or recovery.runaway is True or recovery.watches:
+            self._tail = list(ids[-max(recovery.repeats, 3 * PERIODS[-1]) :])
+        self._count, self._keep = len(ids), 0
         if recovery.measures:
             self._keep = loops.lengths_of(recovery.loop_tokens, closed=False).keep
-        self._count = count
-        if self._keep and seen != count:  # tokens were forced
-            self._seen = loops.letters(last(self._keep))
+            if seen != len(ids):  # tokens were forced
+                self._seen = loops.letters(ids[-self._keep :])
 
     @property
     def memory(self) -> LoopMemory:
@@ -78,7 +64,7 @@ class Guard:
         recovery, words = self._recovery, self._words
         self._count += 1
         if self._keep:
-            self._seen = loops.longer(self._seen, token, self._keep)
+            self._seen = (self._seen + loops.letters((token,)))[-self._keep :]
         if recovery.repeated_calls and repeated_calls.may_end(token, words):
             before = self._called
             self._called = repeated_calls.after(before, since, words)
@@ -88,20 +74,8 @@ class Guard:
             self._tail.append(token)
             if kind := looping(self._tail, recovery, closed=closed):
                 return kind
-        if not self._keep:
-            return None
-        closed = closed and recovery.watchdog == "on"
-        return loops.too_long(self._seen, since, words, recovery.loop_tokens, closed=closed)
-
-
-def guard_of(
-    memory: LoopMemory, last: Callable[[int], Ids], count: int, recovery: Recovery, words: Words
-) -> Guard | None:
-    """Return a guard for a step's tokens; None if no loop rule is on."""
-    on = recovery.repeats or recovery.runaway or recovery.watchdog != "off"
-    if not (on or recovery.repeated_calls):
-        return None
-    return Guard(memory, last, count, recovery, words)
+        halved, most = closed and recovery.watchdog == "on", recovery.loop_tokens
+        return loops.too_long(self._seen, since, words, most, closed=halved) if self._keep else None
 
 
 def looping(ids: Sequence[int], recovery: Recovery, *, closed: bool) -> str | None:
@@ -116,9 +90,8 @@ def looping(ids: Sequence[int], recovery: Recovery, *, closed: bool) -> str | No
             return "repeat"
     if recovery.runaway is True and runaway_drop(ids):
         return "runaway"
-    compat = recovery.watchdog == "compat"
-    watched = closed and (compat or (recovery.watchdog == "on" and not recovery.measures))
-    copies, least = (2, 0) if compat else (3, LEAST_REPEATED)
+    copies, least = (2, 0) if recovery.watchdog == "compat" else (3, LEAST_REPEATED)
+    watched = closed and recovery.watches
     return "period" if watched and is_periodic(ids, copies=copies, least=least) else None
 
 
@@ -130,8 +103,6 @@ def runaway_drop(ids: Sequence[int]) -> int:
     for period in range(1, LONGEST_UNIT + 1):
         if len(ids) < COPIES * period:
             break
-        if ids[-1] != ids[-1 - period]:
-            continue
         same = period
         while same < len(ids) and ids[-1 - same] == ids[-1 - same + period]:
             same += 1

@@ -9,7 +9,7 @@ just reached such a length, so healthy output costs one search among the last to
 import enum
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from dflash_jax.engine.recovery.words import Ids, Words
@@ -43,27 +43,13 @@ class Seen(NamedTuple):
     count: int = 0
 
 
-UNSEEN = Seen()
-
-
-def letters(ids: Ids) -> str:
-    """Return ids as a string, one character per token."""
-    return "".join(map(_letter, ids))
-
-
-def longer(seen: str, token: int, keep: int) -> str:
-    """Return the end of an output, at most `keep` tokens, with one more token."""
-    return (seen + _letter(token))[-keep:]
+def letters(ids: Sequence[int]) -> str:
+    """Return ids as a string, one character per token. Larger vocabularies do not exist."""
+    return "".join([chr(token % 0x110000) for token in ids])
 
 
 class Lengths:
     """The lengths that end loops, in tokens.
-
-    Attributes:
-      of: by a unit's length, the lengths of the kinds.
-      least: by a unit's length, the smallest of them.
-      keep: number of tokens at the end that must be known: the longest allowed loop, and one more.
-      key: number of tokens at the end that every loop of any of these lengths repeats.
 
     Args:
       loop_tokens: the length for short units of text.
@@ -71,32 +57,27 @@ class Lengths:
     """
 
     def __init__(self, loop_tokens: int, *, closed: bool):
-        shares = [kind.value for kind in Kind]
-        self.of: list[tuple[int, ...]] = [()]
-        for unit in range(1, SHORT + 1):
-            lengths = (max(short * loop_tokens, COPIES * unit) for short, _ in shares)
-            self.of.append(tuple(lengths))
-        for unit in range(SHORT + 1, LONG + 1):
-            longer = (long * loop_tokens // (2 if closed else 1) for _, long in shares)
-            self.of.append(tuple(max(length, LONG_COPIES * unit) for length in longer))
-        self.least = [min(lengths, default=0) for lengths in self.of]
+        self.of: list[tuple[int, ...]] = [()]  # by a unit's length, the lengths of the kinds
+        for unit in range(1, LONG + 1):
+            long = unit > SHORT
+            copies, parts = LONG_COPIES if long else COPIES, 2 if long and closed else 1
+            lengths = (kind.value[long] * loop_tokens // parts for kind in Kind)
+            self.of.append(tuple(max(length, copies * unit) for length in lengths))
+        self.least = [min(lengths, default=0) for lengths in self.of]  # the smallest of them
+        # Tokens at the end that must be known: the longest allowed loop, and one more.
         self.keep = max(map(max, self.of[1:])) + 1
+        # Tokens at the end that every loop of any of these lengths repeats.
         self.key = min(least - unit for unit, least in enumerate(self.least) if unit)
 
 
-@functools.lru_cache(maxsize=64)
-def lengths_of(loop_tokens: int, *, closed: bool) -> Lengths:
-    """Return the lengths that end loops; one table for all requests with these settings."""
-    return Lengths(loop_tokens, closed=closed)
+lengths_of = functools.lru_cache(maxsize=64)(Lengths)  # one for all requests with these settings
 
 
 def reached(ids: str, lengths: Lengths) -> tuple[int, int]:
     """Return the unit of a loop that has just reached a length, and that length; (0, 0) if none.
 
-    Each loop reaches each length once, at one token, regardless of how tokens are batched.
-
-    Args:
-      ids: the end of the output, one character per token.
+    Each loop reaches each length once, at one token, regardless of how tokens are batched. `ids` is
+    the end of the output, one character per token.
     """
     size = len(ids)
     at = size - lengths.key
@@ -124,10 +105,6 @@ def _covers(ids: str, unit: int, length: int) -> bool:
     if len(ids) > length and ids[-length - 1] == ids[unit - length - 1]:
         return False
     return _repeats(ids, unit, length)
-
-
-def _letter(token: int) -> str:
-    return chr(token % 0x110000)  # larger vocabularies do not exist
 
 
 # -- the text of a loop -----------------------------------------------------------------------
@@ -198,9 +175,8 @@ def in_code(text: str, words: Words) -> bool:
     line = text[text.rfind("\n") + 1 :]
     if len(FENCE.findall(text)) % 2 or any(len(q.findall(line)) % 2 for q in QUOTES):
         return True
-    if words.syntax is None or not words.tools:
-        return False
-    return words.syntax.call_state(text) is CallState.OPEN
+    syntax = words.syntax if words.tools else None
+    return syntax is not None and syntax.call_state(text) is CallState.OPEN
 
 
 def too_long(
@@ -218,10 +194,8 @@ def too_long(
     if not length:
         return None
     ids = since(0)
-    kind = kind_of(
-        words.text(ids[-max(2 * unit, LEAST_READ) :]),
-        in_code=lambda: in_code(words.text(ids), words),
-    )
+    repeated = words.text(ids[-max(2 * unit, LEAST_READ) :])
+    kind = kind_of(repeated, in_code=lambda: in_code(words.text(ids), words))
     if lengths.of[unit][KINDS.index(kind)] > length:
         return None
     return "runaway" if unit <= SHORT else "period"

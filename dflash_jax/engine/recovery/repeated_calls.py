@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dflash_jax.engine.recovery.words import Ids, Words
 from dflash_jax.tool_parsers import malformed_calls
@@ -16,28 +16,15 @@ LOOK_BACK = 24  # ids whose text shows whether a call has just ended
 
 
 class Called(NamedTuple):
-    """The calls of an output so far.
+    """The calls of an output so far."""
 
-    Attributes:
-      read: number of output ids that were parsed; the rest begins outside calls.
-      thinking: whether the rest begins inside a thought; None before the first call.
-      last: name and arguments of the last call.
-      times: number of equal calls in a row that end with the last one.
-      first: number of output ids up to the end of the first of those.
-      tried: number of markers after `read` that ended no call, such as those within arguments.
-      length: number of ids after `read` at the last of those.
-    """
-
-    read: int = 0
-    thinking: bool | None = None
-    last: tuple[str, str] | None = None
-    times: int = 0
-    first: int = 0
-    tried: int = 0
-    length: int = 0
-
-
-UNCALLED = Called()
+    read: int = 0  # output ids that were parsed; the rest begins outside calls
+    thinking: bool | None = None  # the rest begins inside a thought; None before the first call
+    last: tuple[str, str] | None = None  # name and arguments of the last call
+    times: int = 0  # number of equal calls in a row that end with the last one
+    first: int = 0  # output ids up to the end of the first of those
+    tried: int = 0  # markers after `read` that ended no call, such as those within arguments
+    length: int = 0  # ids after `read` at the last of those
 
 
 def closes(syntax: Syntax) -> tuple[str, ...]:
@@ -88,17 +75,14 @@ def after(before: Called, since: Callable[[int], Ids], words: Words) -> Called:
                 arguments[index] += text
             case ToolCallEnd(index):
                 call = (names[index], _canonical(arguments[index]))
-                if call == found.last:
-                    found = found._replace(times=found.times + 1)
-                else:
-                    found = found._replace(last=call, times=1, first=place)
+                if call != found.last:
+                    found = found._replace(last=call, times=0, first=place)
+                found = found._replace(times=found.times + 1)
     return found
 
 
 def _canonical(arguments: str) -> str:
-    """Return arguments in a canonical form."""
     try:
-        value: Any = json.loads(arguments or "{}")
-        return json.dumps(value, sort_keys=True)
+        return json.dumps(json.loads(arguments or "{}"), sort_keys=True)
     except (ValueError, RecursionError):
         return arguments

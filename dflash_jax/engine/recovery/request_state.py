@@ -9,10 +9,8 @@ from typing import Any, NamedTuple, overload
 from dflash_jax.engine.recovery import repeated_calls, tool_names
 from dflash_jax.engine.recovery.guards import NO_MEMORY, LoopMemory
 from dflash_jax.engine.recovery.settings import OFF, Recovery
-from dflash_jax.engine.recovery.speculation import NOTES, UNTRIED, DraftingState
-from dflash_jax.engine.recovery.words import SILENT, Words
-
-Ids = tuple[int, ...]
+from dflash_jax.engine.recovery.speculation import NOTES, DraftingState
+from dflash_jax.engine.recovery.words import NO_WORDS, Ids, Words
 
 
 class TokenIds(Sequence[int]):
@@ -35,10 +33,6 @@ class TokenIds(Sequence[int]):
         longer._ids += ids
         longer._length = len(longer._ids)
         return longer
-
-    def last(self, count: int) -> Ids:
-        """Return the last ids, at most `count`."""
-        return self[max(self._length - count, 0) :]
 
     def __len__(self) -> int:
         return self._length
@@ -88,9 +82,7 @@ class Restart(enum.Enum):
     """From where a request is decoded again."""
 
     SAVED = "saved"  # the state after its prompt
-    CALL = (
-        "call"  # the opening of a call that could not be parsed; the host compiles a grammar first
-    )
+    CALL = "call"  # the opening of a call that could not be parsed, once its grammar is compiled
     FRESH = "fresh"  # its prompt, without the prefix cache, which drops the prompt
 
 
@@ -102,9 +94,11 @@ class Policy:
     stop_ids: frozenset[int] = frozenset()
     speculative: bool = True
     break_even: float = 0.0  # tokens a drafted round must commit to pay off; 0 if unknown
-    fixed: bool = False  # never stop drafting: sampled or inexact tokens would depend on timing
+    # Never stop drafting. Whether the in-flight step drafts depends on timing, and sampled or
+    # inexact tokens would depend on that (R11).
+    fixed: bool = False
     recovery: Recovery = OFF
-    words: Words = SILENT
+    words: Words = NO_WORDS
 
     @property
     def close_at(self) -> int | None:
@@ -120,60 +114,36 @@ class CallProbe(NamedTuple):
 
     The text that leads to a call (the lead) was forced in place of the end token, and is held. The
     next decided token reports the odds of a call there.
-
-    Attributes:
-      end: the end token, which is restored if a call is not likely enough.
-      lead: number of ids at the output's end that lead to a call.
-      odds: logit of the first of them minus that of the end token.
-      wanted: least sum of the odds at which a call is forced.
     """
 
-    end: int
-    lead: int
-    odds: float
-    wanted: float
+    end: int  # the end token, which is restored if a call is not likely enough
+    lead: int  # number of ids at the output's end that lead to a call
+    odds: float  # logit of the first of them minus that of the end token
+    wanted: float  # least sum of the odds at which a call is forced
 
 
 class State(NamedTuple):
-    """The state of a request.
-
-    Attributes:
-      ids: decided output; only held tokens are ever dropped from it.
-      held: number of them that were not emitted yet.
-      fed: number of them in the caches.
-      drafting: what is known about the drafter's use.
-      guard: the loop the last token completed; the next token ends the output.
-      memory: facts about the output that the loop rules need.
-      injected: a tool call was begun.
-      calls: possible continuations of that call, for each declared tool the ids up to its
-        arguments; empty once the tool is chosen.
-      call_at: output index at which a held call begins; -1 without one.
-      call_retried: a call was decoded again.
-      probe: the target is being probed for a tool call.
-      closed: a thought was closed at its limit.
-      past_close: the output is longer than `Policy.close_at`.
-      ran: drafting was on when tokens were decided.
-      retried: number of decodings without visible output so far.
-      restored: the prompt's state came from the prefix cache.
-    """
+    """The state of a request."""
 
     phase: Phase = Phase.WAITING
-    ids: TokenIds = TokenIds()
-    held: int = 0
-    fed: int = 0
-    drafting: DraftingState = UNTRIED
-    guard: str | None = None
+    ids: TokenIds = TokenIds()  # decided output; only held tokens are ever dropped from it
+    held: int = 0  # number of them that were not emitted yet
+    fed: int = 0  # number of them in the caches
+    drafting: DraftingState = DraftingState()
+    guard: str | None = None  # the loop the last token completed; the next token ends the output
     memory: LoopMemory = NO_MEMORY
-    injected: bool = False
+    injected: bool = False  # a tool call was begun
+    # Possible continuations of that call, for each declared tool the ids up to its arguments;
+    # empty once the tool is chosen.
     calls: tuple[Ids, ...] = ()
-    call_at: int = -1
-    call_retried: bool = False
-    probe: CallProbe | None = None
-    closed: bool = False
-    past_close: bool = False
-    ran: bool = False
-    retried: int = 0
-    restored: bool = False
+    call_at: int = -1  # output index at which a held call begins; -1 without one
+    call_retried: bool = False  # a call was decoded again
+    probe: CallProbe | None = None  # the target is being probed for a tool call
+    closed: bool = False  # a thought was closed at its limit
+    past_close: bool = False  # the output is longer than `Policy.close_at`
+    ran: bool = False  # drafting was on when tokens were decided
+    retried: int = 0  # number of decodings without visible output so far
+    restored: bool = False  # the prompt's state came from the prefix cache
 
     @property
     def num_decided(self) -> int:
@@ -192,20 +162,15 @@ class Prefilled(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """The device decided tokens for the row; none if the row had stopped.
-
-    Attributes:
-      next_best: best token at the last position that is no stop token.
-      num_drafts: tokens that were drafted for the row; 0 in a plain step.
-      call_odds: odds of the token that leads to a tool call at the last position, see `StepOutput`;
-        None if the device does not report them.
-    """
+    """The device decided tokens for the row; none if the row had stopped."""
 
     tokens: Ids
     finite: bool = True
     draft_finite: bool = True
-    next_best: int = -1
-    num_drafts: int = 0
+    next_best: int = -1  # best token at the last position that is no stop token
+    num_drafts: int = 0  # tokens that were drafted for the row; 0 in a plain step
+    # Of the token that leads to a tool call at the last position, see `StepOutput`; None if the
+    # device does not report them.
     call_odds: float | None = None
 
 
@@ -223,29 +188,17 @@ Event = Prefilled | Stepped | Cancelled | CallRetried
 
 
 class Effects(NamedTuple):
-    """What the engine has to do, in this order.
+    """What the engine has to do, in this order."""
 
-    Attributes:
-      emit: give these tokens to the caller.
-      replace: the new pending token.
-      force: tokens to feed after it; the last of them is pending afterwards.
-      restart: decode again from there.
-      finish: the request ended.
-      fallback: why this round was plain, or later ones will be.
-      notes: recovery events, to be counted and logged.
-      places: output index of each event, at most the output's length.
-      retract: number of held ids at the end that were dropped before anything else.
-    """
-
-    emit: Ids = ()
-    replace: int | None = None
-    force: Ids = ()
-    restart: Restart | None = None
-    finish: Finish | None = None
-    fallback: str | None = None
-    notes: tuple[str, ...] = ()
-    places: tuple[int, ...] = ()
-    retract: int = 0
+    emit: Ids = ()  # give these tokens to the caller
+    replace: int | None = None  # the new pending token
+    force: Ids = ()  # tokens to feed after it; the last of them is pending afterwards
+    restart: Restart | None = None  # decode again from there
+    finish: Finish | None = None  # the request ended
+    fallback: str | None = None  # why this round was plain, or later ones will be
+    notes: tuple[str, ...] = ()  # recovery events, to be counted and logged
+    places: tuple[int, ...] = ()  # output index of each event, at most the output's length
+    retract: int = 0  # number of held ids at the end that were dropped before anything else
 
     def notes_before(self, place: int) -> tuple[str, ...]:
         """Return the events before an output index, and those of drafting."""
@@ -259,6 +212,7 @@ class StepCut:
 
     state: State
     before: int  # ids decided before
+    fallback: str | None = None
     new: list[int] = dataclasses.field(default_factory=list)
     replace: int | None = None
     force: Ids = ()
@@ -308,10 +262,15 @@ class StepCut:
 
     def end_at_stop(self, policy: Policy) -> None:
         """End the output at the first end token among forced tokens, where the row would stop."""
-        ends = [i for i, token in enumerate(self.new) if token in policy.stop_ids]
-        if ends:
-            del self.new[ends[0] + 1 :]
-            self.end(Finish.STOP)
+        for i, token in enumerate(self.new):
+            if token in policy.stop_ids:
+                del self.new[i + 1 :]
+                return self.end(Finish.STOP)
+
+    def effects(self, **others: Any) -> Effects:
+        """Return effects with the notes and the fallback of the step."""
+        notes, places = tuple(self.notes), tuple(self.places)
+        return Effects(fallback=self.fallback, notes=notes, places=places, **others)
 
 
 def speculates(state: State, policy: Policy) -> bool:

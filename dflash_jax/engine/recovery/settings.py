@@ -1,7 +1,8 @@
 """The settings of recovery, and strict parsers for environment variables."""
 
 import dataclasses
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
@@ -82,55 +83,16 @@ class Recovery:
     log_directory: str | None = None
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):  # NumPy's numbers become Python's
+        for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Real) and not isinstance(value, bool):
-                whole = isinstance(value, Integral)
-                object.__setattr__(self, field.name, int(value) if whole else float(value))
-        for name in ("floor", "min_tokens", "answer_reserve"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise ConfigError(f"{name} is {value!r}; expected an integer from 0")
-        for name in ("tool_prefix", "call_retry", "empty_retry", "floor_in_thought"):
-            if type(value := getattr(self, name)) is not bool:
-                raise ConfigError(f"{name} is {value!r}; expected True or False")
-        for name in ("skip_phrase", "close_text", "log_directory"):
-            value = getattr(self, name)
-            if not isinstance(value, str) and (value is not None or name == "skip_phrase"):
-                raise ConfigError(f"{name} is {value!r}; expected a text")
-        for name, kind in (("below_floor", BelowFloor), ("watchdog", Watchdog)):
-            if (value := getattr(self, name)) not in get_args(kind):
-                known = ", ".join(get_args(kind))
-                raise ConfigError(f"{name} is {value!r}; expected one of {known}")
-        self._check_runaway()
-        if type(self.loop_tokens) is not int or self.loop_tokens < 2:
-            raise ConfigError(f"loop_tokens is {self.loop_tokens!r}; expected an integer from 2")
-        calls = self.repeated_calls
-        if type(calls) is not int or calls < 0 or calls == 1:
-            raise ConfigError(
-                f"repeated_calls is {calls!r}; expected 0 (off) or an integer of at least 2:"
-                " 1 would end every output at its first call"
-            )
-        if type(self.call_odds) not in (int, float) or self.call_odds != self.call_odds:
-            raise ConfigError(f"call_odds is {self.call_odds!r}; expected a number such as -5.0")
-        limit = self.repeat_limit
-        if limit is not None and (type(limit) is not int or limit == 1):
-            raise ConfigError(
-                f"repeat_limit is {limit!r}; expected 0 (off) or an integer of at least 2:"
-                " 1 would end every output at its first token"
-            )
-        deadline = self.deadline_s
-        if deadline is not None and not (type(deadline) in (int, float) and deadline > 0):
-            raise ConfigError(f"deadline_s is {deadline!r}; expected seconds above 0, or None")
-
-    def _check_runaway(self) -> None:
-        """Check `runaway`, and write "compat" and "off" as their booleans."""
-        value = {"compat": True, "off": False}.get(str(self.runaway), self.runaway)
-        if value != "measured" and type(value) is not bool:
-            raise ConfigError(
-                f"runaway is {value!r}; expected one of measured, compat, off, or True or False"
-            )
-        object.__setattr__(self, "runaway", value)
+            if isinstance(value, Real) and not isinstance(value, bool):  # NumPy's become Python's
+                value = int(value) if isinstance(value, Integral) else float(value)
+            if field.name == "runaway":
+                value = {"compat": True, "off": False}.get(str(value), value)
+            object.__setattr__(self, field.name, value)
+            good, expected = _EXPECTED[field.name]
+            if not good(value):
+                raise ConfigError(f"{field.name} is {value!r}; expected {expected}")
 
     @property
     def measures(self) -> bool:
@@ -140,56 +102,73 @@ class Recovery:
     @property
     def repeats(self) -> int:
         """Equal tokens that end an output; 0 is off. A negative limit counts as not given."""
-        if self.repeat_limit is None or self.repeat_limit < 0:
-            if self.measures:
-                return 0
-            return REPEATS if self.floor else 0
-        return self.repeat_limit
+        if self.repeat_limit is not None and self.repeat_limit >= 0:
+            return self.repeat_limit
+        return REPEATS if self.floor and not self.measures else 0
+
+    @property
+    def ends_loops(self) -> bool:
+        """Whether any rule ends outputs that loop."""
+        return bool(self.repeats or self.runaway or self.repeated_calls or self.watchdog != "off")
+
+    @property
+    def watches(self) -> bool:
+        """Whether the watchdog looks for periods by the original rules."""
+        return self.watchdog == "compat" or (self.watchdog == "on" and not self.measures)
 
     def for_structure(self) -> "Recovery":
         """Return the rules that apply to structured output, whose grammar decides how it ends.
 
         No token is forced and no end token replaced; loops, deadlines and failures still count.
         """
-        return dataclasses.replace(
-            self,
-            floor=0,
-            tool_prefix=False,
-            call_retry=False,
-            empty_retry=False,
-            min_tokens=0,
-            answer_reserve=0,
-            repeat_limit=self.repeats,
-        )
+        off = dict.fromkeys(("tool_prefix", "call_retry", "empty_retry"), False)
+        none = dict.fromkeys(("floor", "min_tokens", "answer_reserve"), 0)
+        return dataclasses.replace(self, repeat_limit=self.repeats, **off, **none)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> "Recovery":
         """Return the settings of the original engines' environment variables; off without them.
 
-        The library never reads the process's environment; a serving command passes it here.
-
-        Raises:
-          ConfigError: a value that is neither a clear yes or no, or not a whole number.
+        The library never reads the process's environment; a serving command passes it here. A value
+        that is no clear yes or no, or no whole number, raises ConfigError.
         """
         floor = integer(environment, "DFLASH_MIN_TOKENS", 0)
         repeats = integer(environment, "DFLASH_DEGENERATE_RUN_TOKENS", -1)
         prefix = flag(environment, "DFLASH_STALL_TOOL_PREFIX")
-        return dataclasses.replace(
-            OFF,
-            floor=floor,
-            below_floor="replace" if floor and not prefix else "rescue",
-            tool_prefix=prefix,
-            repeat_limit=repeats if repeats >= 0 else None if floor else 0,
-        )
+        below = "replace" if floor and not prefix else "rescue"
+        limit = repeats if repeats >= 0 else None if floor else 0
+        ends: dict[str, Any] = {"floor": floor, "below_floor": below, "tool_prefix": prefix}
+        return dataclasses.replace(OFF, repeat_limit=limit, **ends)
 
 
-OFF = Recovery(
-    floor=0,
+def _one_of(kind: Any) -> tuple[Callable[[Any], bool], str]:
+    known = get_args(kind)
+    return lambda x: x in known, f"one of {', '.join(known)}"
+
+
+_NATURAL = lambda x: type(x) is int and x >= 0, "an integer from 0"
+_SWITCH = lambda x: type(x) is bool, "True or False"
+_TEXT = lambda x: x is None or isinstance(x, str), "a text"
+_AT_LEAST_2 = "0 (off) or an integer of at least 2: 1 would end every output at its first"
+_SECONDS = "seconds above 0, or None"
+_RUNAWAY = "one of measured, compat, off, or True or False"
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("floor", "min_tokens", "answer_reserve"), _NATURAL),
+    **dict.fromkeys(("tool_prefix", "call_retry", "empty_retry", "floor_in_thought"), _SWITCH),
+    **dict.fromkeys(("close_text", "log_directory"), _TEXT),
+    "skip_phrase": (lambda x: isinstance(x, str), "a text"),
+    "below_floor": _one_of(BelowFloor),
+    "watchdog": _one_of(Watchdog),
+    "runaway": (lambda x: x == "measured" or type(x) is bool, _RUNAWAY),
+    "loop_tokens": (lambda x: type(x) is int and x >= 2, "an integer from 2"),
+    "repeated_calls": (lambda x: type(x) is int and x >= 0 and x != 1, f"{_AT_LEAST_2} call"),
+    "repeat_limit": (lambda x: x is None or (type(x) is int and x != 1), f"{_AT_LEAST_2} token"),
+    "call_odds": (lambda x: type(x) in (int, float) and x == x, "a number such as -5.0"),
+    "deadline_s": (lambda x: x is None or (type(x) in (int, float) and x > 0), _SECONDS),
+}
+OFF = dataclasses.replace(
+    Recovery().for_structure(),
     below_floor="rescue",
-    tool_prefix=False,
-    call_retry=False,
-    empty_retry=False,
-    repeat_limit=0,
     runaway=False,
     watchdog="off",
     repeated_calls=0,
@@ -200,11 +179,7 @@ YES = {"1", "true", "yes", "on", "y", "t", "enable", "enabled"}
 
 
 def flag(environment: Mapping[str, str], name: str) -> bool:
-    """Return a yes or no; unset is no.
-
-    Raises:
-      ConfigError: anything else.
-    """
+    """Return a yes or no, unset being no; raise ConfigError for anything else."""
     word = environment.get(name, "").strip().lower()
     if word not in NO | YES:
         raise ConfigError(f"{name} is {word!r}; expected 1 or 0, true or false, yes or no, on, off")
@@ -212,15 +187,8 @@ def flag(environment: Mapping[str, str], name: str) -> bool:
 
 
 def integer(environment: Mapping[str, str], name: str, default: int) -> int:
-    """Return a whole number; unset or empty is the default.
-
-    Raises:
-      ConfigError: anything else.
-    """
-    text: Any = environment.get(name, "").strip()
-    if not text:
-        return default
-    digits = text.removeprefix("-")
-    if not (digits.isascii() and digits.isdigit()):
+    """Return a whole number, or the default if unset; raise ConfigError for anything else."""
+    text = environment.get(name, "").strip() or str(default)
+    if not re.fullmatch("-?[0-9]+", text):
         raise ConfigError(f"{name} is {text!r}; expected a whole number such as 64")
     return int(text)

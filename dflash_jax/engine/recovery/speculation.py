@@ -2,11 +2,10 @@
 
 from typing import NamedTuple
 
-# Notes about drafting. Plain decoding has none of them, and no token depends on them.
-# Whether "drafter_dead" is noted depends on the block size: a block of one token drafts nothing,
-# and in larger ones the drafts differ, so one size may see 256 rejected drafts where another
-# accepted some. Tokens, finish reasons and `stats.recovery` do not depend on it: these notes go to
-# logs, and retries to `stats.fallbacks`.
+# Notes about drafting, which go to logs, and retries to `stats.fallbacks`. Plain decoding has none
+# of them, and no token, finish reason or `stats.recovery` depends on them. Whether "drafter_dead"
+# is noted depends on the block size: one size may see 256 rejected drafts where another accepted
+# some, and a block of one token drafts nothing.
 DEAD = "drafter_dead"
 RETRY, CONFIRMED, RECOVERED = "empty_retry", "empty_retry_confirmed_eos", "empty_retry_recovered"
 RETRIES = (RETRY, CONFIRMED, RECOVERED)
@@ -19,37 +18,24 @@ PAUSE, LONGEST_PAUSE = 64, 1024  # tokens decoded plainly between probes
 
 
 class DraftingState(NamedTuple):
-    """What is known about the use of drafting for one request.
+    """What is known about the use of drafting for one request."""
 
-    Attributes:
-      drafted, accepted: number of drafts so far.
-      bad: number of steps in a row whose draft was not finite.
-      length: smoothed tokens per round; 0 before the first.
-      trial: rounds until the next decision.
-      pause: plain tokens until drafting is tried again; 0 while drafting.
-      pauses: number of pauses; each is twice as long as the last.
-      dead: no draft was accepted, in many rounds or before drafts stopped being finite; recorded
-        even if drafting must continue.
-      off: why this request no longer drafts.
-    """
-
-    drafted: int = 0
-    accepted: int = 0
-    bad: int = 0
-    length: float = 0.0
-    trial: int = TRIAL
-    pause: int = 0
-    pauses: int = 0
+    drafted: int = 0  # drafts so far
+    accepted: int = 0  # of these
+    bad: int = 0  # steps in a row whose draft was not finite
+    length: float = 0.0  # smoothed tokens per round; 0 before the first
+    trial: int = TRIAL  # rounds until the next decision
+    pause: int = 0  # plain tokens until drafting is tried again; 0 while drafting
+    pauses: int = 0  # number of pauses; each is twice as long as the last
+    # No draft was accepted, in many rounds or before drafts stopped being finite; recorded even if
+    # drafting must continue.
     dead: bool = False
-    off: str | None = None
+    off: str | None = None  # why this request no longer drafts
 
     @property
     def drafts(self) -> bool:
         """Whether the next step should draft."""
         return self.off is None and self.pause == 0
-
-
-UNTRIED = DraftingState()
 
 
 def after_step(
@@ -60,9 +46,7 @@ def after_step(
     Args:
       decided: number of tokens the step committed; 0 if the row had stopped.
       drafts: number of tokens drafted for the row; 0 in a plain step.
-      break_even: tokens a round must commit to pay off; 0 if unknown.
-      fixed: never stop drafting. Whether the in-flight step drafts depends on timing, and sampled
-        tokens would depend on that (R11).
+      break_even, fixed: see `Policy`.
     """
     if not finite:
         state = state._replace(bad=state.bad + 1)
@@ -71,15 +55,18 @@ def after_step(
             state = state._replace(off=off, dead=dead)
         return state, "draft_not_finite"
     if state.pause:
-        return _paused(state, decided), None
+        pause = max(state.pause - decided, 0)
+        if not pause:  # drafting is tried again, without memory of the past
+            state = state._replace(trial=PROBE, length=0.0)
+        return state._replace(pause=pause), None
     if not decided or not drafts or state.off:
         return state, None
-    first = state.length == 0
+    smoothed = state.length + SMOOTHING * (decided - state.length)
     state = state._replace(
         bad=0,
         drafted=state.drafted + drafts,
         accepted=state.accepted + decided - 1,
-        length=decided if first else state.length + SMOOTHING * (decided - state.length),
+        length=smoothed if state.length else decided,
         trial=max(state.trial - 1, 0),
     )
     if state.drafted >= DEAD_AFTER and not state.accepted and not state.dead:
@@ -89,11 +76,3 @@ def after_step(
         pause = min(PAUSE << min(state.pauses, 8), LONGEST_PAUSE)
         return state._replace(pause=pause, pauses=state.pauses + 1), "below_break_even"
     return state, None
-
-
-def _paused(state: DraftingState, decided: int) -> DraftingState:
-    """Count a pause down; at its end, drafting is tried again without memory of the past."""
-    pause = max(state.pause - decided, 0)
-    if pause:
-        return state._replace(pause=pause)
-    return state._replace(pause=0, trial=PROBE, length=0.0)

@@ -8,7 +8,7 @@ neither on drafting nor on the block size, and is always a declared one.
 
 from collections.abc import Sequence
 
-Ids = tuple[int, ...]
+from dflash_jax.engine.recovery.words import Ids
 
 
 def split(calls: Sequence[Ids]) -> tuple[Ids, tuple[Ids, ...]]:

@@ -15,39 +15,26 @@ BLANK = " \t\r\n\v\f\N{NO-BREAK SPACE}\N{ZERO WIDTH SPACE}\N{ZERO WIDTH NO-BREAK
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """Token ids and texts that the recovery rules look for; all empty without a tokenizer.
+    """Token ids and texts that the recovery rules look for; all empty without a tokenizer."""
 
-    Attributes:
-      text: returns the text of ids, special tokens included.
-      tools: declared tools.
-      hidden: ids that callers never see: special tokens other than those around thoughts.
-      calls: for each tool that may be called, the ids with which a forced call begins, up to its
-        arguments. Empty if no call may be forced.
-      opening: ids with which all of `calls` begin: the lead that the family writes before a call,
-        and the first id that only calls have. Empty if unknown.
-      marker, closer: the special tokens around a call; -1 where they are no single tokens.
-      choice: which tools may be called.
-      close: ids that close a thought.
-      skip: ids of the phrase after which an output is not stalled.
-      colons: ids that end a preamble, for the detector by ids.
-      inside_thought: whether the prompt ended inside an open thought.
-      call_ends: ids with which a tool call's closing marker can end; None if unknown.
-    """
-
-    text: Callable[[Ids], str] = lambda ids: ""
+    text: Callable[[Ids], str] = lambda ids: ""  # of ids, special tokens included
     syntax: Syntax | None = None
-    tools: tuple[Tool, ...] = ()
-    hidden: frozenset[int] = frozenset()
+    tools: tuple[Tool, ...] = ()  # declared tools
+    hidden: frozenset[int] = frozenset()  # special tokens other than those around thoughts
+    # For each tool that may be called, the ids with which a forced call begins, up to its
+    # arguments. Empty if no call may be forced.
     calls: tuple[Ids, ...] = ()
+    # Ids with which all of `calls` begin: the lead that the family writes before a call, and the
+    # first id that only calls have. Empty if unknown.
     opening: Ids = ()
-    marker: int = -1
+    marker: int = -1  # the special tokens around a call; -1 where they are no single tokens
     closer: int = -1
     choice: ToolChoice = AUTO
-    close: Ids = ()
-    skip: Ids = ()
-    colons: frozenset[int] = frozenset()
-    inside_thought: bool = False
-    call_ends: frozenset[int] | None = None
+    close: Ids = ()  # ids that close a thought
+    skip: Ids = ()  # ids of the phrase after which an output is not stalled
+    colons: frozenset[int] = frozenset()  # ids that end a preamble, for the detector by ids
+    inside_thought: bool = False  # the prompt ended inside an open thought
+    call_ends: frozenset[int] | None = None  # with which a call's closing marker can end
 
     def is_visible(self, ids: Iterable[int]) -> bool:
         """Return whether any of these ids is visible to a caller; pass them without end tokens."""
@@ -56,9 +43,7 @@ class Words:
     def thinking(self, ids: Ids) -> bool:
         """Return whether the output so far ends inside a thought."""
         thought = self.syntax.thought if self.syntax else None
-        if thought is None:
-            return False
-        return thought.is_open(self.text(ids), inside=self.inside_thought)
+        return bool(thought) and thought.is_open(self.text(ids), inside=self.inside_thought)
 
     def read(self, ids: Ids) -> "ParsedOutput":
         """Parse the output so far as its caller would if it ended here."""
@@ -69,31 +54,17 @@ class Words:
             content = "?" if self.is_visible(ids) and self.syntax is None else ""
         answered = bool(content.strip(BLANK)) and self.is_visible(ids)
         broken = parser.unfinished or parser.unreadable > 0 or parser.empty_calls > 0
-        return ParsedOutput(parser.calls > 0, parser.unfinished, broken, answered)
-
-    def has_called(self, ids: Ids) -> bool:
-        """Return whether the output so far began a tool call, in any supported syntax.
-
-        A call to an undeclared tool counts, as the caller receives it and can answer it.
-        """
-        reading = self.read(ids)
-        return reading.called or reading.unfinished
+        began = parser.calls > 0 or parser.unfinished
+        return ParsedOutput(parser.calls > 0, began, broken, answered)
 
 
 class ParsedOutput(NamedTuple):
-    """An output as its caller parses it.
+    """An output as its caller parses it, in any supported syntax."""
 
-    Attributes:
-      called: it calls a tool.
-      unfinished: it ends inside a call.
-      broken: it ends inside a call, or contains a call that is empty or cannot be parsed.
-      answered: it has content that is neither a thought nor blank.
-    """
-
-    called: bool
-    unfinished: bool
-    broken: bool
-    answered: bool
+    called: bool  # it calls a tool; an undeclared one counts, as the caller can answer the call
+    began: bool  # it calls a tool, or ends inside a call
+    broken: bool  # it ends inside a call, or contains one that is empty or cannot be parsed
+    answered: bool  # it has content that is neither a thought nor blank
 
 
-SILENT = Words()
+NO_WORDS = Words()

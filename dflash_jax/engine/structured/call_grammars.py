@@ -1,33 +1,23 @@
 """Compile grammars of calls that are decoded again, in a thread while the row waits."""
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
 
-from dflash_jax.compiler.build import CompiledPrograms
 from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.structured.grammars import Grammar, Grammars
 from dflash_jax.engine.vocabulary import calls_grammar
 from dflash_jax.tokenizer import Tokenizer
 
-
-class HasPrograms(Protocol):
-    """The owner of an engine's compiled programs, which may be replaced."""
-
-    compiled: CompiledPrograms
+Build = Callable[[tuple[Variant, ...]], object]  # compiles missing programs
 
 
 class CallGrammars:
     """Compiles grammars of declared tools, and the programs of constrained decoding if missing."""
 
-    def __init__(self, grammars: Grammars, runner: HasPrograms, tokenizer: Tokenizer | None):
-        self.grammars, self._runner, self._tokenizer = grammars, runner, tokenizer
+    def __init__(self, grammars: Grammars, build: Build, tokenizer: Tokenizer | None):
+        self.grammars, self._build, self._tokenizer = grammars, build, tokenizer
         self._thread = ThreadPoolExecutor(1, "call-grammars")  # started when first used
-
-    @property
-    def available(self) -> bool:
-        """Whether grammars can be compiled here."""
-        return self.grammars.available
 
     def begin(self, request: Request) -> "Future[Grammar]":
         """Begin to compile the grammar of a request's calls."""
@@ -35,8 +25,6 @@ class CallGrammars:
 
     def _make(self, request: Request) -> Grammar:
         assert self._tokenizer is not None
-        source = calls_grammar(request.words, self._tokenizer)
-        grammar = self.grammars.make({"grammar": source})
-        needed = (Variant.CONSTRAINED, Variant.FORCED_TOKENS)
-        self._runner.compiled.compile(needed, workers=1)
+        grammar = self.grammars.make({"grammar": calls_grammar(request.words, self._tokenizer)})
+        self._build((Variant.CONSTRAINED, Variant.FORCED_TOKENS))
         return grammar

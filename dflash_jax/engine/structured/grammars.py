@@ -29,21 +29,11 @@ class Grammars:
 
     A grammar is compiled in a separate process first, and here only if that succeeded, because
     llguidance crashes its process if a grammar exhausts the stack.
-
-    Attributes:
-      seconds: time that compiling one grammar may take; may be changed.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        vocab: int,
-        eos: Sequence[int],
-        *,
-        seconds: float = SECONDS,
-    ):
+    def __init__(self, tokenizer: Tokenizer | None, vocab: int, eos: Sequence[int]):
         self._tokenizer, self._vocab, self._eos = tokenizer, vocab, list(eos)
-        self.seconds = seconds
+        self.seconds = SECONDS  # that compiling one grammar may take; may be changed
         self._lock = threading.Lock()
         self._shared: tuple[Any, GrammarTrials] | None = None  # the first is an LLTokenizer
 
@@ -54,12 +44,7 @@ class Grammars:
         return known and importlib.util.find_spec("llguidance") is not None
 
     def make(self, structure: Structure) -> "Grammar":
-        """Return a grammar at its beginning.
-
-        Args:
-          structure: one of {"json": a schema}, {"regex": a pattern}, {"choice": texts} or
-            {"grammar": a Lark grammar}; with "around" as well, a Lark grammar of the whole output,
-            which calls it `@answer`.
+        """Return a grammar at its beginning; see `SamplingParams.structured`.
 
         Raises:
           RequestError: no tokenizer, no llguidance, or a structure that is not understood, is too
@@ -89,7 +74,7 @@ class Grammars:
             self._shared[1].close()
 
     def _read(self, structure: Structure) -> tuple[str, Any, GrammarTrials]:
-        """Return a structure in llguidance's own form, and what `_share` returns."""
+        """Return a structure in llguidance's form, its view of the tokenizer, and the trials."""
         if self._tokenizer is None:
             raise RequestError("structured output needs a tokenizer, and this model ships none")
         if not self._eos:
@@ -106,18 +91,17 @@ class Grammars:
         source = _source(structure, llguidance.LLMatcher)
         if around is not None:
             check_lark(around)
-            answer = _as_grammar(source) | {"name": "answer"}
-            source = json.dumps({"grammars": [{"lark_grammar": around}, answer]})
-        return source, *self._share(self._tokenizer, llguidance.LLTokenizer)
-
-    def _share(self, tokenizer: Tokenizer, kind: Any) -> tuple[Any, GrammarTrials]:
-        """Return llguidance's view of the tokenizer and the trials, made at the first call."""
+            answer = {"lark_grammar": source}
+            if source.startswith("{"):
+                [answer] = json.loads(source)["grammars"]
+            grammars = [{"lark_grammar": around}, answer | {"name": "answer"}]
+            source = json.dumps({"grammars": grammars})
         with self._lock:
             if self._shared is None:
-                text = tokenizer.core.to_str()
-                view = kind(text, n_vocab=self._vocab, eos_token=self._eos)
+                text = self._tokenizer.core.to_str()
+                view = llguidance.LLTokenizer(text, n_vocab=self._vocab, eos_token=self._eos)
                 self._shared = view, GrammarTrials(text, self._vocab, self._eos)
-            return self._shared
+            return source, self._shared[0], self._shared[1]
 
 
 class Grammar:
@@ -146,21 +130,13 @@ class Grammar:
         Positions after a draft the grammar forbids are not written, as they cannot be reached.
         """
         walked = 0
-        for place in range(len(masks)):
-            row = masks[place]
+        for place, row in enumerate(masks):
             self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             if place >= len(drafts) or not self._matcher.try_consume_tokens([drafts[place]]):
                 break
             walked += 1
         if walked:
             self._matcher.rollback(walked)
-
-
-def _as_grammar(source: str) -> dict[str, Any]:
-    """Return the result of `_source` as an entry of llguidance's list of grammars."""
-    if source.startswith("{"):
-        return json.loads(source)["grammars"][0]
-    return {"lark_grammar": source}
 
 
 def _source(structure: Any, matcher: Any) -> str:
@@ -183,9 +159,8 @@ def _source(structure: Any, matcher: Any) -> str:
             value.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"the structure is not understood: {error}") from error
-    if kind == "regex" and isinstance(value, str):
-        return matcher.grammar_from_regex(value)
-    if kind == "grammar" and isinstance(value, str):
+        if kind == "regex":
+            return matcher.grammar_from_regex(value)
         check_lark(value)
         return matcher.grammar_from_lark(value)
     choices = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0

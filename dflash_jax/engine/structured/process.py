@@ -36,9 +36,7 @@ class GrammarTrials:
     short trials in one, so that they never wait for a long one in the other.
 
     Args:
-      tokenizer: text of a tokenizer.json.
-      vocab: number of token ids.
-      eos: end tokens.
+      tokenizer: text of a tokenizer.json; it has `vocab` ids, `eos` among them.
       memory: bytes that a trial may take.
     """
 
@@ -53,9 +51,7 @@ class GrammarTrials:
     def decide(self, grammar: str, seconds: float) -> bool:
         """Try a grammar for `SHORT` seconds at most; return whether `check` will take no longer.
 
-        Args:
-          grammar: in llguidance's own form.
-          seconds: time that a grammar may take in all.
+        The grammar is in llguidance's own form, and may take `seconds` in all.
         """
         key = _key(grammar)
         if self._known(key) != UNKNOWN:
@@ -125,7 +121,26 @@ class GrammarProcess:
           RequestError: the process cannot start, or was closed meanwhile.
         """
         with self._lock:
-            return self._attempt(grammar, seconds)
+            closed = self._closed
+            while True:
+                reused = self._process is not None and self._process.poll() is None
+                if not reused:
+                    self._start()
+                begun = time.monotonic()
+                try:
+                    return self._exchange(grammar, seconds)
+                except EOFError as error:
+                    if closed != self._closed:
+                        raise RequestError(
+                            "the engine was closed while the structure was compiled; send it again"
+                        ) from error
+                    if reused and time.monotonic() - begun < ALREADY_DEAD:
+                        continue  # it may have been ended from outside: try again in a new one
+                    return (
+                        "the structure cannot be compiled: the process that tried to ended"
+                        f" ({error}), by its depth or by more than {self._memory >> 20} MiB of"
+                        " memory; nest fewer rules, references and repetitions in each other"
+                    )
 
     def close(self) -> None:
         """End the process, in the middle of a grammar too; another `attempt` starts it again."""
@@ -138,40 +153,13 @@ class GrammarProcess:
             finally:
                 self._lock.release()
 
-    def _attempt(self, grammar: str, seconds: float) -> str | None:
-        closed = self._closed
-        while True:
-            reused = self._process is not None and self._process.poll() is None
-            if not reused:
-                self._start()
-            begun = time.monotonic()
-            try:
-                return self._exchange(grammar, seconds)
-            except EOFError as error:
-                if closed != self._closed:
-                    raise RequestError(
-                        "the engine was closed while the structure was compiled; send it again"
-                    ) from error
-                if reused and time.monotonic() - begun < ALREADY_DEAD:
-                    continue  # it may have been ended from outside: try again in a new one
-                return (
-                    f"the structure cannot be compiled: the process that tried to ended ({error}),"
-                    f" by its depth or by more than {self._memory >> 20} MiB of memory;"
-                    " nest fewer rules, references and repetitions in each other"
-                )
-
     def _start(self) -> None:
         """Start the process, in place of one that ended, and give it the tokenizer."""
         self._end()
         command = [sys.executable, "-P", grammar_worker.__file__]  # -P: imports none of our modules
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in a terminal must not reach it
-            )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        try:  # in a session of its own, as Ctrl-C in a terminal must not reach it
+            process = subprocess.Popen(command, start_new_session=True, **pipes)
             self._process, self._finalizer = process, weakref.finalize(self, _kill, process)
             self._exchange(self._setup, START_SECONDS)
         except (OSError, EOFError, TimeoutError) as error:

@@ -20,9 +20,7 @@ LEXER_FUEL = 250_000  # bounds a mask to about 0.2 s; llguidance's default of 10
 def compiled(tokenizer: Any, grammar: str) -> tuple[Any, str | None]:
     """Return a matcher at the start of a grammar, and why it cannot be used, if it cannot.
 
-    Args:
-      tokenizer: an `llguidance.LLTokenizer`.
-      grammar: in llguidance's own form.
+    The tokenizer is an `llguidance.LLTokenizer`, and the grammar in llguidance's own form.
     """
     import llguidance
 

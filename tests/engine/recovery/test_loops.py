@@ -15,7 +15,7 @@ import dflash_jax
 from dflash_jax.engine.recovery import Recovery, guards, loops
 from dflash_jax.engine.recovery.controller import Finish, Policy, Prefilled, State, Stepped, advance
 from dflash_jax.engine.recovery.loops import Kind, kind_of
-from dflash_jax.engine.recovery.words import SILENT, Words
+from dflash_jax.engine.recovery.words import NO_WORDS, Words
 from dflash_jax.tokenizer import Tokenizer
 
 MEASURED = recovery(runaway="measured")
@@ -32,14 +32,14 @@ def tokenizer() -> Tokenizer:
 
 def ended(
     ids: Sequence[int],
-    words: Words = SILENT,
+    words: Words = NO_WORDS,
     settings: Recovery = MEASURED,
     *,
     closed: bool = False,
 ) -> tuple[int, str] | None:
     """Return the length at which a loop ends the output, and its kind; None without one."""
     tokens: list[int] = []
-    guard = guards.Guard(guards.NO_MEMORY, lambda count: (), 0, settings, words)
+    guard = guards.Guard(guards.NO_MEMORY, (), settings, words)
     for token in ids:
         tokens.append(token)
         if kind := guard.take(token, lambda place: tuple(tokens[place:]), closed=closed):

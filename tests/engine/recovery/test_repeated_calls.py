@@ -238,8 +238,7 @@ def test_facts_about_dropped_tokens_are_dropped(tokenizer: Tokenizer) -> None:
     settings, known = Recovery(repeated_calls=3), words(tokenizer)
 
     def memory(ids: list[int], before: guards.LoopMemory = guards.NO_MEMORY, start: int = 0) -> Any:
-        last = lambda count: tuple(ids[:start][-count:])  # noqa: E731
-        guard = guards.Guard(before, last, start, settings, known)
+        guard = guards.Guard(before, ids[:start], settings, known)
         for place in range(start, len(ids)):
             guard.take(ids[place], lambda p: tuple(ids[p : place + 1]), closed=False)  # noqa: B023
         return guard.memory
