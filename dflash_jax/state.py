@@ -82,7 +82,7 @@ class Update(Protocol):
 
 @struct.dataclass
 class DecodeState:
-    """Everything a step donates and returns. One position rules all caches of a row (C2)."""
+    """Everything a step donates and returns. One position rules all caches of a row."""
 
     target: tuple[Cache, ...]
     draft: tuple[LayerCache, ...]  # context keys made from the target's taps; empty if no drafter
@@ -94,7 +94,7 @@ class DecodeState:
 class RowRules:
     """Stop and sampling rules of each row. Small arrays made by the host.
 
-    They let the device end a row on its own (R5), so that the host may dispatch steps ahead.
+    They let the device end a row on its own, so that the host may dispatch steps ahead.
     """
 
     stop_ids: Int[Array, "B E"]  # padded with -1
@@ -203,7 +203,7 @@ class RowStep(NamedTuple):
     """Output of one step for one row, on the host."""
 
     tokens: tuple[int, ...]  # newly decided, the next anchor last
-    # Best token at the last decided place except stop tokens (R6), or the best of the choices.
+    # Best token at the last decided place except stop tokens, or the best of the choices.
     next_best: int
     finite: bool  # the target's logits
     draft_finite: bool
@@ -301,7 +301,7 @@ def commit(
     num_committed: Int[Array, " B"],
     anchor: Int[Array, " B"],
 ) -> DecodeState:
-    """Keep the first tokens that a forward pass wrote; the only way a position moves (C2).
+    """Keep the first tokens that a forward pass wrote; nothing else advances a position in a step.
 
     Args:
       target, draft: updates, or caches in which slots position .. position+T-1 were written.

@@ -1,4 +1,4 @@
-"""Lowering and compiling programs ahead of time, and the contracts they must meet (C6)."""
+"""Lowering and compiling programs ahead of time, and the contracts they must meet."""
 
 import concurrent.futures
 import dataclasses

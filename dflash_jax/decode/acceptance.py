@@ -71,7 +71,7 @@ def is_stop(tokens: Int[Array, "B T"], rules: RowRules) -> Bool[Array, "B T"]:
 def cut(
     n: RowInts, tokens: Int[Array, "B T"], anchor: RowInts, position: RowInts, rules: RowRules
 ) -> RowInts:
-    """Return n so that nothing of n decided tokens follows a stop token or exceeds a limit (R5).
+    """Return n so that nothing of n decided tokens follows a stop token or exceeds a limit.
 
     A stop token becomes the next anchor and is never committed. Frozen rows get 0.
     """
@@ -87,7 +87,7 @@ def frozen(anchor: RowInts, position: RowInts, rules: RowRules) -> Bool[Array, "
 
 
 def stops_masked(logits: Logits, rules: RowRules) -> Logits:
-    """Return logits with every row's stop set at minus infinity (R6)."""
+    """Return logits with every row's stop set at minus infinity."""
     outside = jnp.where(rules.stop_ids < 0, logits.shape[2], rules.stop_ids)
     mask = jax.vmap(lambda row, ids: row.at[:, ids].set(-jnp.inf, mode="drop"))
     return mask(logits, outside)

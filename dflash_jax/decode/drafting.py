@@ -40,7 +40,7 @@ def draft(
 class RowDraftSampler:
     """Chooses drafts by each row's sampling rules (a `nn.draft.DraftSampler`).
 
-    Non-finite logits are never compared (C7): their row chooses as if all logits were zero, and
+    Non-finite logits are never compared: their row chooses as if all logits were zero, and
     is reported as not finite. q is exactly what a draft was drawn from; acceptance relies on it.
     """
 

@@ -23,7 +23,7 @@ class Pair:
 
     target: nn.Module
     drafter: Drafter | None
-    exact: bool = True  # blocks step recurrent layers token by token (R3)
+    exact: bool = True  # blocks step recurrent layers token by token
     taps_at: str = LATE  # where in a layer the drafter's taps are taken
     two_devices: bool = False  # the drafter is on another device: states carry the taps instead
     block: int = 1  # tokens of a decode step

@@ -29,7 +29,7 @@ class Segment:
 
 
 def replace_anchor(state: DecodeState, inputs: ReplaceAnchorInputs) -> DecodeState:
-    """Replace the pending tokens of some rows, which are in no cache yet (R6)."""
+    """Replace the pending tokens of some rows, which are in no cache yet."""
     anchor = jnp.where(inputs.rows, inputs.anchor, state.anchor)
     return dataclasses.replace(state, anchor=anchor)
 

@@ -34,7 +34,7 @@ def next_best(
     *,
     sampled: bool,
 ) -> RowInts:
-    """Return the token to use instead of `token` where that is a stop token (R6).
+    """Return the token to use instead of `token` where that is a stop token.
 
     Chosen as by `choose_token`, among tokens that are no stop tokens. It has a random key of its
     own: given that the key of `token` drew a stop token, the others would not have their
@@ -120,7 +120,7 @@ def any_sampled(rules: RowRules) -> Bool[Array, ""]:
 
 
 def row_keys(rules: RowRules, position: RowInts, purpose: int) -> Key[Array, " B"]:
-    """Return a key per row from (request seed, position, purpose), whatever other rows do (R11)."""
+    """Return a key per row from (request seed, position, purpose), whatever other rows do."""
 
     def key(seed: Array, at: Array) -> Array:
         # Other implementations draw depending on neighbouring rows.

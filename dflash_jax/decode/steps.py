@@ -52,13 +52,13 @@ from dflash_jax.state import (
 )
 
 Processing = LogitsState | None  # None if logits are not processed
-Stepped = tuple[DecodeState, Processing, StepOutput]
-StepFn = Callable[..., Stepped]
+StepResult = tuple[DecodeState, Processing, StepOutput]
+StepFn = Callable[..., StepResult]
 
 
 def prefill(
     pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: PrefillInputs
-) -> Stepped:
+) -> StepResult:
     """Feed a prompt chunk; the token it decides is meaningful after the last chunk only."""
     num_fed, rules = inputs.num_fed, inputs.rules
     state = restart_rows(state, inputs.fresh)
@@ -84,8 +84,8 @@ def prefill(
 
 def plain(
     pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: DecodeInputs
-) -> Stepped:
-    """Decode one token per row, in a block padded to the width of drafted ones (R1)."""
+) -> StepResult:
+    """Decode one token per row, in a block padded to the width of drafted ones."""
     padded = Draft(jnp.pad(state.anchor[:, None], ((0, 0), (0, pair.block - 1))))
     inputs = dataclasses.replace(inputs, draft=padded)
     return verify(pair, params, state, logits_state, inputs)
@@ -93,7 +93,7 @@ def plain(
 
 def speculative(
     pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: DecodeInputs
-) -> Stepped:
+) -> StepResult:
     """Draft a block, verify it, and commit the tokens the target would have decided itself."""
     state, _, drafted = draft(pair, params, state, None, inputs)
     inputs = dataclasses.replace(inputs, draft=drafted)
@@ -102,7 +102,7 @@ def speculative(
 
 def verify(
     pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: DecodeInputs
-) -> Stepped:
+) -> StepResult:
     """Verify a block and commit what is accepted: the second half of a speculative step."""
     _, state, logits_state, out = verify_block(pair, params, state, logits_state, inputs)
     return state, logits_state, out
@@ -110,7 +110,7 @@ def verify(
 
 def verify_block(
     pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: DecodeInputs
-) -> tuple[Logits, *Stepped]:
+) -> tuple[Logits, *StepResult]:
     """Verify a block as `verify` does, and return the processed logits before its results."""
     assert inputs.draft is not None
     drafted, rules, block = inputs.draft, inputs.rules, inputs.draft.block
@@ -187,7 +187,7 @@ def _sampled(
 def forced_tokens(
     pair: Pair, params: Params, state: DecodeState, logits_state: None, inputs: ForcedTokensInputs
 ) -> tuple[DecodeState, None, Bool[Array, " B"]]:
-    """Feed tokens given by the host, taps included, and set the next anchor (R7).
+    """Feed tokens given by the host, taps included, and set the next anchor.
 
     Returns:
       The state, and which rows' hidden states are finite. Requiring all hidden states keeps the
@@ -242,7 +242,7 @@ def update_drafter(
 
 def single_row(
     run: StepFn, params: Params, state: DecodeState, logits_state: Processing, inputs: PrefillInputs
-) -> Stepped:
+) -> StepResult:
     """Run a prefill on one row only; the others cost nothing and keep their bits.
 
     Args:
@@ -280,7 +280,7 @@ def multi_step(
     *,
     max_steps: int,
     width: int,
-) -> Stepped:
+) -> StepResult:
     """Run up to `inputs.num_steps` decode steps without the host in between.
 
     They end early when every row is frozen, or when numbers of any row are not finite.

@@ -1,8 +1,8 @@
 """The engine's loop: schedule work, execute it, process its results.
 
-The host stays one call ahead: it dispatches the next call before it reads the results of the last.
-That is safe because the device ends every row by itself, at stop tokens and length limits, and a
-row that ended makes no progress until the host assigns a new request to it.
+The host stays one call ahead where calls make one step (`Plan.lookahead`): it dispatches the next
+before it reads the results of the last. That is safe because the device ends every row by itself,
+at stop tokens and length limits, and a row that ended makes no progress until the host acts on it.
 """
 
 import collections
@@ -262,7 +262,7 @@ class EngineCore:
         self._interrupted = True
 
     def _rebuild(self, error: Exception | None = None) -> None:
-        """Start with a new device state: prompts and outputs are fed again (R12).
+        """Start with a new device state: prompts and outputs are fed again.
 
         A failed step, of which `error` tells, takes the donated state with it.
         """

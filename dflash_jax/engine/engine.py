@@ -336,7 +336,7 @@ class Engine:
             raise RequestError(f"cancel is {cancel!r}; expected None, or a dj.CancelCell()")
         structure = request.params.structured
         # Whether the in-flight step drafts depends on timing. Only tokens of greedy requests under
-        # an exact plan do not depend on that, so only these may stop drafting (R11).
+        # an exact plan do not depend on that, so only these may stop drafting.
         fixed = not self.plan.exact or request.params.temperature > 0
         retries_calls = request.recovery.call_retry and self.grammars.available
         return RunningSequence(

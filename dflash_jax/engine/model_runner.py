@@ -1,6 +1,6 @@
 """Dispatch an engine's compiled programs on the one device state they share.
 
-Nothing here waits for the device, except for the drafts that grammar masks are made from.
+Dispatching waits for the device only where grammar masks are made from drafts.
 """
 
 import dataclasses
@@ -214,7 +214,7 @@ class ModelRunner:
             self._logits.set_row(program, row, sequence.request, sequence.state.ids)
 
     def force_tokens(self, forced: Mapping[int, ForcedTokens]) -> None:
-        """Append tokens to rows, all of which must be frozen (R6, R7)."""
+        """Append tokens to rows, all of which must be frozen."""
         rows, block = self.plan.rows, self.plan.block
         self._change_rows(Step.REPLACE_ANCHOR, forced_tokens.replacements(rows, forced))
         for inputs in forced_tokens.blocks(rows, block, forced):

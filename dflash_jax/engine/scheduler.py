@@ -16,7 +16,7 @@ from dflash_jax.engine.sequence import RowSettings, Sequence
 from dflash_jax.plan import Plan
 from dflash_jax.state import CHOICES, RowRules
 
-BURST = 0.1  # seconds between two results that a reader does not notice as a pause (Nielsen)
+BURST = 0.1  # seconds between two results that a reader does not notice as a pause
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,14 +120,14 @@ class Scheduler:
             return SchedulerOutput(variant, rules, loaded, epochs, prefill=True)
         if not decoding or self._may_all_end(decoding, in_flight):
             return None
-        drafting = frozenset(row for row, x in decoding.items() if x.row.speculates)
+        drafting = frozenset(row for row, x in decoding.items() if x.settings.speculates)
         multi_step = variant not in LOGITS_VARIANTS and not (self.waiting or prompts)
         steps = self.pacer.num_steps if multi_step else 1
         return SchedulerOutput(variant, rules, decoding, epochs, drafting=drafting, num_steps=steps)
 
     def rules(self, decoding: Container[int] = ()) -> RowRules:
         """Return the rules of all rows, on the device; rows that do not decode have limit 0."""
-        rows = [(x.row if x else None, row in decoding) for row, x in enumerate(self.rows)]
+        rows = [(x.settings if x else None, row in decoding) for row, x in enumerate(self.rows)]
         if self._rules is None or rows != self._rows_of_rules:
             self._rules = make_rules(self._plan, rows, self._columns)
             self._rows_of_rules = rows
@@ -142,7 +142,7 @@ class Scheduler:
             unread = [x for x in in_flight if x.sequences.get(row) is sequence and x.waits(row)]
             most = [x.num_steps * (self._plan.block if row in x.drafting else 1) for x in unread]
             length = len(sequence.request.prompt) + sequence.state.num_decided
-            return length + sum(most) >= sequence.row.max_length
+            return length + sum(most) >= sequence.settings.limit
 
         return bool(in_flight) and all(may_end(row, x) for row, x in decoding.items())
 
@@ -195,7 +195,7 @@ def make_rules(
             continue
         request, params = settings.request, settings.request.params
         host["stop_ids"][row, : len(request.stop_ids)] = sorted(request.stop_ids)
-        host["limit"][row] = settings.max_length if decodes else 0
+        host["limit"][row] = settings.limit if decodes else 0
         block = (params.block_size or plan.block) if settings.speculates else 1
         host["max_drafts"][row] = block - 1
         if params.temperature > 0:

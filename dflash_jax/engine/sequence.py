@@ -30,7 +30,7 @@ class RowSettings(NamedTuple):
     """What a request's row needs to know of it, see `RowRules`."""
 
     request: Request
-    max_length: int  # tokens of prompt and output after which the device waits for the host
+    limit: int  # tokens of prompt and output after which the device waits for the host
     speculates: bool
     choices: tuple[int, ...]
     opening: int
@@ -92,7 +92,7 @@ class Sequence:
         self._submitted = self._started = self._first = time.perf_counter()
         allowed = request.recovery.deadline_s
         self.deadline = math.inf if allowed is None else self._submitted + allowed
-        self.row = self._settings()
+        self.settings = self._settings()
 
     @property
     def done(self) -> bool:
@@ -160,7 +160,7 @@ class Sequence:
         if self.request.params.logprobs is not None:
             new, probes = self.state.ids[before - effects.retract :], bool(self.state.probe)
             self.output.add_logprobs(new, logprobs, retracted=effects.retract, probes=probes)
-        self.row = self._settings()
+        self.settings = self._settings()
         if effects.fallback:
             self.stats.fallbacks[effects.fallback] += 1
         discards = effects.restart in (controller.Restart.SAVED, controller.Restart.FRESH)
@@ -236,7 +236,7 @@ class Sequence:
         recovery = self.request.recovery.for_structure()
         self.policy = dataclasses.replace(self.policy, recovery=recovery)
         self.output.grammar = grammar
-        self.row = self._settings()
+        self.settings = self._settings()
         self.restart(use_cache=True)
         self.rebuilding = bool(self.state.ids)
         return effects

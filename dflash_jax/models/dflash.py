@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DrafterConfig
-from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
+from dflash_jax.nn.attention import attend, slot_positions, visible, write_keys_values
 from dflash_jax.nn.draft import Draft, DraftSampler, SharedLayers
 from dflash_jax.nn.layers import (
     GatedMLP,
@@ -103,7 +103,7 @@ def write_finite(
 ) -> LayerCache:
     """Write rows with non-finite numbers as 0, so that they do not affect later drafts."""
     k, v = (jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype)) for x in (k, v))
-    return write_rows(cache, k, v, start)
+    return write_keys_values(cache, k, v, start)
 
 
 class DrafterLayer(nn.Module):

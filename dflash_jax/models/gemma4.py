@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import EARLY, LATE, UPSTREAM
 from dflash_jax.config.gemma4 import Gemma4Config
-from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
+from dflash_jax.nn.attention import attend, slot_positions, visible, write_keys_values
 from dflash_jax.nn.decoder import Decoder, TargetOutput
 from dflash_jax.nn.layers import (
     GatedMLP,
@@ -59,7 +59,7 @@ class Gemma4Attention(nn.Module):
             k_norm = norm_weight(self, "k_norm", width)
             k = rotate(rms_norm_wide(qkv[..., groups, :], k_norm, c.rms_norm_eps), *turn)
             v = rms_norm_wide(qkv[..., -1, :], None, c.rms_norm_eps)
-            cache = write_rows(cache, k, v, positions[:, 0])
+            cache = write_keys_values(cache, k, v, positions[:, 0])
         keys = slot_positions(positions[:, -1] + 1, cache.slots)
         seen = visible(positions, keys, causal=True, window=window)
         heads = attend(q, cache, seen, scale=SCALE)

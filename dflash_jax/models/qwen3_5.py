@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config.qwen3_5 import HybridConfig
 from dflash_jax.models import MakeCache
-from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
+from dflash_jax.nn.attention import attend, slot_positions, visible, write_keys_values
 from dflash_jax.nn.decoder import Decoder
 from dflash_jax.nn.delta import (
     DeltaInputs,
@@ -58,7 +58,7 @@ class GatedAttention(nn.Module):
             )
             for a in (q, k)
         )
-        cache = write_rows(cache, k, v, positions[:, 0])
+        cache = write_keys_values(cache, k, v, positions[:, 0])
         keys = slot_positions(positions[:, -1] + 1, cache.slots)
         out = attend(q, cache, visible(positions, keys, causal=True, window=None))
         out = out * jax.nn.sigmoid(gate).reshape(out.shape)

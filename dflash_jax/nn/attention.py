@@ -1,6 +1,6 @@
 """Cached attention over one masked buffer: new keys are written first, then attended to.
 
-This makes a token's bits independent of the block it is in (R2): every row reduces over the same
+This makes a token's bits independent of the block it is in: every row reduces over the same
 slots in the same order, whichever call filled them.
 """
 
@@ -19,7 +19,7 @@ from dflash_jax.state import LayerCache
 PIECE = 256  # slots that `attend_pieces` handles at a time
 
 
-def write_rows(
+def write_keys_values(
     cache: LayerCache,
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
@@ -166,7 +166,7 @@ def attend_pieces(
     """Compute `attend` piece by piece, up to the last live slot.
 
     A piece that is not visible to a row multiplies its sums by one and adds zeros, so that its
-    bits do not depend on the positions of other rows (R9).
+    bits do not depend on the positions of other rows.
     """
     b, t, kv, g, h = q.shape
     heads, slots = _by_head(q), cache.slots

@@ -2,7 +2,7 @@
 
 The slots are cut into parts of a fixed size. A program of the first kernel handles a kv head and a
 part, reads only the pieces that are visible to its row of the batch, and writes a partial sum; the
-second kernel adds the live parts in order. A row's result depends on its own slots only (R9), and
+second kernel adds the live parts in order. A row's result depends on its own slots only, and
 scores are never written to memory.
 """
 

@@ -10,7 +10,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import LATE, UPSTREAM, TargetConfig
-from dflash_jax.nn.attention import attend, slot_positions, visible, write_rows
+from dflash_jax.nn.attention import attend, slot_positions, visible, write_keys_values
 from dflash_jax.nn.layers import (
     GatedMLP,
     columns_of,
@@ -60,7 +60,7 @@ class Attention(nn.Module):
         start, end = positions[:, 0], positions[:, -1] + 1
         qk = rotate(qk, cos, sin)
         q, k = qk[..., :groups, :], qk[..., groups, :]
-        cache = write_rows(cache, k, v, start)
+        cache = write_keys_values(cache, k, v, start)
         keys = slot_positions(end, cache.slots)
         seen = visible(positions, keys, causal=True, window=self.window)
         sinks = weight(self, "sinks", (c.num_kv_heads, groups), split=0) if self.sinks else None

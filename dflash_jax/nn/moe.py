@@ -1,6 +1,6 @@
 """Mixture of experts with static shapes: routing, and the experts' gated MLPs.
 
-A token's result never depends on other tokens (R9): its experts follow from its own logits, no
+A token's result never depends on other tokens: its experts follow from its own logits, no
 expert has a capacity, and its experts are summed in an order given by their numbers or ranks.
 
 Letters: N tokens, E experts, X chosen experts per token, D width, F expert width, S rows.

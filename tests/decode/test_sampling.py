@@ -16,7 +16,7 @@ from laws import PROMPT, ROWS, SAID, VOCAB, all_logits, chisquare, filtered, law
 from safetensors.numpy import load_file
 
 from dflash_jax import Plan
-from dflash_jax.decode import drafting, sampling, steps
+from dflash_jax.decode import sampling
 from dflash_jax.decode.sampling import (
     ACCEPT,
     DRAFT,
@@ -211,7 +211,7 @@ def test_seeds_reproduce_and_do_not_depend_on_companions(many: Engine) -> None:
 def test_the_narrowest_filters_leave_the_likeliest_token(filters: dict[str, Any]) -> None:
     wanted = Request(prompt=(1,), params=SamplingParams(**filters))
     plan = Plan(rows=1, max_length=8, block=2, chunk=2, stop_slots=1)
-    row = RowSettings(wanted, max_length=9, speculates=True, choices=(), opening=-1)
+    row = RowSettings(wanted, limit=9, speculates=True, choices=(), opening=-1)
     p = probabilities(jnp.asarray([[[3.0, 30.0, 10.0]]]), make_rules(plan, [(row, True)], {}))
     assert p.tolist() == [[[0, 1, 0]]]  # 30 / 2e-38 is infinite
 
@@ -245,8 +245,7 @@ def test_no_random_key_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     def record(position: Any, data: Any) -> None:  # runs no JAX operation: none may be traced here
         used.append((int(np.asarray(position)[0]), np.asarray(data)[0].tobytes()))
 
-    for module in (drafting, sampling, steps):
-        monkeypatch.setattr(module, "row_keys", recorded)
+    monkeypatch.setattr(sampling, "row_keys", recorded)
     target = tiny_target()
     engine = random_engine(target, tiny_drafter(target), Plan(max_length=64, block=4, chunk=8))
     result = engine.generate([5, 6, 7], max_tokens=40, temperature=0.7, seed=3, ignore_eos=True)

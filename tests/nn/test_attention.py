@@ -19,12 +19,12 @@ from dflash_jax.nn.attention import (
     slot_positions,
     to_int8,
     visible,
-    write_rows,
+    write_keys_values,
 )
 from dflash_jax.state import LayerCache, empty_cache
 
 B, T, S, K, H = 2, 3, 8, 2, 4
-WRITE = jit(write_rows)
+WRITE = jit(write_keys_values)
 WHOLE, PIECES = (jit(functools.partial(f, scale=0.7)) for f in (attend_whole, attend_pieces))
 starts = st.lists(st.integers(0, 40), min_size=B, max_size=B)
 
@@ -92,7 +92,7 @@ def test_rows_land_at_their_positions_and_hide_nothing_before_them(
 def test_rows_are_cast_to_the_dtype_of_the_cache() -> None:
     cache = empty_cache(1, K, S, H, dtype=jnp.bfloat16)
     rows = jnp.full((1, T, K, H), 1.001, jnp.float32)
-    new = write_rows(cache, rows, rows, jnp.array([2]))
+    new = write_keys_values(cache, rows, rows, jnp.array([2]))
     assert new.k.dtype == new.v.dtype == jnp.bfloat16
     assert new.k[0, 0, 2, 0] == jnp.bfloat16(1.001)
 

@@ -83,7 +83,7 @@ class PrefixCache:
         """Add the segment of the chunk `ids` after `node`; return its node, or None without room.
 
         Raises:
-          SnapshotError: the row's position is not the end of the prefix (I9).
+          SnapshotError: the row's position is not the end of the prefix.
         """
         ids = tuple(ids)
         if position != (end := node.length + self.chunk) or len(ids) != self.chunk:

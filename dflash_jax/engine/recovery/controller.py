@@ -252,7 +252,7 @@ def _finish_step(cut: StepCut, policy: Policy) -> tuple[State, Effects]:
     else:
         held = state.probe.lead if state.probe else 0
     after = state._replace(phase=phase, ids=ids, held=held, fed=state.fed + len(cut.force))
-    assert finish or after.fed == len(ids) - 1, "one decided token, the last, is pending (S1, S2)"
+    assert finish or after.fed == len(ids) - 1, "one decided token, the last, is pending"
     pending = {} if finish else {"replace": cut.replace, "force": cut.force}
     emit = ids[shown : len(ids) - held]
     return after, cut.effects(emit=emit, finish=finish, retract=cut.retract, **pending)

@@ -95,7 +95,7 @@ class Policy:
     speculative: bool = True
     break_even: float = 0.0  # tokens a drafted round must commit to pay off; 0 if unknown
     # Never stop drafting. Whether the in-flight step drafts depends on timing, and sampled or
-    # inexact tokens would depend on that (R11).
+    # inexact tokens would depend on that.
     fixed: bool = False
     recovery: Recovery = OFF
     words: Words = NO_WORDS
