@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 from pathlib import Path
 
@@ -57,9 +56,11 @@ def _package_folder() -> Path | None:
 
 
 def _installed_version() -> str:
+    from importlib import metadata  # slow to import, and only for errors
+
     try:
-        return f"version {importlib.metadata.version(PACKAGE)}"
-    except importlib.metadata.PackageNotFoundError:
+        return f"version {metadata.version(PACKAGE)}"
+    except metadata.PackageNotFoundError:
         return "an unknown version"
 
 

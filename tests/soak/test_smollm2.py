@@ -13,7 +13,7 @@ import dflash_jax as dj
 
 ROOT = Path(__file__).parents[2]
 REQUESTS, ROWS, LONGEST = 200, 8, 4000
-PLAN = dj.Plan(rows=ROWS, max_length=LONGEST + 128)
+PLAN = dj.Plan(max_length=LONGEST + 128)
 TOPICS = ("the sea", "prime numbers", "bread", "the French Revolution", "a lighthouse", "sorting")
 
 
@@ -78,7 +78,7 @@ def differences(count: int) -> list[str]:
     expected = [alone.generate(list(case.prompt), **case.options).token_ids for case in load]
     alone.close()
     del alone
-    engine = dj.load("smollm2", plan=dataclasses.replace(PLAN, prefix_cache=1 << 28))
+    engine = dj.load("smollm2", plan=dataclasses.replace(PLAN, rows=ROWS, prefix_cache=1 << 28))
     found = together(engine, load)
     assert engine.prefix_cache is not None
     engine.close()
