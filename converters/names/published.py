@@ -143,6 +143,11 @@ def _sizes(config: AttentionConfig) -> dict[str, Any]:
     }
 
 
+def rope_parameters(rope: RopeConfig) -> dict[str, Any]:
+    """Return a rotary embedding in the spelling that holds its base as well."""
+    return {"rope_theta": rope.theta} | (_scaling(rope) or {"rope_type": "default"})
+
+
 def _scaling(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.kind == "default":
         return None

@@ -421,10 +421,14 @@ def test_a_pipe_is_not_waited_for(capsys, tmp_path):
 
 def test_a_tokenizer_that_cannot_be_copied_is_refused(capsys, tmp_path, target):
     place = str(tmp_path / "x.gguf")
-    for source, layout in ((TARGET, "gguf"), (target, "huggingface")):
+    for source, layout, message in (
+        (target, "huggingface", "is of no use here"),
+        (TARGET, "gguf", "holds no tokenizer; give a target that does"),
+        (DRAFTER, "gguf", "a target is needed here"),
+    ):
         arguments = ["export", str(DRAFTER), place, "--format", layout, "--tokenizer", str(source)]
         assert main(arguments) == 1
-        assert "is of no use here" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_an_interrupt_is_one_line_too(capsys, monkeypatch, target, tmp_path):
