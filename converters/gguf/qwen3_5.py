@@ -192,8 +192,9 @@ def _less_one(values: np.ndarray) -> np.ndarray:
 
 
 def _log_negated(values: np.ndarray) -> np.ndarray:
+    """Return the logarithm, in float64 so that `_negated_exp` gives the same bits again."""
     with np.errstate(invalid="ignore", divide="ignore"):  # reported as not finite
-        return np.log(-values)
+        return np.log(-values.astype(np.float64)).astype(np.float32)
 
 
 def gguf_ignored(name: str, config: HybridConfig) -> str | None:
@@ -275,4 +276,5 @@ def _plus_one(values: np.ndarray) -> np.ndarray:
 
 
 def _negated_exp(values: np.ndarray) -> np.ndarray:
-    return -np.exp(values)
+    with np.errstate(over="ignore"):  # reported as not finite
+        return -np.exp(values.astype(np.float64)).astype(np.float32)

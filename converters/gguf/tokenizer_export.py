@@ -6,7 +6,7 @@ Byte-level BPE whose word pattern has a name in GGUF, and BPE over characters wi
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,13 @@ from dflash_jax.converters.gguf.writer import BOOL, F32, I32, U32, Typed
 from dflash_jax.errors import TokenizerError
 
 Files = Mapping[str, str | Path]
-Words = tuple[tuple[str, Any], ...]  # how text is split into words, step by step
-BYTES = ("bytes", False)  # the usual last step
-OF_GPT2 = ("bytes", True)  # with GPT-2's word pattern
-NAMED: dict[str, Words] = {
-    "gpt-2": (OF_GPT2,),
-    "smollm": (("digits", True), OF_GPT2),
-    **{name: (("split", pattern), BYTES) for name, pattern in PATTERNS.items()},
+# Patterns of steps that a tokenizer.json may name instead.
+BY_BYTES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+DIGIT, DIGITS = r"\p{N}", r"\p{N}+"
+NAMED: dict[str, tuple[str, ...]] = {  # patterns that split a text in turn, by tokenizer.ggml.pre
+    "gpt-2": (BY_BYTES,),
+    "smollm": (DIGIT, BY_BYTES),
+    **{name: (pattern,) for name, pattern in PATTERNS.items()},
 }
 LOWEST = -1e9  # score of tokens that no merge forms
 GEMMA4, SENTENCEPIECE = "gemma4", "llama"  # tokenizer.ggml.model
@@ -122,33 +122,41 @@ def _of_bytes(core: dict[str, Any], merges: list[tuple[str, str]]) -> dict[str, 
 
 
 def _named(core: dict[str, Any]) -> str:
-    """Return the name of a word pattern."""
-    words = _words(core.get("pre_tokenizer"))
-    names = [name for name, steps in NAMED.items() if steps == words]
+    """Return the name of the patterns that split a text into words."""
+    given = core.get("pre_tokenizer")
+    patterns = tuple(_patterns(given))
+    names = [name for name, known in NAMED.items() if known == patterns]
     if not names:
         raise TokenizerError(
             f"its word pattern has no name in GGUF; known are {', '.join(NAMED)}. It is"
-            f" {json.dumps(core.get('pre_tokenizer'))[:300]}"
+            f" {json.dumps(given)[:300]}"
         )
     return names[0]
 
 
-def _words(given: Any) -> Words:
-    """Return the steps of a pre-tokenizer; unknown steps as they are."""
-    if not isinstance(given, dict):
-        return ()
-    kind = given.get("type")
+def _patterns(given: Any) -> Iterator[str]:
+    """Yield the patterns of a pre-tokenizer; steps without one as JSON."""
+    kind = given.get("type") if isinstance(given, dict) else None
     if kind == "Sequence":
-        return tuple(step for part in given.get("pretokenizers") or () for step in _words(part))
-    if kind == "ByteLevel" and not given.get("add_prefix_space"):
-        return (("bytes", given.get("use_regex", True)),)
-    if kind == "Digits":
-        return (("digits", given.get("individual_digits")),)
-    pattern, how = given.get("pattern"), (given.get("behavior"), given.get("invert", False))
-    usual = how in (("Isolated", False), ("Removed", True))  # each match is a word
-    if kind == "Split" and usual and isinstance(pattern, dict):
-        return (("split", pattern.get("Regex")),)
-    return ((str(kind), json.dumps(given)),)
+        for part in given.get("pretokenizers") or ():
+            yield from _patterns(part)
+    elif kind == "ByteLevel" and not given.get("add_prefix_space"):
+        yield from [BY_BYTES] if given.get("use_regex", True) else []
+    elif kind == "Digits":
+        yield DIGIT if given.get("individual_digits") else DIGITS
+    elif kind == "Split" and _isolated(given):
+        yield str(given["pattern"].get("Regex"))
+    else:
+        yield json.dumps(given)
+
+
+def _isolated(split: dict[str, Any]) -> bool:
+    """Return whether each match of a pattern becomes a word."""
+    how = (split.get("behavior"), split.get("invert", False))
+    return isinstance(split.get("pattern"), dict) and how in (
+        ("Isolated", False),
+        ("Removed", True),
+    )
 
 
 def _of_characters(
