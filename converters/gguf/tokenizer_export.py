@@ -60,11 +60,10 @@ def tokenizer_metadata(files: Files, vocab_size: int, *, gemma4: bool = False) -
         "tokenizer.ggml.tokens": Typed(STRING, tokens),
         "tokenizer.ggml.token_type": Typed(I32, kinds),
     }
-    merges = [_pair(merge) for merge in model.get("merges") or []]
     if model.get("byte_fallback"):
-        found |= _of_characters(core, tokens, merges, gemma4=gemma4)
+        found |= _of_characters(core, tokens, gemma4=gemma4)
     else:
-        found |= _of_bytes(core, merges)
+        found |= _of_bytes(core)
     return found | _special(core, settings, files, tokens) | _templates(settings, files)
 
 
@@ -105,19 +104,24 @@ def _tokens(core: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]
     return tokens, kinds
 
 
-def _pair(merge: Any) -> tuple[str, str]:
-    """Return the parts of a merge, which are a list or divided by a space."""
-    parts = merge.split(" ") if isinstance(merge, str) else merge
-    if not isinstance(parts, list) or len(parts) != 2 or any(" " in str(x)[1:] for x in parts):
-        raise TokenizerError(f"the merge {merge!r} has no form in GGUF, where a space divides two")
-    return parts[0], parts[1]
+def _merges(core: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the parts of merges, which are lists or divided by a space."""
+    found = []
+    for merge in core["model"].get("merges") or ():
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(parts, list) or len(parts) != 2 or any(" " in str(x)[1:] for x in parts):
+            raise TokenizerError(
+                f"the merge {merge!r} has no form in GGUF, where a space divides two"
+            )
+        found.append((parts[0], parts[1]))
+    return found
 
 
-def _of_bytes(core: dict[str, Any], merges: list[tuple[str, str]]) -> dict[str, Typed]:
+def _of_bytes(core: dict[str, Any]) -> dict[str, Typed]:
     return {
         "tokenizer.ggml.model": Typed(STRING, "gpt2"),
         "tokenizer.ggml.pre": Typed(STRING, _named(core)),
-        "tokenizer.ggml.merges": Typed(STRING, [" ".join(pair) for pair in merges]),
+        "tokenizer.ggml.merges": Typed(STRING, [" ".join(pair) for pair in _merges(core)]),
     }
 
 
@@ -159,11 +163,9 @@ def _isolated(split: dict[str, Any]) -> bool:
     )
 
 
-def _of_characters(
-    core: dict[str, Any], tokens: list[str], merges: list[tuple[str, str]], *, gemma4: bool
-) -> dict[str, Typed]:
+def _of_characters(core: dict[str, Any], tokens: list[str], *, gemma4: bool) -> dict[str, Typed]:
     """Return a BPE over characters; SentencePiece's merges follow from scores."""
-    kind = GEMMA4 if gemma4 else SENTENCEPIECE
+    kind, merges = GEMMA4 if gemma4 else SENTENCEPIECE, _merges(core)
     before = '"Prepend"' in json.dumps(core.get("normalizer"))
     metaspace = core.get("pre_tokenizer")
     if isinstance(metaspace, dict) and metaspace.get("type") == "Metaspace":
