@@ -10,41 +10,19 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf.header import STRING, GgufArray
+from dflash_jax.converters.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from dflash_jax.errors import CheckpointError, TokenizerError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-MAX_TOKENS = 1 << 22
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_OTHER = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_LEAD = r"[^\r\n\p{L}\p{N}]?"
-PATTERNS = {
-    "qwen2": rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_OTHER}|{_SPACES}",
-    "qwen35": (
-        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
-        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACES}"
-    ),
-    "llama-bpe": rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_OTHER}|{_SPACES}",
-    "gpt-4o": (
-        rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-        rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
-    ),
-}
-SAME_AS = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
-NORMALISED = frozenset({"qwen2", "qwen35"})  # to NFC
-WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "gpt-4o"})  # a word in the vocabulary is not split
-STARTS_BY_DEFAULT = frozenset({"llama-bpe"})  # with the beginning-of-sequence token
+MAX_STRINGS = 1 << 22
 
 # A file names one end token; families end a turn with any of these.
 _CHAT = ("<|im_end|>", "<|endoftext|>")
 STOP_TEXTS = {
     "gemma4": ("<eos>", "<turn|>", "<|tool_response>"),
     "gpt-oss": ("<|return|>", "<|endoftext|>", "<|call|>"),
-    "llama": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
+    "llama": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", *_CHAT),
     "qwen3": _CHAT,
     "qwen35": _CHAT,
     "qwen35moe": _CHAT,
@@ -106,7 +84,7 @@ def _characters(metadata: Mapping[str, Any]) -> dict[str, Any]:
         whole = [USER_DEFINED if i in runs else kind for i, kind in enumerate(kinds)]
     spelt = [token.replace(" ", SPACE) for token in tokens]  # files show added tokens as text
     vocabulary = _vocabulary(spelt, kinds)
-    merges = _merges(metadata, vocabulary) if gemma else _scored(metadata, spelt, kinds)
+    merges = _merges(metadata, vocabulary, kinds) if gemma else _scored(metadata, spelt, kinds)
     replaced: dict[str, Any] = {
         "type": "Replace",
         "pattern": {"String": " "},
@@ -180,30 +158,30 @@ def _vocabulary(tokens: list[str], kinds: list[int]) -> dict[str, int]:
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    kind, pre = metadata["tokenizer.ggml.model"], _pre(metadata)
-    if kind != "gpt2" or pre not in PATTERNS:
+    kind, splitting = metadata["tokenizer.ggml.model"], _splitting(metadata)
+    if kind != "gpt2" or splitting is None:
+        pre = metadata.get("tokenizer.ggml.pre")
         raise TokenizerError(
             f"the tokenizer {kind!r} with the word pattern {pre!r} cannot be rebuilt; known are"
-            f" {', '.join(map(repr, OF_CHARACTERS))}, and 'gpt2' with"
-            f" {', '.join((*PATTERNS, *SAME_AS))}. Give the folder of the"
-            " original tokenizer (--tokenizer, or tokenizer=)"
+            f" {', '.join(map(repr, OF_CHARACTERS))}, and 'gpt2' with {', '.join(PRE_TOKENIZERS)}."
+            " Give the folder of the original tokenizer (--tokenizer, or tokenizer=)"
         )
     tokens, kinds = _tokens(metadata)
     vocabulary = _vocabulary(tokens, kinds)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    split = {"type": "Split", "pattern": {"Regex": PATTERNS[pre]}, "behavior": "Isolated"}
+    byte_level |= {"use_regex": False}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": _added(tokens, kinds),
-        "normalizer": {"type": "NFC"} if pre in NORMALISED else None,
+        "normalizer": splitting.normalizer(),
         "pre_tokenizer": {
             "type": "Sequence",
-            "pretokenizers": [split | {"invert": False}, byte_level | {"use_regex": False}],
+            "pretokenizers": [*splitting.splits(), byte_level],
         },
-        "post_processor": _post_processor(metadata, tokens, byte_level | {"use_regex": False}),
-        "decoder": byte_level | {"use_regex": False},
+        "post_processor": _post_processor(metadata, tokens, byte_level),
+        "decoder": byte_level,
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -212,25 +190,23 @@ def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
             "end_of_word_suffix": "",
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": pre in WHOLE_WORDS_FIRST,
+            "ignore_merges": splitting.whole_words,
             "vocab": vocabulary,
-            "merges": _merges(metadata, vocabulary),
+            "merges": _merges(metadata, vocabulary, kinds),
         },
     }
 
 
-def _pre(metadata: Mapping[str, Any]) -> Any:
-    """Return the name of the word pattern, one of its aliases in some files."""
+def _splitting(metadata: Mapping[str, Any]) -> PreTokenizer | None:
     named = metadata.get("tokenizer.ggml.pre")
-    return SAME_AS.get(named, named) if isinstance(named, str) else named
+    return PRE_TOKENIZERS.get(named) if isinstance(named, str) else None
 
 
 def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
-    tokens = metadata.get("tokenizer.ggml.tokens")
+    texts = _strings(metadata, "tokenizer.ggml.tokens")
     kinds = metadata.get("tokenizer.ggml.token_type")
-    if not isinstance(tokens, GgufArray) or not 0 < len(tokens) <= MAX_TOKENS:
+    if not texts:
         raise CheckpointError("tokenizer.ggml.tokens is missing or empty; fetch the file again")
-    texts = tokens.tolist()
     if kinds is None:
         return texts, _kinds(metadata, texts)
     if not isinstance(kinds, GgufArray) or len(kinds) < len(texts):
@@ -265,9 +241,27 @@ def _added(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:
     ]
 
 
-def _merges(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> list[list[str]]:
-    listed = metadata.get("tokenizer.ggml.merges")
-    lines = listed.tolist() if isinstance(listed, GgufArray) else []
+def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
+    """Return an array of strings; empty if it is missing."""
+    listed = metadata.get(key)
+    if listed is None:
+        return []
+    if not isinstance(listed, GgufArray) or listed.kind != STRING or len(listed) > MAX_STRINGS:
+        raise CheckpointError(
+            f"{key} is no array of at most {MAX_STRINGS} strings; fetch the file again"
+        )
+    return listed.tolist()
+
+
+def _merges(
+    metadata: Mapping[str, Any], vocabulary: dict[str, int], kinds: list[int]
+) -> list[list[str]]:
+    lines = _strings(metadata, "tokenizer.ggml.merges")
+    if not lines and any(len(t) > 1 and kinds[i] == NORMAL for t, i in vocabulary.items()):
+        raise TokenizerError(
+            "the file lists no merges (tokenizer.ggml.merges), without which its tokenizer cannot"
+            " be rebuilt. Give the folder of the original tokenizer (--tokenizer, or tokenizer=)"
+        )
     merges = []
     for line in lines:
         space = line.find(" ", 1)  # a left part may itself begin with one
@@ -284,7 +278,8 @@ def _merges(metadata: Mapping[str, Any], vocabulary: dict[str, int]) -> list[lis
 def _starts(metadata: Mapping[str, Any]) -> bool:
     if metadata.get("tokenizer.ggml.model") == "gemma4":
         return True  # whatever the file says
-    default = _pre(metadata) in STARTS_BY_DEFAULT or metadata["tokenizer.ggml.model"] == "llama"
+    splitting = _splitting(metadata)
+    default = metadata["tokenizer.ggml.model"] == "llama" or bool(splitting and splitting.starts)
     return bool(metadata.get("tokenizer.ggml.add_bos_token", default))
 
 

@@ -12,7 +12,8 @@ from weight_files import ORACLE
 import dflash_jax as dj
 from dflash_jax.cli import main
 from dflash_jax.converters.gguf import open_gguf
-from dflash_jax.converters.gguf.tokenizer import PATTERNS, stop_ids, tokenizer_files
+from dflash_jax.converters.gguf.pre_tokenizers import PRE_TOKENIZERS
+from dflash_jax.converters.gguf.tokenizer import stop_ids, tokenizer_files
 from dflash_jax.errors import CheckpointError
 from dflash_jax.loading import locate
 
@@ -26,13 +27,17 @@ TEXTS = [
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 
 
-def trained(pattern: str, *, normalise: bool, whole: bool) -> tokenizers.Tokenizer:
+def trained(pre: str = "qwen2") -> tokenizers.Tokenizer:
     """A byte-level BPE as Hugging Face ships them, trained on the texts above."""
-    core = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=whole))
-    core.normalizer = tokenizers.normalizers.NFC() if normalise else None
-    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    how = PRE_TOKENIZERS[pre]
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=how.whole_words))
+    core.normalizer = tokenizers.normalizers.NFC() if how.composed else None
+    splits = [
+        tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+        for pattern in how.patterns
+    ]
     bytes_ = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, bytes_])
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([*splits, bytes_])
     core.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
@@ -67,10 +72,9 @@ def write(path, core: tokenizers.Tokenizer, pre: str, **changes):
     return open_gguf(path).metadata
 
 
-@pytest.mark.parametrize("pre", PATTERNS)
+@pytest.mark.parametrize("pre", ["qwen2", "qwen35", "llama-bpe", "gpt-4o", "smollm", "tekken"])
 def test_a_rebuilt_tokenizer_encodes_as_the_original(tmp_path, pre):
-    whole = pre in ("llama-bpe", "gpt-4o")
-    core = trained(PATTERNS[pre], normalise=pre.startswith("qwen"), whole=whole)
+    core = trained(pre)
     metadata = write(tmp_path / "x.gguf", core, pre, add_add_bos_token=False)
     rebuilt = tokenizers.Tokenizer.from_str(tokenizer_files(metadata)["tokenizer.json"])
     for text in TEXTS:
@@ -83,7 +87,7 @@ def test_a_rebuilt_tokenizer_encodes_as_the_original(tmp_path, pre):
 
 
 def test_the_start_token_is_added_where_the_file_asks_for_it(tmp_path):
-    core = trained(PATTERNS["llama-bpe"], normalise=False, whole=True)
+    core = trained("llama-bpe")
     metadata = write(tmp_path / "x.gguf", core, "llama-bpe")
     files = tokenizer_files(metadata)
     rebuilt = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
@@ -96,12 +100,13 @@ def test_the_start_token_is_added_where_the_file_asks_for_it(tmp_path):
 
 
 def test_end_tokens_are_completed_by_family(tmp_path):
-    core = trained(PATTERNS["qwen2"], normalise=True, whole=False)
+    core = trained()
     metadata = write(tmp_path / "x.gguf", core, "qwen2")
     expected = [core.token_to_id(t) for t in ("<|im_end|>", "<|endoftext|>")]
     assert list(stop_ids(metadata)) == expected
 
 
+_LLAMA_ENDS = {"<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"}
 FAMILY_ENDS = [
     ("qwen3moe", "<|im_end|>", {"<|im_end|>", "<|endoftext|>"}),
     ("qwen35", "<|endoftext|>", {"<|im_end|>", "<|endoftext|>"}),
@@ -110,7 +115,8 @@ FAMILY_ENDS = [
     ("gpt-oss", "<|end|>", {"<|return|>", "<|endoftext|>", "<|call|>"}),
     ("gemma4", "<eos>", {"<eos>", "<turn|>", "<|tool_response>"}),
     ("gemma4", "</s>", {"<eos>", "<turn|>", "<|tool_response>"}),
-    ("llama", "<|eot_id|>", {"<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"}),
+    ("llama", "<|eot_id|>", {*_LLAMA_ENDS, "<|im_end|>", "<|endoftext|>"}),
+    ("llama", "</s>", {*_LLAMA_ENDS, "<|im_end|>", "<|endoftext|>", "</s>"}),
 ]
 
 
@@ -185,7 +191,7 @@ def test_gemmas_tokenizer_is_rebuilt(tmp_path):
 
 def test_control_tokens_are_found_in_a_file_without_kinds(tmp_path):
     """Otherwise their text would be split; tags without such marks stay text."""
-    core = trained(PATTERNS["qwen2"], normalise=True, whole=False)
+    core = trained()
     metadata = dict(write(tmp_path / "x.gguf", core, "qwen2"))
     del metadata["tokenizer.ggml.token_type"]
     rebuilt = tokenizers.Tokenizer.from_str(tokenizer_files(metadata)["tokenizer.json"])
@@ -249,20 +255,13 @@ def test_sentencepieces_tokenizer_is_rebuilt(tmp_path, prefix):
 
 
 def test_chat_templates_are_carried_by_name(tmp_path):
-    core = trained(PATTERNS["qwen2"], normalise=True, whole=False)
+    core = trained()
     templates = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}]
     one = write(tmp_path / "1.gguf", core, "qwen2", add_chat_template="A")
     both = write(tmp_path / "2.gguf", core, "qwen2", add_chat_template=templates)
     first, second = (json.loads(tokenizer_files(m)["tokenizer_config.json"]) for m in (one, both))
     assert first["chat_template"] == "A"
     assert sorted(second["chat_template"], key=lambda t: t["name"]) == templates
-
-
-@pytest.mark.parametrize(("name", "same"), [("llama3", "llama-bpe"), ("deepseek-r1-qwen", "qwen2")])
-def test_some_word_patterns_have_several_names(tmp_path, name, same):
-    core = trained(PATTERNS[same], normalise=same == "qwen2", whole=same == "llama-bpe")
-    one, other = (write(tmp_path / f"{pre}.gguf", core, pre) for pre in (name, same))
-    assert tokenizer_files(one) == tokenizer_files(other)
 
 
 def test_a_model_whose_tokenizer_cannot_be_rebuilt_takes_ids_or_another_folders(tmp_path):
@@ -303,6 +302,8 @@ def test_a_tokenizer_is_copied_from_a_folder_where_it_cannot_be_rebuilt(tmp_path
     ("changes", "message"),
     [
         ({"model": "bert"}, "'bert' with the word pattern 'qwen2' cannot be rebuilt"),
+        ({"merges": []}, "lists no merges.*Give the folder of the original tokenizer"),
+        ({"merges": [1, 2]}, "merges is no array of at most .* strings"),
         ({"merges": ["zz qq"]}, "merge 'zz qq' is not two tokens"),
         ({"merges": ["~ ~"]}, "merge '~ ~' is not two tokens of the vocabulary that make a third"),
         ({"kinds": [1]}, "shorter than the"),
@@ -310,7 +311,7 @@ def test_a_tokenizer_is_copied_from_a_folder_where_it_cannot_be_rebuilt(tmp_path
     ],
 )
 def test_a_tokenizer_that_cannot_be_rebuilt_is_refused(tmp_path, changes, message):
-    core = trained(PATTERNS["qwen2"], normalise=True, whole=False)
+    core = trained()
     metadata = write(tmp_path / "x.gguf", core, "qwen2", **changes)
     with pytest.raises(CheckpointError, match=message):
         tokenizer_files(metadata)
