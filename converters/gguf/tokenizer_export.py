@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.converters.gguf.header import STRING
+from dflash_jax.converters.gguf.pre_tokenizers import PRE_TOKENIZERS
 from dflash_jax.converters.gguf.tokenizer import (
     BYTE,
     CONTROL,
     NORMAL,
-    PATTERNS,
     SPACE,
     UNKNOWN,
     UNUSED,
@@ -25,14 +25,9 @@ from dflash_jax.converters.gguf.writer import BOOL, F32, I32, U32, Typed
 from dflash_jax.errors import TokenizerError
 
 Files = Mapping[str, str | Path]
-# Patterns of steps that a tokenizer.json may name instead.
+# Patterns that steps of a tokenizer.json stand for: GPT-2's words, and digits.
 BY_BYTES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 DIGIT, DIGITS = r"\p{N}", r"\p{N}+"
-NAMED: dict[str, tuple[str, ...]] = {  # patterns that split a text in turn, by tokenizer.ggml.pre
-    "gpt-2": (BY_BYTES,),
-    "smollm": (DIGIT, BY_BYTES),
-    **{name: (pattern,) for name, pattern in PATTERNS.items()},
-}
 LOWEST = -1e9  # score of tokens that no merge forms
 GEMMA4, SENTENCEPIECE = "gemma4", "llama"  # tokenizer.ggml.model
 TEMPLATE = "tokenizer.chat_template"
@@ -129,13 +124,20 @@ def _named(core: dict[str, Any]) -> str:
     """Return the name of the patterns that split a text into words."""
     given = core.get("pre_tokenizer")
     patterns = tuple(_patterns(given))
-    names = [name for name, known in NAMED.items() if known == patterns]
+    names = [name for name, known in PRE_TOKENIZERS.items() if known.patterns == patterns]
     if not names:
         raise TokenizerError(
-            f"its word pattern has no name in GGUF; known are {', '.join(NAMED)}. It is"
+            f"its word pattern has no name in GGUF; known are {', '.join(PRE_TOKENIZERS)}. It is"
             f" {json.dumps(given)[:300]}"
         )
-    return names[0]
+    composed = '"NFC"' in json.dumps(core.get("normalizer"))
+    whole = bool(core["model"].get("ignore_merges"))
+
+    def alike(name: str) -> int:
+        known = PRE_TOKENIZERS[name]
+        return (known.composed == composed) + (known.whole_words == whole)
+
+    return max(names, key=alike)  # the first of the best
 
 
 def _patterns(given: Any) -> Iterator[str]:

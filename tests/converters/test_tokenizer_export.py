@@ -10,8 +10,9 @@ import tokenizers
 
 from dflash_jax.converters.gguf import open_gguf
 from dflash_jax.converters.gguf.export import as_gguf
+from dflash_jax.converters.gguf.pre_tokenizers import PRE_TOKENIZERS
 from dflash_jax.converters.gguf.tokenizer import tokenizer_files
-from dflash_jax.converters.gguf.tokenizer_export import NAMED, tokenizer_metadata
+from dflash_jax.converters.gguf.tokenizer_export import tokenizer_metadata
 from dflash_jax.converters.gguf.writer import write_gguf
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.target_tokenizer import for_drafter, of_model, of_path
@@ -39,7 +40,7 @@ def byte_level(*steps) -> tokenizers.Tokenizer:
     split = pre.Split(tokenizers.Regex(QWEN2), "isolated")
     usual = (split, pre.ByteLevel(add_prefix_space=False, use_regex=False))
     core.pre_tokenizer = pre.Sequence([*(steps or usual)])
-    core.normalizer = tokenizers.normalizers.NFC()
+    core.normalizer = None if steps else tokenizers.normalizers.NFC()
     core.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=300, initial_alphabet=pre.ByteLevel.alphabet(), show_progress=False
@@ -123,7 +124,6 @@ def test_steps_without_a_pattern_are_known_by_the_pattern_they_stand_for():
     for steps, name in (((words,), "gpt-2"), ((pre.Digits(True), words), "smollm")):
         files = {"tokenizer.json": byte_level(*steps).to_str()}
         assert tokenizer_metadata(files, 400)["tokenizer.ggml.pre"].value == name
-    assert "qwen2" in NAMED
 
 
 @pytest.mark.parametrize(("gemma4", "before"), [(False, False), (False, True), (True, False)])
@@ -188,3 +188,18 @@ def test_a_drafter_takes_the_tokenizer_of_its_target_only(tmp_path):
         of_model(drafter)
     with pytest.raises(CheckpointError, match="holds no tokenizer"):
         of_path(tmp_path, target.config)
+
+
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_every_known_pattern_is_named_and_splits_as_before(tmp_path, name):
+    """Patterns with several names keep their meaning, not their name."""
+    how, pre = PRE_TOKENIZERS[name], tokenizers.pre_tokenizers
+    fields = json.loads(byte_level(pre.ByteLevel(add_prefix_space=False)).to_str())
+    last = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    last["trim_offsets"] = True
+    fields["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [*how.splits(), last]}
+    fields["normalizer"], fields["model"]["ignore_merges"] = how.normalizer(), how.whole_words
+    metadata = tokenizer_metadata({"tokenizer.json": json.dumps(fields)}, 400)
+    found = PRE_TOKENIZERS[metadata["tokenizer.ggml.pre"].value]
+    assert (found.patterns, found.composed) == (how.patterns, how.composed)
+    assert found.whole_words == how.whole_words
