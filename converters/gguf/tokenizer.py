@@ -163,8 +163,9 @@ def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
         pre = metadata.get("tokenizer.ggml.pre")
         raise TokenizerError(
             f"the tokenizer {kind!r} with the word pattern {pre!r} cannot be rebuilt; known are"
-            f" {', '.join(map(repr, OF_CHARACTERS))}, and 'gpt2' with {', '.join(PRE_TOKENIZERS)}."
-            " Give the folder of the original tokenizer (--tokenizer, or tokenizer=)"
+            f" {', '.join(map(repr, OF_CHARACTERS))}, and 'gpt2' with one of {len(PRE_TOKENIZERS)}"
+            " patterns (see docs/converting.md). Give the folder of the original tokenizer"
+            " (--tokenizer, or tokenizer=)"
         )
     tokens, kinds = _tokens(metadata)
     vocabulary = _vocabulary(tokens, kinds)

@@ -84,7 +84,9 @@ def model_options(command: argparse.ArgumentParser) -> None:
     """Add the options that choose the models and the plan."""
     models = command.add_argument_group("models and plan")
     models.add_argument(
-        "--target", default="tiny", help="directory, .gguf file, hub id, or 'tiny' (default)"
+        "--target",
+        default="tiny",
+        help="directory, .gguf file, hub id, 'smollm2', or 'tiny' (default)",
     )
     models.add_argument(
         "--drafter",

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from dflash_jax.errors import CheckpointError
+from dflash_jax.utils import smollm2
 
 Source = str | os.PathLike[str]
 SHIPPED = "tiny"
@@ -22,7 +23,9 @@ def find_local(source: Source, role: str) -> Path | None:
     if not isinstance(source, str | os.PathLike):
         raise CheckpointError(f"the {role} is {source!r}; expected a path or a name")
     if str(source) == SHIPPED:
-        return Path(str(importlib.resources.files("dflash_jax"))) / "data" / SHIPPED / role
+        return _shipped(SHIPPED, role)
+    if str(source) == smollm2.NAME:
+        return _smollm2(role)
     try:
         path = Path(source).expanduser()
         path.stat()
@@ -39,6 +42,29 @@ def find_local(source: Source, role: str) -> Path | None:
     if len(parts) != 2 or local:
         raise CheckpointError(
             f"there is no {role} at {path}; give a directory, a .gguf file, a hub id like"
-            f" 'Qwen/Qwen3-8B', or '{SHIPPED}'"
+            f" 'Qwen/Qwen3-8B', '{SHIPPED}' or '{smollm2.NAME}'"
         )
     return None
+
+
+def own_drafter(target: Source) -> str | None:
+    """Return the name of the drafter that is shipped for a target, or None."""
+    name = str(target)
+    named = name in (SHIPPED, smollm2.NAME)
+    return name if named and _shipped(name, "drafter").is_dir() else None
+
+
+def _shipped(name: str, role: str) -> Path:
+    return Path(str(importlib.resources.files("dflash_jax"))) / "data" / name / role
+
+
+def _smollm2(role: str) -> Path:
+    if role != "drafter":
+        return smollm2.find()
+    folder = _shipped(smollm2.NAME, role)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"no drafter is shipped for {smollm2.NAME!r}; leave the drafter out, or give a"
+            " directory, a .gguf file or a hub id"
+        )
+    return folder

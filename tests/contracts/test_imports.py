@@ -133,7 +133,7 @@ def test_converters_are_imported_inside_functions_of_loading_and_the_commands_al
 
 def test_converters_know_configs_and_errors_of_the_engine_alone() -> None:
     parts = ("config", "converters", "quant", "checkpoint", "errors")
-    parts += ("utils.atomic", "utils.command", "utils.deprecation")
+    parts += ("utils.atomic", "utils.command", "utils.deprecation", "utils.smollm2")
     allowed = [f"dflash_jax.{part}" for part in parts]
     for path in files("converters"):
         ours = [n for n in imports(path) if under(n, "dflash_jax")]
@@ -141,7 +141,8 @@ def test_converters_know_configs_and_errors_of_the_engine_alone() -> None:
 
 
 def test_configs_plans_requests_and_errors_are_free_of_jax() -> None:
-    names = ("errors", "utils/command", "plan", "utils/sources", "engine/request")
+    names = ("errors", "utils/command", "plan", "utils/smollm2", "utils/sources")
+    names += ("engine/request",)
     single = [ROOT / "dflash_jax" / f"{name}.py" for name in names]
     for path in [*files("dflash_jax/config"), *single]:
         assert not [n for n in imports(path) if under(n, "jax", "flax", "jaxlib")], path

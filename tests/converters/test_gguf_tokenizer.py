@@ -283,13 +283,24 @@ def test_a_model_whose_tokenizer_cannot_be_rebuilt_takes_ids_or_another_folders(
         dj.load_target(path, tokenizer=tmp_path / "nowhere")
 
 
-def test_a_tokenizer_is_copied_from_a_folder_where_it_cannot_be_rebuilt(tmp_path, capsys):
+def test_a_model_is_converted_without_a_tokenizer_that_cannot_be_rebuilt(tmp_path, capsys):
     def unknown(writer):
         writer.add_tokenizer_model("bert")
 
     path = write_family(ORACLE / "targets/qwen3", tmp_path / "x.gguf", extra=unknown)
-    assert main(["convert", str(path), str(tmp_path / "out")]) == 1
-    assert "cannot be rebuilt" in capsys.readouterr().err
+    assert main(["convert", str(path), str(tmp_path / "bare")]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "no tokenizer is written, so only token ids can be given: the tokenizer 'bert'" in printed
+    )
+    assert "--tokenizer" in printed
+    notes = json.loads((tmp_path / "bare/conversion.json").read_text())["notes"]
+    assert [note for note in notes if "no tokenizer is written" in note]
+    assert not list((tmp_path / "bare").glob("tokenizer*"))
+    model = dj.load_target(tmp_path / "bare")
+    assert model.tokenizer is None
+    expected = dj.load_target(path, tokenizer="tiny").forward([[1, 2, 3]]).logits
+    assert (model.forward([[1, 2, 3]]).logits == expected).all()
     folder = str(locate("tiny", "target"))
     assert main(["convert", str(path), str(tmp_path / "out"), "--tokenizer", folder]) == 0
     copied = (tmp_path / "out" / "tokenizer.json").read_bytes()

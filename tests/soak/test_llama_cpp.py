@@ -55,7 +55,7 @@ FAMILIES = {
     "qwen3_moe": lambda: tiny_moe(sparse=(True,) * 3, normalise_shares=True),
     "qwen3_5": lambda: tiny_hybrid(key_width=32, value_width=32, rotary_dim=16, **WIDE),
     "gpt_oss": lambda: tiny_gpt_oss(rope=YARN, **WIDE),
-    # In llama.cpp, shared layers read the last two that own keys: one that slides, one that does not.
+    # llama.cpp needs the last two layers that own keys to be a sliding and a full one.
     "gemma4": lambda: tiny_gemma(num_layers=4, windows=(8, None, 8, None), shared_layers=2),
 }
 
