@@ -51,6 +51,11 @@ def test_a_published_drafter_config_survives_being_written(folder):
     [
         "targets/llama3",
         "targets/qwen3",
+        "targets/gemma4",
+        "targets/gemma4_moe",
+        "targets/gemma4_ple",
+        "targets/gemma4_unified",
+        "variants/gemma4_biases_ropes",
         "variants/gpt_oss_no_bias",
         "variants/llama_biases_dynamic",
         "variants/qwen3_moe_windows_longrope",
