@@ -2,12 +2,15 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import gguf
 import pytest
 import tokenizers
+from weight_files import ORACLE
 
+from dflash_jax.converters.convert import convert
 from dflash_jax.converters.gguf import open_gguf
 from dflash_jax.converters.gguf.export import as_gguf
 from dflash_jax.converters.gguf.pre_tokenizers import PRE_TOKENIZERS
@@ -203,3 +206,18 @@ def test_every_known_pattern_is_named_and_splits_as_before(tmp_path, name):
     found = PRE_TOKENIZERS[metadata["tokenizer.ggml.pre"].value]
     assert (found.patterns, found.composed) == (how.patterns, how.composed)
     assert found.whole_words == how.whole_words
+
+
+def test_a_target_whose_tokenizer_has_no_form_is_written_without(tmp_path):
+    folder = tmp_path / "f"
+    shutil.copytree(ORACLE / "targets" / "qwen3", folder)
+    core = byte_level(tokenizers.pre_tokenizers.Split(tokenizers.Regex("x+"), "isolated"))
+    (folder / "tokenizer.json").write_text(core.to_str())
+    report = convert(open_model(folder), tmp_path / "x.gguf", to="gguf")
+    (note,) = report["notes"]
+    assert note.startswith("no tokenizer was written, without which llama.cpp does not load")
+    assert "the model has 256 tokens" in note
+    open_model(tmp_path / "x.gguf").check()
+    with pytest.raises(TokenizerError):
+        convert(open_model(folder), tmp_path / "y.gguf", to="gguf", tokenizer=folder)
+    assert not (tmp_path / "y.gguf").exists()
