@@ -1,5 +1,6 @@
 """A weight file under canonical names: what each tensor is called and how it is read."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,9 +26,10 @@ class Origin:
     name: str
     rows: np.ndarray | range | None = None  # a range has step 1
     change: str = ""  # the conversion in words, for the report
-    columns: np.ndarray | None = None  # the order of its last axis
+    columns: np.ndarray | None = None  # chosen from its last axis, in order
     values: Callable[[np.ndarray], np.ndarray] | None = None  # conversion of each value
     reshaped: tuple[int, ...] | None = None  # small tensors only, which are read whole
+    offset: float = 0.0  # size of what `values` subtracts; errors are relative to values with it
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -46,6 +48,8 @@ class Origin:
         if self.reshaped is not None:
             fits = math.prod(self.reshaped) == math.prod(shape)
             return self.reshaped if fits else shape
+        if self.columns is not None:
+            shape = (*shape[:-1], len(self.columns))
         return shape if self.rows is None else (len(self.rows), *shape[1:][-1:])
 
     def dtype(self, source: TensorSource) -> np.dtype:
@@ -66,6 +70,67 @@ class Origin:
         if self.columns is not None:
             array = array[:, self.columns]
         return array if self.values is None else self.values(array.astype(self.dtype(source)))
+
+
+@dataclass(frozen=True, eq=False)
+class Computed(Origin):
+    """A tensor that follows from the configuration."""
+
+    array: np.ndarray = dataclasses.field(default_factory=lambda: np.empty(0, np.float32))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The stored tensors it is made of: none."""
+        return ()
+
+    @property
+    def whole(self) -> bool:
+        """False: it is no stored tensor."""
+        return False
+
+    def shape(self, source: TensorSource) -> tuple[int, ...]:
+        """Return the canonical shape."""
+        return self.array.shape
+
+    def dtype(self, source: TensorSource) -> np.dtype:
+        """Return the dtype of `read_rows`."""
+        return self.array.dtype
+
+    def read_rows(self, source: TensorSource, rows: Rows) -> np.ndarray:
+        """Return chosen rows as [rows, last axis]."""
+        return as_rows(self.array)[rows]
+
+
+@dataclass(frozen=True)
+class Separated(Origin):
+    """Stacked experts [E, in, parts x out] whose outputs alternate, as one part [E, out, in].
+
+    The inverse of `Alternating`.
+    """
+
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def whole(self) -> bool:
+        """False: its axes are exchanged."""
+        return False
+
+    def shape(self, source: TensorSource) -> tuple[int, ...]:
+        """Return the canonical shape."""
+        experts, into, width = source.shape(self.name)
+        return experts, width // self.parts, into
+
+    def read_rows(self, source: TensorSource, rows: Rows) -> np.ndarray:
+        """Return chosen rows as [rows, last axis]; reads whole experts."""
+        experts, out, into = self.shape(source)
+        chosen = np.arange(experts * out)[rows]
+        if not len(chosen):
+            return np.empty((0, into), self.dtype(source))
+        first, last = int(chosen.min()) // out, int(chosen.max()) // out + 1
+        stored = source.read_rows(self.name, slice(first * into, last * into))
+        own = stored.reshape(last - first, into, out, self.parts)[..., self.part]
+        return own.transpose(0, 2, 1).reshape(-1, into)[chosen - first * out]
 
 
 @dataclass(frozen=True)
@@ -136,6 +201,24 @@ class Below(Stacks):
         return found
 
 
+@dataclass(frozen=True)
+class Piled(Stacks):
+    """Tensors [out, in] of one shape, one for each expert, stacked to [E, out, in]."""
+
+    def shape(self, source: TensorSource) -> tuple[int, ...]:
+        """Return the canonical shape."""
+        return len(self.names), *source.shape(self.name)
+
+    def read_rows(self, source: TensorSource, rows: Rows) -> np.ndarray:
+        """Return chosen rows as [rows, last axis]."""
+        experts, out, into = self.shape(source)
+        expert, row = np.divmod(np.arange(experts * out)[rows], out)
+        found = np.empty((len(row), into), self.dtype(source))
+        for i in np.unique(expert):
+            found[expert == i] = source.read_rows(self.names[i], row[expert == i])
+        return found
+
+
 class Canonical:
     """A `TensorSource` under canonical names."""
 
@@ -161,6 +244,10 @@ class Canonical:
     def kind(self, name: str) -> str:
         """Return the stored type, as its format spells it."""
         return self.source.kind(self.origins[name].name)
+
+    def offset(self, name: str) -> float:
+        """Return the size of what a conversion subtracts from stored values."""
+        return self.origins[name].offset
 
     def nbytes(self, name: str) -> int:
         """Return the number of bytes in the file."""

@@ -113,8 +113,11 @@ def _output_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--dtype",
+        "--type",
         default=forms.AUTO,
-        help="float32, bfloat16 or float16; auto (default) is that of the published weights",
+        metavar="TYPE",
+        help="float32, bfloat16 or float16; for a .gguf file also "
+        f"{', '.join(forms.GGUF_TYPES)}; auto (default) is that of the published weights",
     )
     command.add_argument(
         "--overwrite", action="store_true", help="replace the file or model that is at DST"
@@ -149,20 +152,20 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _convert_command(commands: Any) -> None:
     command = _command(
-        commands, "convert", _convert, "Turn any model into a folder of plain weights."
+        commands, "convert", _convert, "Turn any model into plain weights or a GGUF file."
     )
     _output_options(command)
     command.add_argument(
         "--to",
         choices=forms.FORMS,
-        default=forms.SAFETENSORS,
-        help="a Hugging Face folder (safetensors) or a checkpoint of ours (orbax)",
+        help="a Hugging Face folder (safetensors, the default), a checkpoint of ours (orbax) or a"
+        " GGUF file (the default if DST ends in .gguf)",
     )
     command.add_argument(
         "--tokenizer",
         type=_model,
-        metavar="DIR",
-        help="folder whose tokenizer is copied, where a .gguf file's cannot be rebuilt",
+        metavar="DIR|FILE",
+        help="folder, or for GGUF also .gguf file, whose tokenizer is copied",
     )
     command.add_argument("--dry-run", action="store_true", help="only account for every tensor")
 
@@ -172,15 +175,18 @@ def _convert(options: argparse.Namespace) -> int:
     from dflash_jax.converters.models import open_model
 
     model = open_model(options.source, taps=options.layer_ids)
+    named = forms.GGUF if options.destination.suffix == ".gguf" else forms.SAFETENSORS
+    to = options.to or named
     if options.dry_run:
-        report = convert.inventory(model, convert.chosen_dtype(model, options.dtype))
+        kind = convert.chosen_dtype(model, options.dtype, gguf=to == forms.GGUF)
+        report = convert.inventory(model, kind)
         _print(options, report, convert.lines(report))
         return 0
     with ProgressBar(model) as progress:
         report = convert.convert(
             model,
             options.destination,
-            to=options.to,
+            to=to,
             dtype=options.dtype,
             overwrite=options.overwrite,
             tokenizer=options.tokenizer,
@@ -225,9 +231,10 @@ def _export_command(commands: Any) -> None:
     )
     command.add_argument(
         "--tokenizer",
-        type=_path,
-        metavar="TARGET.gguf",
-        help="for --format gguf: the target file whose tokenizer is copied (llama.cpp needs one)",
+        type=_model,
+        metavar="TARGET",
+        help="for --format gguf: the target, folder or .gguf file, whose tokenizer is copied"
+        " (llama.cpp needs one)",
     )
 
 
@@ -242,36 +249,35 @@ def _export(options: argparse.Namespace) -> int:
             f"{options.source} is a target; the format zlab is for drafters, write it as"
             f" {forms.HUGGING_FACE}"
         )
-    model.check()
-    dtype = convert.chosen_dtype(model, options.dtype)
-    tokenizer = open_model(options.tokenizer, role="target") if options.tokenizer else None
-    for source in filter(None, (model, tokenizer)):
-        convert.keep_apart(source.path, options.destination)
-    file = convert.gguf_file(tokenizer) if tokenizer else None
-    if options.tokenizer and (file is None or options.layout != forms.GGUF):
+    gguf = options.layout == forms.GGUF
+    if options.tokenizer and not gguf:
         raise ConfigError(
-            f"--tokenizer {options.tokenizer} is of no use here: a .gguf target's tokenizer is"
-            f" copied into --format {forms.GGUF}; leave it out, or give such a file and format"
+            f"--tokenizer {options.tokenizer} is of no use here: a target's tokenizer is copied"
+            f" into --format {forms.GGUF}; leave it out, or give that format"
         )
-    layout = forms.HUGGING_FACE if options.layout == ZLAB else options.layout
-    folder = layout != forms.GGUF
+    model.check()
+    dtype = convert.chosen_dtype(model, options.dtype, gguf=gguf)
+    for source in filter(None, (model.path, options.tokenizer)):
+        convert.keep_apart(source, options.destination)
+    metadata, notes = convert.gguf_tokenizer(model, options.tokenizer) if gguf else ({}, [])
     weights = export.Weights(
         model.config,
         model.tensors,
-        companions=model.companions() if folder else {},
-        tokenizer=file.metadata if file else {},
+        companions={} if gguf else model.companions(),
+        tokenizer=metadata,
     )
     with ProgressBar(model) as progress:
         export.export(
             weights,
             options.destination,
-            layout=layout,
+            layout=forms.HUGGING_FACE if options.layout == ZLAB else options.layout,
             dtype=dtype,
             overwrite=options.overwrite,
             progress=progress,
         )
     found = {"destination": str(options.destination), "layout": options.layout, "dtype": dtype}
-    _print(options, found, [f"written to {options.destination} ({options.layout}, {dtype})"])
+    line = f"written to {options.destination} ({options.layout}, {dtype})"
+    _print(options, found | ({"notes": notes} if notes else {}), [*notes, line])
     return 0
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.config import family_of
-from dflash_jax.converters.expected_error import Limits, between
+from dflash_jax.converters.canonical import Canonical
+from dflash_jax.converters.expected_error import UNUSABLE, Limits, between
 from dflash_jax.converters.models import StoredModel
-from dflash_jax.converters.source import TensorSource
 from dflash_jax.converters.transforms import guess
 
 CHUNK = 1 << 22  # weights compared at a time
@@ -50,9 +50,33 @@ class ModelComparison:
         wrong = (self.only_first, self.only_second, self.shapes, self.configs)
         return not any(wrong) and all(d.verdict in (OK, WARN) for d in self.tensors)
 
+    @property
+    def unusable(self) -> tuple[str, ...]:
+        """Pairs of types whose allowed errors are as large as the weights themselves."""
+        return tuple(kinds for kinds, errors in self.errors().items() if _mean(errors) > UNUSABLE)
+
+    def errors(self) -> dict[str, list[float]]:
+        """Return the errors of tensors by their pair of types."""
+        found: dict[str, list[float]] = {}
+        for d in sorted(self.tensors, key=lambda d: d.kinds):
+            found.setdefault("/".join(d.kinds), []).append(d.rms)
+        return found
+
+    @property
+    def outcome(self) -> str:
+        """The result in words."""
+        if not self.agree:
+            return "NOT the same model within these limits"
+        if self.unusable:
+            return (
+                f"the same weights within the error that {', '.join(self.unusable)} allows; at that"
+                " error a model is likely unusable unless it was trained for the type"
+            )
+        return "the same model"
+
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as JSON values."""
-        return asdict(self) | {"agree": self.agree}
+        return asdict(self) | {"agree": self.agree, "outcome": self.outcome}
 
 
 # Config fields that may differ between layouts of the same model.
@@ -82,9 +106,7 @@ def compare(first: StoredModel, second: StoredModel) -> ModelComparison:
     )
 
 
-def _explained(
-    found: Difference, first: TensorSource, second: TensorSource, head_dim: int
-) -> Difference:
+def _explained(found: Difference, first: Canonical, second: Canonical, head_dim: int) -> Difference:
     if found.verdict != TRANSFORM or found.not_finite:
         return found
     tensors = first.read(found.name), second.read(found.name)
@@ -102,7 +124,7 @@ def _config_differences(first: StoredModel, second: StoredModel) -> tuple[str, .
     return tuple(f"{k}: {a[k]} against {b.get(k)}" for k in keys)
 
 
-def difference(name: str, first: TensorSource, second: TensorSource) -> Difference:
+def difference(name: str, first: Canonical, second: Canonical) -> Difference:
     """Compare one tensor chunk by chunk, with sums in float64."""
     shape, kinds = first.shape(name), (first.kind(name), second.kind(name))
     width = shape[-1] if len(shape) > 1 else 1
@@ -129,6 +151,8 @@ def difference(name: str, first: TensorSource, second: TensorSource) -> Differen
     rms = math.sqrt(error / power) if power else math.sqrt(error)
     cosine = product / math.sqrt(power * other) if power and other else float(power == other)
     limits = between(*kinds)
+    if offset := max(first.offset(name), second.offset(name)):
+        limits = limits.shifted(offset / max(math.sqrt(power / math.prod(shape)), 1e-12))
     verdict = _verdict(rms, limits, bad)
     return Difference(
         name, kinds, shape, rms, largest / peak if peak else largest, cosine, bad, limits, verdict
@@ -150,16 +174,22 @@ def lines(found: ModelComparison, worst: int) -> list[str]:
     for d in found.tensors[:worst]:
         kinds = "/".join(d.kinds)
         listed.append(
-            f"{d.verdict:9} {d.rms:9.3%} (limit {d.limits.fail:.3%}) cos {d.cosine:.6f}"
+            f"{d.verdict:9} {_percent(d.rms)} (limit {_percent(d.limits.fail).strip()})"
+            f" cos {d.cosine:.6f}"
             f" max {d.largest:8.3%} {kinds:12} {d.name}"
             + (f" {d.not_finite} values not finite" if d.not_finite else "")
             + (f" ({d.hint})" if d.hint else "")
         )
-    for kinds in sorted({d.kinds for d in found.tensors}):
-        errors = [d.rms for d in found.tensors if d.kinds == kinds]
-        mean = sum(errors) / len(errors)
-        listed.append(
-            f"{'/'.join(kinds)}: {len(errors)} tensors, mean {mean:.3%}, max {max(errors):.3%}"
-        )
-    outcome = "the same model" if found.agree else "NOT the same model within these limits"
-    return [*listed, outcome]
+    for kinds, errors in found.errors().items():
+        mean, largest = _percent(_mean(errors)).strip(), _percent(max(errors)).strip()
+        listed.append(f"{kinds}: {len(errors)} tensors, mean {mean}, max {largest}")
+    return [*listed, found.outcome]
+
+
+def _mean(errors: list[float]) -> float:
+    return sum(errors) / len(errors)
+
+
+def _percent(share: float) -> str:
+    """Return a share in per cent, with an exponent where three decimals would show zero."""
+    return f"{share:9.3%}" if share == 0 or share >= 1e-5 else f"{100 * share:8.1e}%"

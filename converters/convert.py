@@ -1,4 +1,4 @@
-"""Convert any model to plain weights or a checkpoint, with a report on every tensor."""
+"""Convert any model to plain weights, a checkpoint or GGUF, with a report on every tensor."""
 
 import dataclasses
 import json
@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.checkpoint import write
-from dflash_jax.converters import families
-from dflash_jax.converters.export import Weights, check_name, export
-from dflash_jax.converters.forms import AUTO, HUGGING_FACE, ORBAX, SAFETENSORS
-from dflash_jax.converters.gguf import GgufFile
+from dflash_jax.config import TargetConfig
+from dflash_jax.converters import families, target_tokenizer
+from dflash_jax.converters.export import Weights, check_name, export, write_form
+from dflash_jax.converters.forms import AUTO, GGUF, HUGGING_FACE, ORBAX, SAFETENSORS
+from dflash_jax.converters.gguf.export import as_gguf, fallbacks, type_named
 from dflash_jax.converters.gguf.file import SHARD
 from dflash_jax.converters.load import Progress, float_dtype
-from dflash_jax.converters.models import StoredModel, companions
+from dflash_jax.converters.models import StoredModel, companions, open_model
 from dflash_jax.errors import CheckpointError, TokenizerError
 from dflash_jax.utils.atomic import new_path
 
@@ -23,16 +24,20 @@ REPORT = "conversion.json"
 NO_TOKENIZER = (
     "there is no tokenizer.json: what is written takes token ids only (--tokenizer DIR brings one)"
 )
+NO_GGUF_TOKENIZER = "no tokenizer was written, without which llama.cpp does not load the file"
 
 
-def chosen_dtype(model: StoredModel, dtype: str) -> str:
-    """Return the requested dtype; "auto" is that of the published weights.
+def chosen_dtype(model: StoredModel, dtype: str, *, gguf: bool = False) -> str:
+    """Return the requested dtype or GGUF type; "auto" is that of the published weights.
+
+    Args:
+      gguf: whether types of GGUF matrices are known, too.
 
     Raises:
       ConfigError: the dtype is unknown.
     """
     found = model.config.dtype if dtype == AUTO else dtype
-    float_dtype(found)
+    type_named(found) if gguf else float_dtype(found)
     return found
 
 
@@ -86,20 +91,30 @@ def convert(
     """Write the model and return its inventory, which is also stored with it.
 
     Args:
-      to: "safetensors", a Hugging Face folder, or "orbax", a checkpoint of dflash_jax, for which
-        the whole model must fit into memory.
-      tokenizer: a folder whose tokenizer is copied instead of the model's. A tokenizer that is
-        missing or cannot be rebuilt is noted in the inventory.
+      to: "safetensors", a Hugging Face folder; "gguf", a file; or "orbax", a checkpoint of
+        dflash_jax, for which the whole model must fit into memory.
+      dtype: of the weights; for GGUF, also one of `GGUF_TYPES`.
+      tokenizer: a folder, or for GGUF also a .gguf file, whose tokenizer is copied instead of the
+        model's. A tokenizer that is missing or has no form there is noted in the inventory.
 
     Raises:
       CheckpointError: the weights do not fit their configuration, or cannot be written there.
       ConfigError: the dtype is unknown, or this layout cannot hold the model.
+      TokenizerError: the tokenizer that was given has no form in GGUF.
     """
     for source in filter(None, (model.path, tokenizer)):
         keep_apart(source, path)
-    check_name(path, folder=True)
-    kind = chosen_dtype(model, dtype)
+    check_name(path, folder=to != GGUF)
+    kind = chosen_dtype(model, dtype, gguf=to == GGUF)
     report = inventory(model, kind)
+    if to == GGUF:
+        metadata, notes = gguf_tokenizer(model, tokenizer)
+        form = as_gguf(model.config, model.tensors, kind, metadata)
+        report["notes"] += notes
+        report["written"] = dict(Counter(tensor.kind.name for tensor in form.planned))
+        report["fallbacks"] = fallbacks(form, type_named(kind))
+        write_form(form, path, overwrite=overwrite, progress=progress)
+        return report
     files, missing = _companions(model, tokenizer)
     if model.role == "target" and "tokenizer.json" not in files:
         report["notes"].append(missing)
@@ -125,6 +140,32 @@ def _companions(model: StoredModel, tokenizer: Path | None) -> tuple[dict[str, s
     if "tokenizer.json" not in (found := companions(tokenizer)):
         raise CheckpointError(f"{tokenizer} holds no tokenizer.json; give a folder that does")
     return found, ""
+
+
+def gguf_tokenizer(model: StoredModel, tokenizer: Path | None) -> tuple[dict[str, Any], list[str]]:
+    """Return the tokenizer's metadata for a GGUF file, and notes if there is none.
+
+    Args:
+      tokenizer: where it is copied from: for a drafter, its target; for a target, any folder or
+        .gguf file with one. None is the target's own.
+
+    Raises:
+      CheckpointError, ConfigError: `tokenizer` has none, or belongs to another model.
+      TokenizerError: that tokenizer has no form in GGUF.
+    """
+    config = model.config
+    if not isinstance(config, TargetConfig):
+        if tokenizer is None:
+            return {}, [f"{NO_GGUF_TOKENIZER}: --tokenizer TARGET copies the target's"]
+        return target_tokenizer.for_drafter(config, open_model(tokenizer, role="target")), []
+    if tokenizer is not None:
+        return target_tokenizer.of_path(tokenizer, config), []
+    try:
+        found = target_tokenizer.of_model(model)
+    except TokenizerError as error:
+        return {}, [f"{NO_GGUF_TOKENIZER}: {error}"]
+    missing = "tokenizer.ggml.model" not in found
+    return found, [f"{NO_GGUF_TOKENIZER} (--tokenizer DIR brings one)"] if missing else []
 
 
 def keep_apart(source: Path, path: Path) -> None:
@@ -164,11 +205,8 @@ def lines(report: dict[str, Any]) -> list[str]:
     )
     found += [f"  {count} tensors of type {kind}" for kind, count in report["types"].items()]
     found += [f"  {count} tensors changed: {change}" for change, count in changes.items()]
+    written = report.get("written", {})
+    found += [f"  {count} tensors written as {kind}" for kind, count in written.items()]
+    found += [f"  {name} is {why}" for name, why in report.get("fallbacks", {}).items()]
     found += [f"  ignored {name}: {why}" for name, why in report["ignored"].items()]
     return found
-
-
-def gguf_file(model: StoredModel) -> GgufFile | None:
-    """Return the GGUF file that a model was read from, or None."""
-    source = model.tensors.source
-    return source if isinstance(source, GgufFile) else None

@@ -15,8 +15,19 @@ class Limits:
     warn: float
     fail: float
 
+    def shifted(self, offset: float) -> "Limits":
+        """Return the limits after a conversion that subtracts something from stored values.
+
+        Args:
+          offset: the size of what is subtracted, relative to the result.
+        """
+        rounding = offset * ROUNDING
+        return Limits(*(limit * (1 + offset) + rounding for limit in (self.warn, self.fail)))
+
 
 EXACT = Limits(0.0, 1e-7)
+ROUNDING = 2.0**-23  # of float32, for a sum and its inverse
+UNUSABLE = 0.5  # error from which a model that was not trained for the type answers nonsense
 LIMITS = {
     "F64": EXACT,
     "F32": EXACT,

@@ -1,9 +1,10 @@
-"""Write models in the layouts of other engines: Hugging Face, speculators, drafter GGUF.
+"""Write models in the layouts of other engines: Hugging Face, speculators, GGUF.
 
 The same model gives the same bytes. Output is written atomically.
 """
 
 import json
+import math
 import os
 import types
 from collections.abc import Callable, Mapping
@@ -17,9 +18,9 @@ import numpy as np
 from dflash_jax.config import AttentionConfig, DrafterConfig
 from dflash_jax.converters import families
 from dflash_jax.converters.forms import GGUF, HUGGING_FACE, LAYOUTS, SPECULATORS
-from dflash_jax.converters.gguf import export as gguf_export
-from dflash_jax.converters.gguf.writer import write_gguf
-from dflash_jax.converters.load import Progress, float_dtype, kept_as, read_as
+from dflash_jax.converters.gguf.export import GgufForm, as_gguf
+from dflash_jax.converters.gguf.writer import PlannedBlocks, write_gguf
+from dflash_jax.converters.load import Progress, float_dtype, kept_as, read_as, read_blocks
 from dflash_jax.converters.names import published, speculators
 from dflash_jax.converters.safetensors_writer import Planned, write_safetensors
 from dflash_jax.converters.source import TensorSource
@@ -41,7 +42,7 @@ class Weights:
     config: AttentionConfig
     tensors: TensorSource
     companions: Mapping[str, str | Path] = field(default_factory=dict)
-    tokenizer: Mapping[str, Any] = field(default_factory=dict)  # GGUF metadata of the target
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)  # GGUF metadata
     fields: Mapping[str, Any] = field(default_factory=dict)  # added to config.json
 
 
@@ -56,6 +57,9 @@ def export(
 ) -> None:
     """Write a folder (Hugging Face, speculators) or a file (GGUF) at `path`.
 
+    Args:
+      dtype: of the weights; for GGUF, also one of `GGUF_TYPES`.
+
     Raises:
       CheckpointError: it cannot be written there.
       ConfigError: the layout cannot hold the model, or the name has the wrong ending.
@@ -63,11 +67,14 @@ def export(
     writers: dict[str, Callable[[_Output], None]] = {
         HUGGING_FACE: _write_huggingface,
         SPECULATORS: _write_speculators,
-        GGUF: _write_gguf,
     }
-    if layout not in writers:
+    if layout not in LAYOUTS:
         raise ConfigError(f"layout {layout!r} is not one of {', '.join(LAYOUTS)}")
     check_name(path, folder=layout != GGUF)
+    if layout == GGUF:
+        form = as_gguf(weights.config, weights.tensors, dtype, weights.tokenizer)
+        write_form(form, path, overwrite=overwrite, progress=progress)
+        return
     kind = float_dtype(dtype)
     needed = sum(planned.nbytes for planned in plan(weights, kind))
     with new_path(path, overwrite=overwrite, needed=needed) as place:
@@ -186,21 +193,27 @@ def _write_folder(
     (output.place / "config.json").write_text(text, encoding="utf-8")
 
 
-def _write_gguf(output: _Output) -> None:
-    config = _drafter(output.weights.config, GGUF)
-    keys = gguf_export.metadata(config, output.dtype, output.weights.tokenizer)
+def write_form(
+    form: GgufForm, path: Path, *, overwrite: bool = False, progress: Progress = _silent
+) -> None:
+    """Write a GGUF file, with one tensor in memory at a time.
 
-    def write(planned: list[Planned], read: Callable[[Planned], np.ndarray]) -> None:
-        exact = np.dtype(np.float32)  # as llama.cpp expects vectors
-        kept = [Planned(p.name, exact if _exact(p) else p.dtype, p.shape) for p in planned]
-        with output.place.open("wb") as file:
-            write_gguf(file, keys, kept, read)
+    Raises:
+      CheckpointError: it cannot be written there, or a tensor's values do not fit its type.
+    """
+    with (
+        new_path(path, overwrite=overwrite, needed=form.nbytes) as place,
+        ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool,
+        place.open("wb") as file,
+    ):
 
-    ids = {"d2t": _ids(output.weights.tensors)} if config.draft_vocab_size else {}
-    output.write_tensors(gguf_export.file_name, write, ids)
+        def read(planned: PlannedBlocks) -> np.ndarray:
+            name, dtype = planned.name, planned.kind.dtype
+            if dtype is None:
+                array = read_blocks(form.tensors, name, planned.kind, pool)
+            else:
+                array = read_as(form.tensors, name, dtype, pool)
+            progress(name, math.prod(planned.shape))
+            return array
 
-
-def _exact(planned: Planned) -> bool:
-    """Whether llama.cpp expects float32: vectors, and tensors that are not matrix weights."""
-    bare = len(planned.shape) == 1 or not planned.name.endswith(".weight")
-    return bare and planned.dtype != WHOLE
+        write_gguf(file, form.metadata, form.planned, read)

@@ -1,5 +1,6 @@
 """Read weight files into parameter trees: check first, then fill tensors in parallel."""
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -17,6 +18,8 @@ from dflash_jax.config import (
 from dflash_jax.converters import families, packed
 from dflash_jax.converters.canonical import Canonical, check
 from dflash_jax.converters.names.slots import Slot, TensorPart, same
+from dflash_jax.converters.quants.encode import encode
+from dflash_jax.converters.quants.types import GgmlType
 from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.quant.layouts import Spec
@@ -103,6 +106,35 @@ def read_as(source: TensorSource, name: str, dtype: np.dtype, pool: Executor) ->
     return array
 
 
+def read_blocks(source: TensorSource, name: str, kind: GgmlType, pool: Executor) -> np.ndarray:
+    """Return one tensor encoded in blocks, uint8 [rows, bytes of a row], made in parallel.
+
+    Raises:
+      CheckpointError: values are not finite, or too large for the type.
+    """
+    shape = source.shape(name)
+    row = shape[-1] // kind.block_size * kind.block_bytes
+    out = np.empty((math.prod(shape[:-1]), row), np.uint8)
+
+    def run(rows: slice) -> None:
+        values = source.read_rows(name, rows)
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = values.astype(np.float32, copy=False)
+        if not _finite(values):
+            raise _not_finite(name, source, FLOATS["float32"])
+        try:
+            out[rows] = encode(kind, values)
+        except OverflowError as error:
+            raise CheckpointError(
+                f"{name} has weights as large as {error.args[0]:g}, and the scales of {kind.name}"
+                " are float16; choose bf16 or f32"
+            ) from None
+
+    for _ in pool.map(run, (rows for _, rows in _steps(shape[0], len(out), shape[-1]))):
+        pass
+    return out
+
+
 def float_dtype(name: str) -> np.dtype:
     """Return the NumPy dtype of a parameter dtype's name.
 
@@ -129,7 +161,7 @@ class _ReadJob:
             values = values.astype(self.view.dtype, copy=False)
             finite = _finite(values)
         if not finite:
-            raise _not_finite(self.part, source, self.view.dtype)
+            raise _not_finite(self.part.name, source, self.view.dtype)
         self.view[...] = values.reshape(self.view.shape)
 
 
@@ -137,12 +169,22 @@ def _jobs(slot: Slot, parameter: np.ndarray) -> Iterator[_ReadJob]:
     for part in slot.parts:
         view = part.view(parameter)
         width = part.shape[-1] if len(part.shape) > 1 else 1
-        steps = view.shape[0]
-        rows = view.size // max(width * steps, 1)  # for each step of the view's first axis
-        stride = max(1, CHUNK_BYTES // max(4 * rows * width, 1))
-        for start in range(0, steps, stride):
-            stop = min(start + stride, steps)
-            yield _ReadJob(part, view[start:stop], slice(start * rows, stop * rows))
+        for steps, rows in _steps(view.shape[0], view.size // max(width, 1), width):
+            yield _ReadJob(part, view[steps], rows)
+
+
+def _steps(steps: int, rows: int, width: int) -> Iterator[tuple[slice, slice]]:
+    """Yield parts of a tensor: steps along its first axis, and the rows in these.
+
+    Args:
+      steps: the length of the first axis.
+      rows, width: of the whole tensor.
+    """
+    each = rows // max(steps, 1)
+    stride = max(1, CHUNK_BYTES // max(4 * each * width, 1))
+    for start in range(0, steps, stride):
+        stop = min(start + stride, steps)
+        yield slice(start, stop), slice(start * each, stop * each)
 
 
 def _finite(values: np.ndarray) -> bool:
@@ -153,16 +195,16 @@ def _finite(values: np.ndarray) -> bool:
     return not bool((values.view(np.uint16) & mask == mask).any())
 
 
-def _not_finite(part: TensorPart, source: TensorSource, dtype: np.dtype) -> CheckpointError:
-    stored = source.read(part.name)
+def _not_finite(name: str, source: TensorSource, dtype: np.dtype) -> CheckpointError:
+    stored = source.read(name)
     with np.errstate(invalid="ignore"):  # signalling NaNs
         bad = int(stored.size - np.isfinite(stored).sum())
     if bad:
         return CheckpointError(
-            f"{part.name} holds {bad} values that are NaN or infinite (NaN marks a tensor that"
+            f"{name} holds {bad} values that are NaN or infinite (NaN marks a tensor that"
             " was never loaded); fetch or export the weights again"
         )
-    return CheckpointError(f"{part.name} has values outside {dtype}; choose bfloat16 or float32")
+    return CheckpointError(f"{name} has values outside {dtype}; choose bfloat16 or float32")
 
 
 def tree(leaves: dict[tuple[str, ...], Any]) -> Params:

@@ -44,7 +44,7 @@ from dflash_jax.utils.allocator import fewer_collections, tune_allocator
 from dflash_jax.utils.deprecation import warn_renamed
 from dflash_jax.utils.forking import check_not_forked
 from dflash_jax.utils.progress import announced, is_shown
-from dflash_jax.utils.sources import Source, locate, own_drafter
+from dflash_jax.utils.sources import SHIPPED, Source, locate, own_drafter
 
 Config = TargetConfig | DrafterConfig
 AnyConfig = TypeVar("AnyConfig", TargetConfig, DrafterConfig)

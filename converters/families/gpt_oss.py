@@ -6,14 +6,17 @@ In GGUF files, gates and ups are separate tensors, outputs first.
 import re
 from typing import Any
 
+import numpy as np
+
 from dflash_jax.config import FULL, SLIDING
 from dflash_jax.config.gpt_oss import GptOssConfig
-from dflash_jax.converters.canonical import Alternating, Origin
+from dflash_jax.converters.canonical import Alternating, Origin, Separated
 from dflash_jax.converters.families import llama
-from dflash_jax.converters.gguf import dense, experts
+from dflash_jax.converters.gguf import dense, experts, keys
 from dflash_jax.converters.gguf.fields import GgufFields, geometry
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf.writer import BOOL, U32, Typed
 from dflash_jax.converters.names import published
 from dflash_jax.converters.names.gguf import stored_name
 from dflash_jax.converters.names.slots import Keys, Slot, TensorPart, linear, same
@@ -153,3 +156,41 @@ def gguf_origin(name: str, config: GptOssConfig, shapes: dense.Shapes) -> Origin
         return Alternating(stored[0], change=said, others=tuple(stored[1:]), stacked=stacked)
     stored = f"blk.{layer}.{LAYER[stem]}" if stem in LAYER else stored_name(name)
     return Origin(stored) if stored in shapes else dense.origin(name, config, shapes)
+
+
+def to_gguf(config: GptOssConfig) -> keys.Metadata:
+    """Return the metadata that is specific to gpt-oss.
+
+    Raises:
+      ConfigError: files of this architecture cannot hold the model.
+    """
+    windows = {window for window in config.windows if window is not None}
+    keys.refuse(
+        config,
+        {
+            "attention without biases": not config.attention_bias,
+            "a rotary embedding without yarn": config.rope.kind != "yarn",
+            f"experts clamped at {config.swiglu_limit:g}": config.swiglu_limit != 7.0,
+            f"windows {sorted(windows)}": len(windows) != 1,
+        },
+    )
+    own = keys.rope(config.rope, truncate=False) | keys.experts(config)
+    return own | {
+        "attention.sliding_window": Typed(U32, windows.pop()),
+        "attention.sliding_window_pattern": Typed(BOOL, [w is not None for w in config.windows]),
+    }
+
+
+def gguf_stored(name: str, config: GptOssConfig) -> dict[str, Origin]:
+    """Return a canonical tensor in its stored forms; the inverse of `gguf_origin`."""
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    layer, stem = match.groups() if match else ("", name)
+    if stem in STACKS:
+        parts = len(STACKS[stem])
+        return {
+            f"blk.{layer}.{stored}": Origin(name, columns=np.arange(i, 2 * config.expert_size, 2))
+            if stem.endswith("_bias")
+            else Separated(name, part=i, parts=parts)
+            for i, stored in enumerate(STACKS[stem])
+        }
+    return {f"blk.{layer}.{LAYER[stem]}" if stem in LAYER else stored_name(name): Origin(name)}

@@ -6,14 +6,16 @@ rotary scaling.
 
 from typing import Any
 
+import numpy as np
+
 from dflash_jax.config import AttentionConfig, TargetConfig
 from dflash_jax.converters.canonical import Origin
-from dflash_jax.converters.gguf import dense
+from dflash_jax.converters.gguf import dense, keys
 from dflash_jax.converters.gguf.fields import GgufFields, geometry
 from dflash_jax.converters.gguf.file import GgufFile
-from dflash_jax.converters.gguf.rope import llama3_scaling
+from dflash_jax.converters.gguf.rope import llama3_divisors, llama3_scaling
 from dflash_jax.converters.names import published
-from dflash_jax.converters.names.gguf import fused_name, half_split_rows
+from dflash_jax.converters.names.gguf import fused_name, half_split_rows, stored_name
 from dflash_jax.converters.names.slots import Keys, Slot, TensorPart, by_head, linear, paired, same
 
 
@@ -108,6 +110,7 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     present = set(source.names())
     bias = "blk.0.attn_q.bias" in present or "blk.0.attn_qkv.bias" in present
     found = geometry(fields) | {"model_type": "llama", "attention_bias": bias}
+    found["mlp_bias"] = "blk.0.ffn_gate.bias" in present
     if ROPE_FREQS in present:
         divisors, theta = source.read(ROPE_FREQS), found["rope_theta"]
         found["rope_scaling"] = llama3_scaling(divisors, theta, where=fields.where)
@@ -124,6 +127,33 @@ def gguf_origin(name: str, config: TargetConfig, shapes: dense.Shapes) -> Origin
         return found
     order = half_split_rows(count // config.head_dim, config.head_dim)
     return dense.reordered(found, order, "rotary rows: pairs to halves")
+
+
+def to_gguf(config: TargetConfig) -> keys.Metadata:
+    """Return the metadata that is specific to Llama.
+
+    Raises:
+      ConfigError: files of this architecture cannot hold the model.
+    """
+    keys.refuse(config, {"a sliding window": any(config.windows)})
+    return {} if config.rope.kind == "llama3" else keys.rope(config.rope)
+
+
+def gguf_stored(name: str, config: TargetConfig) -> dict[str, Origin]:
+    """Return a canonical tensor in its stored form; the inverse of `gguf_origin`."""
+    fused = fused_name(name)
+    if fused is None or fused[1] == "v":
+        return {stored_name(name): Origin(name)}
+    count = len(dense.rows_in_fused(config, fused[1]))
+    order = half_split_rows(count // config.head_dim, config.head_dim)
+    return {stored_name(name): Origin(name, np.argsort(order), "rotary rows: halves to pairs")}
+
+
+def gguf_computed(config: TargetConfig) -> dict[str, np.ndarray]:
+    """Return tensors that files hold instead of settings: rotary divisors."""
+    if config.rope.kind != "llama3":
+        return {}
+    return {ROPE_FREQS: llama3_divisors(config.rope, config.head_dim)}
 
 
 def gguf_ignored(name: str, config: TargetConfig) -> str | None:

@@ -6,7 +6,7 @@ from dflash_jax.config import AttentionConfig, TargetConfig
 from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.families import llama
 from dflash_jax.converters.families.llama import UNAPPLIED
-from dflash_jax.converters.gguf import dense
+from dflash_jax.converters.gguf import dense, keys
 from dflash_jax.converters.gguf.fields import GgufFields, geometry
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.names import published
@@ -45,3 +45,20 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
 def gguf_origin(name: str, config: TargetConfig, shapes: dense.Shapes) -> Origin | None:
     """Return the stored tensor of a canonical one."""
     return dense.origin(name, config, shapes)
+
+
+def to_gguf(config: TargetConfig) -> keys.Metadata:
+    """Return the metadata that is specific to Qwen3.
+
+    Raises:
+      ConfigError: files of this architecture cannot hold the model.
+    """
+    keys.refuse(
+        config,
+        {
+            "a sliding window": any(config.windows),
+            "biases of MLPs": config.mlp_bias,
+            "queries and keys that are not normalised": not config.qk_norm,
+        },
+    )
+    return keys.rope(config.rope)

@@ -9,10 +9,12 @@ from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.families import llama
 from dflash_jax.converters.families.llama import UNAPPLIED
 from dflash_jax.converters.families.qwen3 import head_norms
-from dflash_jax.converters.gguf import dense, experts
+from dflash_jax.converters.gguf import dense, experts, keys
 from dflash_jax.converters.gguf.fields import GgufFields, geometry
 from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.writer import BOOL, Typed
 from dflash_jax.converters.names import published
+from dflash_jax.converters.names.gguf import stored_name
 from dflash_jax.converters.names.slots import STACKED, Folder, Keys, Slot, TensorPart, linear, same
 
 
@@ -78,6 +80,7 @@ def to_hf(config: Qwen3MoeConfig, dtype: str) -> dict[str, Any]:
 
 
 # GGUF
+_ROUTER = re.compile(r"layers\.(\d+)\.mlp\.gate\.weight")
 OWN = {key: value for key, value in UNAPPLIED.items() if key != "expert_count"}
 
 
@@ -108,7 +111,32 @@ def gguf_origin(name: str, config: TargetConfig, shapes: dense.Shapes) -> Origin
     """Return the stored tensor of a canonical one."""
     if found := experts.origin(name, config, shapes):
         return found
-    if match := re.fullmatch(r"layers\.(\d+)\.mlp\.gate\.weight", name):
+    if match := _ROUTER.fullmatch(name):
         stored = f"blk.{match[1]}.ffn_gate_inp.weight"
         return Origin(stored) if stored in shapes else None
     return dense.origin(name, config, shapes)
+
+
+def to_gguf(config: Qwen3MoeConfig) -> keys.Metadata:
+    """Return the metadata that is specific to Qwen3-MoE.
+
+    Raises:
+      ConfigError: files of this architecture cannot hold the model.
+    """
+    keys.refuse(
+        config,
+        {
+            "a sliding window": any(config.windows),
+            "shares of experts that are not normalised": not config.normalise_shares,
+        },
+    )
+    normed = {"expert_weights_norm": Typed(BOOL, True)}
+    return keys.rope(config.rope) | keys.experts(config) | normed
+
+
+def gguf_stored(name: str, config: Qwen3MoeConfig) -> dict[str, Origin]:
+    """Return a canonical tensor in its stored form; the inverse of `gguf_origin`."""
+    if (found := experts.stored(name, config)) is not None:
+        return found
+    match = _ROUTER.fullmatch(name)
+    return {f"blk.{match[1]}.ffn_gate_inp.weight" if match else stored_name(name): Origin(name)}

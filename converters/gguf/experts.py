@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.converters.canonical import Origin
+from dflash_jax.converters.canonical import Origin, Piled
 from dflash_jax.converters.gguf.dense import Shapes
 from dflash_jax.converters.gguf.fields import GgufFields
 from dflash_jax.errors import ConfigError
@@ -28,6 +28,18 @@ def origin(name: str, config: TargetConfig, shapes: Shapes) -> Origin | None:
         start = (2 * expert + (which == "up")) * size
         return Origin(both, range(start, start + size), "one of stacked experts, gate over up")
     return None
+
+
+def stored(name: str, config: TargetConfig) -> dict[str, Origin] | None:
+    """Return the stack that begins with an expert's weight; None if `name` is not an expert's."""
+    if (match := _ONE.fullmatch(name)) is None:
+        return None
+    layer, expert, which = match.groups()
+    if int(expert):
+        return {}
+    at = f"layers.{layer}.mlp.experts."
+    names = [f"{at}{e}.{which}_proj.weight" for e in range(config.num_experts)]
+    return {f"blk.{layer}.ffn_{which}_exps.weight": Piled(names[0], others=tuple(names[1:]))}
 
 
 def _stacked(shape: tuple[int, ...] | None, config: TargetConfig) -> bool:

@@ -1,14 +1,22 @@
-"""Recover Llama 3's rotary scaling from the divisors that a GGUF file stores."""
+"""Llama 3's rotary scaling as the divisors that a GGUF file stores, and recovered from them."""
 
 import math
 from collections.abc import Iterator
 
 import numpy as np
 
+from dflash_jax.config import RopeConfig
 from dflash_jax.errors import ConfigError
 
 FINE = 4096.0
 TOLERANCE = 1e-3  # divisors are stored as float32 of a few significant operations
+
+
+def llama3_divisors(rope: RopeConfig, width: int) -> np.ndarray:
+    """Return the divisors [width / 2] that stand for a llama3 scaling."""
+    turns = rope.theta ** (-np.arange(width // 2) / (width // 2)) / (2 * math.pi)
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    return _divisors(turns, rope.factor, high / low, rope.original_length / low)
 
 
 def llama3_scaling(divisors: np.ndarray, theta: float, *, where: str) -> dict[str, float | str]:

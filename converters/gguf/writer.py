@@ -1,5 +1,6 @@
-"""Write GGUF version 3, to export drafters. Plain types only; no quantisation."""
+"""Write GGUF version 3, tensor by tensor."""
 
+import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,12 +9,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from dflash_jax.converters.gguf.header import ARRAY, SCALARS, STRING, GgufArray, round_up
-from dflash_jax.converters.quants.types import BY_NAME
-from dflash_jax.converters.safetensors_writer import Planned, flat_bytes
+from dflash_jax.converters.quants.types import GgmlType
+from dflash_jax.converters.safetensors_writer import flat_bytes
 
 ALIGNMENT = 32
 U32, I32, F32, BOOL, I64 = 4, 5, 6, 7, 11
-_KINDS = {kind.dtype: kind for kind in BY_NAME.values() if kind.dtype is not None}
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,24 @@ class Typed:
     value: Any
 
 
+@dataclass(frozen=True)
+class PlannedBlocks:
+    """A tensor to be written, with its stored type."""
+
+    name: str
+    kind: GgmlType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the tensor."""
+        return math.prod(self.shape) // self.kind.block_size * self.kind.block_bytes
+
+
 def typed(value: Any) -> Typed:
     """Return a value read from a file in the form that `write_gguf` takes."""
+    if isinstance(value, Typed):
+        return value
     if isinstance(value, GgufArray):
         return Typed(value.kind, value.tolist())
     small = type(value) is int and 0 <= value < 1 << 32
@@ -36,17 +52,22 @@ def typed(value: Any) -> Typed:
 def write_gguf(
     file: BinaryIO,
     metadata: Mapping[str, Typed],
-    tensors: Sequence[Planned],
-    read: Callable[[Planned], np.ndarray],
+    tensors: Sequence[PlannedBlocks],
+    read: Callable[[PlannedBlocks], np.ndarray],
 ) -> None:
-    """Write metadata, then the tensors in order; `read` is called for each in turn."""
+    """Write metadata, then the tensors in order.
+
+    Args:
+      read: returns the values or blocks of a tensor; called for each in turn, so that one is in
+        memory.
+    """
     head = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
     head += [_text(key) + _typed(value) for key, value in metadata.items()]
     offset = 0
     for tensor in tensors:
         dims = tensor.shape[::-1]
         head.append(_text(tensor.name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims))
-        head.append(struct.pack("<IQ", _KINDS[tensor.dtype].number, offset))
+        head.append(struct.pack("<IQ", tensor.kind.number, offset))
         offset = round_up(offset + tensor.nbytes, ALIGNMENT)
     _padded(file, np.frombuffer(b"".join(head), np.uint8))
     for tensor in tensors:

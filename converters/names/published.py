@@ -143,9 +143,19 @@ def _sizes(config: AttentionConfig) -> dict[str, Any]:
     }
 
 
+def rope_parameters(rope: RopeConfig) -> dict[str, Any]:
+    """Return a rotary embedding in the spelling that holds its base as well."""
+    return {"rope_theta": rope.theta} | (_scaling(rope) or {"rope_type": "default"})
+
+
 def _scaling(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.kind == "default":
         return None
+    if rope.kind == "proportional":
+        share = {"partial_rotary_factor": rope.partial_rotary_factor}
+        return (
+            {"rope_type": rope.kind} | share | ({} if rope.factor == 1 else {"factor": rope.factor})
+        )
     found: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
     if rope.original_length:
         found["original_max_position_embeddings"] = rope.original_length
@@ -153,8 +163,6 @@ def _scaling(rope: RopeConfig) -> dict[str, Any] | None:
         keys = ("low_freq_factor", "high_freq_factor")
     elif rope.kind == "yarn":
         keys = ("beta_fast", "beta_slow", "truncate", "attention_factor")
-    elif rope.kind == "proportional":
-        keys = ("partial_rotary_factor",)
     elif rope.kind == "longrope":
         keys = ("attention_factor",)
         found |= {"short_factor": list(rope.short_factors), "long_factor": list(rope.long_factors)}

@@ -22,6 +22,7 @@ from weight_files import ORACLE, key, raw_gguf, tensor, text
 
 from dflash_jax.converters.cli import ProgressBar, main
 from dflash_jax.converters.convert import keep_apart
+from dflash_jax.converters.gguf import open_gguf
 from dflash_jax.converters.instruct import check_instruct
 from dflash_jax.converters.models import open_model
 from dflash_jax.errors import CheckpointError
@@ -113,6 +114,39 @@ def test_a_name_that_the_terminal_cannot_show_is_escaped(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, "ascii"))
     assert main(["inspect", str(tmp_path / "x.safetensors")]) == 0
     assert b"\\xfc F64" in shown.getvalue()
+
+
+def test_convert_writes_gguf_with_the_tokenizer_or_says_that_there_is_none(capsys, tmp_path):
+    code, report = run_json(capsys, "convert", "tiny", tmp_path / "t.gguf", "--type", "q4_0")
+    assert (code, report["notes"], report["fallbacks"]) == (0, [], {})
+    assert report["written"] == {"Q4_0": 43, "F32": 25}
+    for arguments in ([str(TARGET)], ["tiny/drafter"]):
+        assert main(["convert", *arguments, str(tmp_path / "x.gguf"), "--overwrite"]) == 0
+        assert "no tokenizer was written, without which llama.cpp" in capsys.readouterr().out
+    export = ["export", "tiny/drafter", str(tmp_path / "d.gguf"), "--format", "gguf"]
+    assert main([*export, "--type", "q8_0"]) == 0
+    assert "--tokenizer TARGET copies the target's" in capsys.readouterr().out
+    for target in ("tiny", str(tmp_path / "t.gguf")):
+        assert main([*export, "--tokenizer", target, "--overwrite"]) == 0
+        assert "no tokenizer" not in capsys.readouterr().out
+        found = open_gguf(tmp_path / "d.gguf").metadata
+        assert found["tokenizer.ggml.pre"] == "smollm"
+        assert len(found["tokenizer.ggml.tokens"]) == 2048
+    assert main(["convert", "tiny", str(tmp_path / "y"), "--type", "q8_0"]) == 1
+    assert "dtype 'q8_0' is not one of float32" in capsys.readouterr().err
+
+
+def test_a_target_takes_a_tokenizer_from_elsewhere(capsys, tmp_path):
+    command = ["convert", str(TARGET), str(tmp_path / "x.gguf"), "--tokenizer"]
+    assert main([*command, "tiny"]) == 1  # of a larger vocabulary
+    assert "has the id 256; the model has 256 tokens" in capsys.readouterr().err
+    assert main([*command, str(tmp_path)]) == 1
+    assert "holds no tokenizer" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert main(["convert", "tiny", str(tmp_path / "t.gguf")]) == 0
+    again = ["convert", "tiny", str(tmp_path / "u.gguf"), "--tokenizer", str(tmp_path / "t.gguf")]
+    assert main(again) == 0
+    assert (tmp_path / "u.gguf").read_bytes() == (tmp_path / "t.gguf").read_bytes()
 
 
 def test_convert_accounts_for_every_tensor_and_writes_a_folder_that_loads(capsys, tmp_path, target):
@@ -421,10 +455,14 @@ def test_a_pipe_is_not_waited_for(capsys, tmp_path):
 
 def test_a_tokenizer_that_cannot_be_copied_is_refused(capsys, tmp_path, target):
     place = str(tmp_path / "x.gguf")
-    for source, layout in ((TARGET, "gguf"), (target, "huggingface")):
+    for source, layout, message in (
+        (target, "huggingface", "is of no use here"),
+        (TARGET, "gguf", "holds no tokenizer; give a target that does"),
+        (DRAFTER, "gguf", "a target is needed here"),
+    ):
         arguments = ["export", str(DRAFTER), place, "--format", layout, "--tokenizer", str(source)]
         assert main(arguments) == 1
-        assert "is of no use here" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_an_interrupt_is_one_line_too(capsys, monkeypatch, target, tmp_path):
@@ -445,7 +483,6 @@ def test_export_copies_a_targets_tokenizer(tmp_path):
     writer.add_int32("tokenizer.ggml.padding_token_id", -1)
     finish(writer)
     from dflash_jax.converters.export import Weights, export
-    from dflash_jax.converters.gguf import open_gguf
     from dflash_jax.converters.models import open_model
 
     model = open_model(DRAFTER)

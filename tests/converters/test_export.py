@@ -51,6 +51,11 @@ def test_a_published_drafter_config_survives_being_written(folder):
     [
         "targets/llama3",
         "targets/qwen3",
+        "targets/gemma4",
+        "targets/gemma4_moe",
+        "targets/gemma4_ple",
+        "targets/gemma4_unified",
+        "variants/gemma4_biases_ropes",
         "variants/gpt_oss_no_bias",
         "variants/llama_biases_dynamic",
         "variants/qwen3_moe_windows_longrope",
@@ -185,14 +190,16 @@ def test_parameters_that_do_not_fit_are_named():
 def test_models_that_a_layout_cannot_hold_are_refused(tmp_path):
     target = ORACLE / "targets" / "qwen3"
     with pytest.raises(ConfigError, match="is for drafters"):
-        write(target, tmp_path / "x.gguf", "gguf")
+        write(target, tmp_path / "x", "speculators")
+    with pytest.raises(ConfigError, match="GGUF type 'q2_k' is not one of f32"):
+        write(target, tmp_path / "x.gguf", "gguf", "q2_k")
     with pytest.raises(ConfigError, match="'onnx' is not one of"):
         write(target, tmp_path / "x", "onnx")
     model = open_model(DRAFTER)
     for kind in ("llama3", "yarn"):  # with yarn's usual attention factor it would be 1.2079
         rope = RopeConfig(kind=kind, factor=8.0, original_length=64, attention_factor=1.0)
         weights = Weights(dataclasses.replace(model.config, rope=rope), model.tensors)
-        with pytest.raises(ConfigError, match="has no place in a drafter GGUF"):
+        with pytest.raises(ConfigError, match="has no place in this GGUF file"):
             export.export(weights, tmp_path / "x.gguf", layout="gguf", dtype="float32")
     assert list(tmp_path.iterdir()) == []
 

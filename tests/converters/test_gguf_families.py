@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import gguf
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -11,8 +12,9 @@ from gguf_models import Q
 from weight_files import ORACLE
 
 from dflash_jax.config import RopeConfig
-from dflash_jax.converters.compare import compare
-from dflash_jax.converters.convert import inventory
+from dflash_jax.converters.compare import Difference, ModelComparison, compare, lines
+from dflash_jax.converters.convert import convert, inventory
+from dflash_jax.converters.expected_error import between
 from dflash_jax.converters.gguf import open_gguf
 from dflash_jax.converters.gguf.target import canonical, read_config
 from dflash_jax.converters.models import StoredModel, open_model
@@ -259,8 +261,6 @@ def wide(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", [Q.Q4_K, Q.Q6_K], ids=lambda k: k.name)
 def test_k_types_compute_what_compare_predicts(tmp_path, wide, kind, monkeypatch):
-    import gguf
-
     from dflash_jax.target_model import TargetModel
 
     plain = gguf.quants.quantize
@@ -279,3 +279,30 @@ def test_k_types_compute_what_compare_predicts(tmp_path, wide, kind, monkeypatch
     difference = np.asarray(model.forward(ids).logits) - expected
     error = np.linalg.norm(difference) / np.linalg.norm(expected)
     assert 0 < error < 2 * np.linalg.norm([d.rms for d in found.tensors])
+
+
+def test_an_error_that_a_type_allows_may_still_make_a_model_unusable():
+    def comparison(kind, error):
+        rest = {"shape": (64, 64), "largest": 1.0, "cosine": 0.6, "not_finite": 0}
+        limits, kinds = between("F32", kind), ("F32", kind)
+        one = Difference("w", kinds, rms=error, limits=limits, verdict="ok", **rest)
+        return ModelComparison((one,), (), (), (), ())
+
+    found = comparison("TQ1_0", 0.807)
+    assert found.agree
+    assert found.unusable == ("F32/TQ1_0",)
+    assert "within the error that F32/TQ1_0 allows; at that error a model is" in found.outcome
+    assert found.to_json()["outcome"] == lines(found, 0)[-1]
+    usable = comparison("Q4_0", 0.09)
+    assert (usable.unusable, usable.outcome) == ((), "the same model")
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe_vl"])
+def test_norms_that_files_hold_with_1_added_are_compared_within_its_rounding(tmp_path, name):
+    model, path = open_model(TARGETS / name), tmp_path / "x.gguf"
+    convert(model, path, to="gguf", dtype="f32")
+    found = compare(model, open_model(path))
+    assert found.agree, found.tensors[0]
+    shown = lines(found, 5)
+    assert not any("0.000% (limit 0.000%)" in line for line in shown)
+    assert all(d.verdict == "ok" for d in found.tensors), shown

@@ -11,6 +11,7 @@ from hypothesis.extra.numpy import arrays
 from dflash_jax.converters import quants
 from dflash_jax.converters.expected_error import LIMITS
 from dflash_jax.converters.quants import grids
+from dflash_jax.converters.quants.encode import ENCODERS, encode
 from dflash_jax.converters.quants.types import BY_NAME, TYPES
 
 IN_GGUF = [name for name in quants.DECODERS if hasattr(gguf.quants, name)]  # Q1_0, Q2_0 are newer
@@ -100,3 +101,42 @@ GRIDS = {  # the vectors as int8, unpacked by the gguf package 0.19: the start o
 @pytest.mark.parametrize("name", GRIDS)
 def test_every_vector_of_a_grid_is_that_of_ggml(name):
     assert hashlib.sha256(grids.vectors(name).tobytes()).hexdigest()[:16] == GRIDS[name]
+
+
+ENCODED = Path(__file__).parent / "data" / "ggml_blocks.npz"
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_weights_encode_to_the_bits_of_ggml(name):
+    stored = np.load(ENCODED)
+    blocks = encode(BY_NAME[name], stored["values"].reshape(2, -1))
+    np.testing.assert_array_equal(blocks.reshape(-1), stored[f"{name}.blocks"])
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_every_row_encodes_to_the_bits_gguf_gives(name, data):
+    """Equal weights, zeros, both signs of the largest, weights halfway between codes."""
+    sizes = st.one_of(
+        st.floats(-30000, 30000, width=32), st.integers(-255, 255).map(lambda i: np.float32(i / 2))
+    )
+    rows = data.draw(arrays(np.float32, (2, 64), elements=sizes, fill=st.just(np.float32(0))))
+    with np.errstate(all="ignore"):
+        expected = gguf.quants.quantize(rows, gguf.GGMLQuantizationType[name])
+    if (np.abs(rows)[rows != 0] > 1e-30).all():  # else the reciprocal of a scale overflows in C
+        np.testing.assert_array_equal(encode(BY_NAME[name], rows), expected)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_decoded_blocks_encode_to_themselves(name):
+    rng, kind = np.random.default_rng(1), BY_NAME[name]
+    rows = (rng.standard_normal((400, 256)) * np.exp(rng.standard_normal((400, 1)))).astype("f4")
+    blocks = encode(kind, rows)
+    np.testing.assert_array_equal(encode(kind, decoded(name, blocks, 256)), blocks)
+
+
+def test_a_scale_outside_float16_is_not_stored():
+    for name in ENCODERS:
+        with pytest.raises(OverflowError):
+            encode(BY_NAME[name], np.full((1, 32), 1e9, np.float32))

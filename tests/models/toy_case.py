@@ -16,11 +16,7 @@ from dflash_jax.cli import main as command
 from dflash_jax.config import DrafterConfig, drafter_config, target_config
 from dflash_jax.converters import families
 from dflash_jax.converters.export import Weights, export
-from dflash_jax.converters.gguf.header import STRING
-from dflash_jax.converters.gguf.writer import F32, U32, Typed, write_gguf
 from dflash_jax.converters.models import open_model
-from dflash_jax.converters.names.gguf import stored_name
-from dflash_jax.converters.safetensors_writer import Planned
 from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.errors import ConfigError
 from dflash_jax.testing import random_params
@@ -52,28 +48,6 @@ def same(first: Any, second: Any) -> bool:
     return all(jax.tree.leaves(equal))
 
 
-def write_target_gguf(path: Path, tensors: TreeSource) -> None:
-    sizes = {
-        "block_count": 3,
-        "embedding_length": 32,
-        "feed_forward_length": 48,
-        "attention.head_count": 4,
-        "attention.head_count_kv": 2,
-        "attention.key_length": 8,
-    }
-    keys = {f"toy-lm.{key}": Typed(U32, value) for key, value in sizes.items()}
-    keys |= {
-        "general.architecture": Typed(STRING, "toy-lm"),
-        "toy-lm.attention.layer_norm_rms_epsilon": Typed(F32, 1e-6),
-    }
-    names = {stored_name(name): name for name in tensors.names()}
-    planned = [
-        Planned(stored, tensors.dtype(name), tensors.shape(name)) for stored, name in names.items()
-    ]
-    with path.open("wb") as file:
-        write_gguf(file, keys, planned, lambda p: tensors.read(names[p.name]))
-
-
 def convert(folder: Path, config: Any, params: Any) -> list[str]:
     """Write and read every format of a model; return the formats that reproduced it."""
     tensors, found = TreeSource(params, config), []
@@ -81,10 +55,7 @@ def convert(folder: Path, config: Any, params: Any) -> list[str]:
     forms = ["huggingface", "gguf"] + ["speculators"] * drafter
     for form in forms:
         path = folder / (f"{form}.gguf" if form == "gguf" else form)
-        if form == "gguf" and not drafter:
-            write_target_gguf(path, tensors)
-        else:
-            export(Weights(config, tensors), path, layout=form, dtype="float32")
+        export(Weights(config, tensors), path, layout=form, dtype="float32")
         for source in (path, folder / f"{form}-converted", folder / f"{form}-orbax"):
             if source != path:
                 to = "orbax" if source.name.endswith("orbax") else "safetensors"

@@ -5,7 +5,7 @@ from typing import Any
 from dflash_jax.config import TargetConfig
 from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.families import llama
-from dflash_jax.converters.gguf import dense
+from dflash_jax.converters.gguf import dense, keys
 from dflash_jax.converters.gguf.fields import GgufFields, geometry
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.names import published
@@ -38,3 +38,7 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
 
 def gguf_origin(name: str, config: TargetConfig, shapes: dense.Shapes) -> Origin | None:
     return dense.origin(name, config, shapes)
+
+
+def to_gguf(config: TargetConfig) -> keys.Metadata:
+    return keys.rope(config.rope)
