@@ -20,7 +20,7 @@ from dflash_jax.converters.canonical import Canonical, Origin, check
 from dflash_jax.converters.gguf import GgufFile, drafter, open_gguf, target
 from dflash_jax.converters.gguf.tokenizer import stop_ids, tokenizer_files
 from dflash_jax.converters.hf import ADAPTER, ShardedSafetensors, open_directory
-from dflash_jax.converters.hf_quantised import dequantised
+from dflash_jax.converters.hf_quantised import dequantised, quantization
 from dflash_jax.converters.load import Params, Progress, load
 from dflash_jax.converters.names import huggingface, speculators
 from dflash_jax.converters.packed import stored_specs
@@ -161,7 +161,7 @@ def _from_folder(path: Path, taps: str) -> StoredModel:
     if files and not (path / "config.json").is_file():
         raise CheckpointError(f"{path} holds GGUF files; give one of them: {', '.join(files[:8])}")
     fields = read_json(path / "config.json")
-    quantised = fields.pop("quantization_config", None)
+    quantised = quantization(fields, path)
     source = open_directory(path)
     notes = source.notes if isinstance(source, ShardedSafetensors) else ()
     if has_file(path / ADAPTER):
