@@ -160,6 +160,9 @@ def _convert_command(commands: Any) -> None:
         metavar="DIR",
         help="folder whose tokenizer is copied, where a .gguf file's cannot be rebuilt",
     )
+    command.add_argument(
+        "--lora", type=_path, metavar="DIR", help="PEFT adapter that is added to the weights"
+    )
     command.add_argument("--dry-run", action="store_true", help="only account for every tensor")
 
 
@@ -167,7 +170,9 @@ def _convert(options: argparse.Namespace) -> int:
     from dflash_jax.converters import convert
     from dflash_jax.converters.models import open_model
 
-    model = open_model(options.source, taps=options.layer_ids)
+    model = open_model(options.source, taps=options.layer_ids, lora=options.lora)
+    if options.lora:
+        convert.keep_apart(options.lora, options.destination)
     if options.dry_run:
         report = convert.inventory(model, convert.chosen_dtype(model, options.dtype))
         _print(options, report, convert.lines(report))

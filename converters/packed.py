@@ -77,6 +77,8 @@ def _kind(found: Canonical, part: TensorPart) -> str:
     if part.name not in found.origins:
         return FLOAT
     origin = found.origins[part.name]
+    if not origin.as_stored:
+        return FLOAT
     if isinstance(found.source, GroupedSource):
         return found.source.packed_kind(origin.name) if origin.whole else FLOAT
     kind, columns = found.kind(part.name), origin.columns

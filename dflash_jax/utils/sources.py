@@ -1,10 +1,10 @@
-"""Resolve model names to local files, without importing JAX."""
+"""Resolve model names to local files, fetched from the hub where needed, without importing JAX."""
 
 import importlib.resources
 import os
 from pathlib import Path
 
-from dflash_jax.errors import CheckpointError
+from dflash_jax.errors import CheckpointError, install_hint
 
 Source = str | os.PathLike[str]
 SHIPPED = "tiny"
@@ -42,3 +42,49 @@ def find_local(source: Source, role: str) -> Path | None:
             f" 'Qwen/Qwen3-8B', or '{SHIPPED}'"
         )
     return None
+
+
+def locate(source: Source, role: str) -> Path:
+    """Return the directory or .gguf file of a source; hub ids are downloaded.
+
+    Raises:
+      CheckpointError: it does not exist or cannot be downloaded.
+    """
+    return find_local(source, role) or _download(str(source), role)
+
+
+def _download(repository: str, role: str) -> Path:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        if cached := _cached(repository):
+            return cached
+        raise CheckpointError(
+            f"{repository} is no directory here; to fetch the {role} from the hub"
+            f" {install_hint('hub')}"
+        ) from error
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                repository,
+                allow_patterns=["*.json", "*.safetensors", "*.jinja"],
+                ignore_patterns=["*/*"],  # gpt-oss has its weights in original/ as well
+            )
+        )
+    except Exception as error:  # network, authorisation, unknown repository
+        raise CheckpointError(
+            f"the {role} {repository} could not be fetched from the hub: {error}"
+        ) from error
+
+
+def _cached(repository: str) -> Path | None:
+    """Return the folder of a hub id that Hugging Face's tools downloaded before, if any."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    home = Path(os.environ.get("HF_HOME") or base)
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    folder = hub / f"models--{repository.replace('/', '--')}"
+    try:
+        found = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+        return found if found.is_dir() else None
+    except (OSError, ValueError):
+        return None
