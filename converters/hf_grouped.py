@@ -10,7 +10,8 @@ from dflash_jax.quant.layouts import RUN, Arrays, fits, join
 
 # Place of each of eight outputs in a word of AWQ's gemm layout.
 INTERLEAVED = np.array([0, 4, 1, 5, 2, 6, 3, 7])
-KEPT = {4: "Q4_0", 8: "Q8_0"}  # packed formats of symmetric matrices
+SYMMETRIC = {4: "Q4_0", 8: "Q8_0"}  # packed formats by bits
+WITH_ZEROS = {4: "int4z"}
 
 
 class GroupedSource(DecodedSource):
@@ -56,29 +57,31 @@ class GroupedSource(DecodedSource):
     def packed_kind(self, name: str) -> str:
         """Return the packed format that holds exactly a matrix, or "".
 
-        It must be symmetric, with groups of neighbouring inputs and scales that float16 can hold.
+        Its groups must be neighbouring inputs, and float16 must hold its scales.
         """
         found = self._linears.get(name)
-        if found is None or found.order is not None or found.bits not in KEPT:
-            return ""
-        kind = KEPT[found.bits]
-        if found.group % RUN or not fits(kind, found.shape[1]):
+        if found is None or found.order is not None or found.group % RUN:
             return ""
         everything = slice(0, found.shape[0])
+        middle = (self._zeros(found, everything) == 1 << found.bits - 1).all()
+        kind = (SYMMETRIC if middle else WITH_ZEROS).get(found.bits, "")
+        if not kind or not fits(kind, found.shape[1]):
+            return ""
         scales = self._scales(found, everything)
         with np.errstate(over="ignore"):
-            exact = np.array_equal(scales, scales.astype(np.float16))
-        middle = (self._zeros(found, everything) == 1 << found.bits - 1).all()
-        return kind if exact and middle else ""
+            return kind if np.array_equal(scales, scales.astype(np.float16)) else ""
 
     def packed(self, name: str) -> Arrays:
         """Return the packed arrays [rows along in, out] of a matrix that has a packed kind."""
         found = self._linears[name]
         everything = slice(0, found.shape[0])
         codes = np.ascontiguousarray(self._codes(found, everything).T)
-        scales = self._scales(found, everything).astype(np.float16).T
         joined = join(codes, 2) if found.bits == 4 else (codes ^ np.uint8(128)).view(np.int8)
-        return {"codes": joined, "scale": np.repeat(scales, found.group // RUN, axis=0)}
+        groups: Arrays = {"scale": self._scales(found, everything).astype(np.float16)}
+        if self.packed_kind(name) in WITH_ZEROS.values():
+            groups["zero"] = self._zeros(found, everything).astype(np.uint8)
+        spread = {key: np.repeat(a.T, found.group // RUN, axis=0) for key, a in groups.items()}
+        return {"codes": joined, **spread}
 
     def _decode(self, name: str, rows: Rows) -> np.ndarray:
         found = self._linears[name]

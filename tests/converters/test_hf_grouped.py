@@ -18,7 +18,7 @@ from dflash_jax.converters.safetensors import open_safetensors
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.loading import open_pair
 from dflash_jax.plan import Plan
-from dflash_jax.quant.layouts import Packed, dequantise
+from dflash_jax.quant.layouts import KINDS, Packed, dequantise
 from dflash_jax.target_model import TargetModel
 
 DATA = Path(__file__).parent / "data" / "quantised"
@@ -157,9 +157,18 @@ def test_zero_points_that_are_not_packed_are_read(tmp_path):
 
 # What is kept packed.
 @pytest.mark.parametrize(
-    ("name", "kind"), [("gptq.llama3", "Q4_0"), ("compressed.llama3", "Q4_0"), ("gptq_8", "Q8_0")]
+    ("name", "kind"),
+    [
+        ("gptq.llama3", "Q4_0"),
+        ("compressed.llama3", "Q4_0"),
+        ("gptq_8", "Q8_0"),
+        ("awq.llama3", "int4z"),
+        ("awq_gemv.qwen3", "int4z"),
+        ("gptq_borrowed", "int4z"),
+        ("compressed_4", "int4z"),
+    ],
 )
-def test_symmetric_groups_are_exactly_a_packed_format(tmp_path, name, kind):
+def test_a_packed_format_holds_the_numbers_exactly(tmp_path, name, kind):
     if name in MODELS:
         source = open_model(folder(name, tmp_path)[0]).tensors.source
         matrix = "model.layers.0.mlp.down_proj.weight"
@@ -170,17 +179,26 @@ def test_symmetric_groups_are_exactly_a_packed_format(tmp_path, name, kind):
     assert source.packed_kind(matrix) == kind
     arrays = source.packed(matrix)
     np.testing.assert_array_equal(dequantise(arrays, kind), source.read(matrix).T)
+    found = {key: (len(a), str(a.dtype)) for key, a in arrays.items()}
+    assert found == KINDS[kind].arrays(source.shape(matrix)[1])
 
 
-@pytest.mark.parametrize("name", ["awq.llama3", "gptq_v2.qwen3", "compressed_order.qwen3"])
-def test_other_matrices_are_not_kept_packed(tmp_path, name):
+@pytest.mark.parametrize("name", ["gptq_v2.qwen3", "compressed_order.qwen3"])
+def test_matrices_with_mixed_groups_are_not_kept_packed(tmp_path, name):
     model = open_model(folder(name, tmp_path)[0])
     assert model.tensors.source.packed_kind("model.layers.0.mlp.down_proj.weight") == ""
     assert model.stored() == {}
 
 
+def test_scales_that_float16_cannot_hold_are_not_kept_packed(tmp_path):
+    tensors, settings = fixture("compressed_8")
+    del tensors["decoded"]
+    tensors["proj.weight_scale"] = np.full((32, 1), 1e-9, np.float32)
+    assert source_of(tmp_path, tensors, settings).packed_kind("proj.weight") == ""
+
+
 def test_an_engine_multiplies_by_the_stored_codes(tmp_path):
-    path, _ = folder("gptq.llama3", tmp_path)
+    path, _ = folder("awq.llama3", tmp_path)
     prompt = [5, 9, 200, 17, 3]
     tokens = []
     for weights in ("float", "packed"):
