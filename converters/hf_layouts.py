@@ -101,6 +101,8 @@ def described(
                 " words"
             )
     bits, out, into = _sizes(source, layout, stem, shapes, bits)
+    if not out or not into:
+        raise CheckpointError(f"{codes} {list(shapes[codes])} is empty; fetch the weights again")
     if group is None:
         groups = math.prod(shapes[scales][1:])
         if not groups or into % groups:
@@ -142,7 +144,7 @@ def _sizes(
     if layout is COMPRESSED:
         name = f"{stem}weight_shape"
         stored = source.read(name).reshape(-1).tolist() if name in source.names() else []
-        if len(stored) != 2 or min(stored) < 1:
+        if len(stored) != 2 or not all(type(n) is int and n > 0 for n in stored):
             raise CheckpointError(
                 f"{name} is {stored or 'missing'}; expected the outputs and inputs of {codes}"
             )

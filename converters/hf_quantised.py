@@ -61,7 +61,7 @@ def dequantised(source: TensorSource, settings: Any, *, where: str) -> TensorSou
     fields = Fields(dict(settings), f"{where}: quantization_config")
     if method == "mxfp4":
         return MicroScaled(source)
-    if method == "fp8" or (method == "compressed-tensors" and form in COMPRESSED_FORMATS):
+    if method == "fp8" or (method == "compressed-tensors" and str(form) in COMPRESSED_FORMATS):
         return Scaled(source, _block_shape(settings, where))
     if method == "awq":
         return _awq(source, fields)

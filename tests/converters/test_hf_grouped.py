@@ -222,6 +222,7 @@ def test_an_engine_multiplies_by_the_stored_codes(tmp_path):
         ("gptq.llama3", {"bits": 5}, "bits is 5; supported are 2, 3, 4, 8"),
         ("gptq.llama3", {"group_size": 0}, "group_size is 0"),
         ("compressed.llama3", {"format": "marlin-24"}, "format 'marlin-24'"),
+        ("compressed.llama3", {"format": ["pack-quantized"]}, r"format \["),
         ("compressed.llama3", {"transform_config": {"a": 1}}, "rotations"),
         ("compressed.llama3", {"sparsity_config": {"format": "sparse-24"}}, "sparse weights"),
         ("compressed.llama3", {"config_groups": {"a": {"format": "nvfp4"}}}, "nvfp4"),
@@ -259,6 +260,10 @@ def as_float(tensors: dict[str, np.ndarray], name: str) -> None:
     tensors[name] = tensors[name].astype(np.float32)
 
 
+def emptied(tensors: dict[str, np.ndarray], name: str) -> None:
+    tensors[name] = tensors[name][:, :0]
+
+
 def doubled(tensors: dict[str, np.ndarray], name: str) -> None:
     tensors["proj.weight"] = np.zeros((32, 64), np.float32)
 
@@ -279,6 +284,8 @@ def doubled(tensors: dict[str, np.ndarray], name: str) -> None:
         ("compressed_4", cut, "weight_scale", "weight_scale has the shape"),
         ("compressed_4", cut, "weight_zero_point", "weight_zero_point has the shape"),
         ("compressed_4", cut, "weight_shape", "expected the outputs and inputs"),
+        ("compressed_4", as_float, "weight_shape", "expected the outputs and inputs"),
+        ("gptq_3", emptied, "qweight", r"qweight \[6, 0\] is empty"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(tmp_path, name, change, tensor, message):
