@@ -3,7 +3,13 @@
 import numpy as np
 
 from dflash_jax.converters.decoded import DecodedSource
-from dflash_jax.converters.hf_layouts import WORD, PackedLinear, WordLayout, described
+from dflash_jax.converters.hf_layouts import (
+    WEIGHT_SHAPE,
+    WORD,
+    PackedLinear,
+    WordLayout,
+    described,
+)
 from dflash_jax.converters.source import Rows, TensorSource
 from dflash_jax.errors import CheckpointError
 from dflash_jax.quant.layouts import RUN, Arrays, fits, join
@@ -39,9 +45,9 @@ class GroupedSource(DecodedSource):
             weight = f"{stem}weight"
             if weight in names:
                 raise CheckpointError(f"{name} and {weight} are the same matrix; keep one of them")
-            self._linears[weight] = described(source, layout, stem, bits, group)
+            self._linears[weight] = described(source, layout, stem, names, bits=bits, group=group)
             decoded[weight] = name
-            hidden |= {f"{stem}{tensor}" for tensor in (*layout.tensors, "weight_shape")}
+            hidden |= {f"{stem}{tensor}" for tensor in (*layout.tensors, WEIGHT_SHAPE)}
         super().__init__(source, decoded, hidden)
 
     def shape(self, name: str) -> tuple[int, ...]:

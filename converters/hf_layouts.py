@@ -16,7 +16,7 @@ auto-gptq 0.7.1, gptqmodel 7.7.0 and compressed-tensors 0.20.0.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from dflash_jax.errors import CheckpointError
 
 WIDTHS = (2, 3, 4, 8)  # bits of a code
 WORD = 32
+WEIGHT_SHAPE = "weight_shape"  # outputs and inputs, in compressed-tensors
 Shapes = list[tuple[int, ...]]
 
 
@@ -75,26 +76,34 @@ class PackedLinear:
 
 
 def described(
-    source: TensorSource, layout: WordLayout, stem: str, bits: int | None, group: int | None
+    source: TensorSource,
+    layout: WordLayout,
+    stem: str,
+    names: Collection[str],
+    *,
+    bits: int | None,
+    group: int | None,
 ) -> PackedLinear:
     """Return a matrix, after a check that its tensors fit one another.
 
     Args:
       stem: the name of its module and a dot.
+      names: all tensors of the source.
       bits: bits of a code; None to find them by the shapes.
       group: inputs of a group; -1 for all of them, None to find them by the shapes.
 
     Raises:
       CheckpointError: a tensor is missing, or they do not fit.
     """
-    codes, scales, zeros, order = (f"{stem}{tensor}" for tensor in layout.tensors)
-    present = set(source.names())
-    shapes = {n: source.shape(n) for n in (codes, scales, zeros, order) if n in present}
+    own = [f"{stem}{tensor}" for tensor in (*layout.tensors, WEIGHT_SHAPE)]
+    codes, scales, zeros, order, _ = own
+    shapes = {name: source.shape(name) for name in own if name in names}
     for name in (scales, *([] if layout is COMPRESSED else [zeros])):
         if name not in shapes:
             raise CheckpointError(f"{codes} lacks {name}; the weights are incomplete")
     for name in (codes, zeros):
-        kinds = ("I32", "U32") if name == codes else ("I32", "U32", "I8")
+        unpacked = ("I8",) if name == zeros and layout is COMPRESSED else ()
+        kinds = ("I32", "U32", *unpacked)
         if name in shapes and (len(shapes[name]) != 2 or source.kind(name) not in kinds):
             raise CheckpointError(
                 f"{name} is {source.kind(name)} {list(shapes[name])}; expected a matrix of 32-bit"
@@ -125,6 +134,8 @@ def described(
                 " quantization_config that belongs to the weights"
             )
     found = PackedLinear(stem, (out, into), bits, group, groups, zeros in shapes)
+    if order not in shapes:
+        return dataclasses.replace(found, order=_runs(found))
     return dataclasses.replace(found, order=_order(source, order, found))
 
 
@@ -142,8 +153,8 @@ def _sizes(
         return bits, out * WORD // bits, words
     into = shapes.get(order, (0,))[0]
     if layout is COMPRESSED:
-        name = f"{stem}weight_shape"
-        stored = source.read(name).reshape(-1).tolist() if name in source.names() else []
+        name = f"{stem}{WEIGHT_SHAPE}"
+        stored = source.read(name).reshape(-1).tolist() if name in shapes else []
         if len(stored) != 2 or not all(type(n) is int and n > 0 for n in stored):
             raise CheckpointError(
                 f"{name} is {stored or 'missing'}; expected the outputs and inputs of {codes}"
@@ -185,12 +196,10 @@ def _shapes(
 
 
 def _order(source: TensorSource, name: str, linear: PackedLinear) -> np.ndarray | None:
-    """Return the group of each input, or None if groups are runs of equal length."""
-    into, group = linear.shape[1], linear.group
-    runs = np.arange(into) // group
-    order = source.read(name) if name in source.names() else np.empty(0, int)
+    """Return the group of each input as the file names it, or None if groups are runs."""
+    into, group, order = linear.shape[1], linear.group, source.read(name)
     if not order.size or (order == -1).all():  # never filled
-        return None if into % group == 0 else runs
+        return _runs(linear)
     if order.shape != (into,) or order.dtype.kind not in "iu":
         raise CheckpointError(
             f"{name} is {source.kind(name)} {list(order.shape)}; expected {into} integers, the"
@@ -202,4 +211,11 @@ def _order(source: TensorSource, name: str, linear: PackedLinear) -> np.ndarray 
             f"{name} names group {wrong}, but there are scales for {linear.groups} groups; fetch"
             " the weights again, or give the quantization_config that belongs to them"
         )
-    return None if into % group == 0 and np.array_equal(order, runs) else order.astype(np.intp)
+    as_runs = np.array_equal(order, np.arange(into) // group)
+    return _runs(linear) if as_runs else order.astype(np.intp)
+
+
+def _runs(linear: PackedLinear) -> np.ndarray | None:
+    """Return the group of each input if the last group is shorter than the others, or None."""
+    into, group = linear.shape[1], linear.group
+    return np.arange(into) // group if into % group else None

@@ -260,6 +260,10 @@ def as_float(tensors: dict[str, np.ndarray], name: str) -> None:
     tensors[name] = tensors[name].astype(np.float32)
 
 
+def as_bytes(tensors: dict[str, np.ndarray], name: str) -> None:
+    tensors[name] = tensors[name].astype(np.int8)
+
+
 def emptied(tensors: dict[str, np.ndarray], name: str) -> None:
     tensors[name] = tensors[name][:, :0]
 
@@ -279,6 +283,7 @@ def doubled(tensors: dict[str, np.ndarray], name: str) -> None:
         ("gptq_8", removed, "qzeros", "lacks proj.qzeros"),
         ("gptq_8", removed, "scales", "lacks proj.scales"),
         ("gptq_8", as_float, "qweight", "expected a matrix of 32-bit words"),
+        ("gptq_8", as_bytes, "qzeros", r"qzeros is I8 \[2, 8\]; expected a matrix of 32-bit words"),
         ("gptq_8", doubled, "qweight", "the same matrix; keep one"),
         ("compressed_4", removed, "weight_shape", "weight_shape is missing"),
         ("compressed_4", cut, "weight_scale", "weight_scale has the shape"),
