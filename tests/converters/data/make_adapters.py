@@ -58,6 +58,7 @@ def make(name: str, options: dict[str, Any]) -> None:
     (place / "README.md").unlink(missing_ok=True)
     path = place / "adapter_config.json"
     config = json.loads(path.read_text()) | {"base_model_name_or_path": name.split(".")[1]}
+    config["target_modules"] = sorted(config["target_modules"])  # a set in peft
     path.write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
     ids = load_file(base / "vectors.safetensors")["input_ids"][:1, :TOKENS]
     with torch.no_grad():
