@@ -40,7 +40,12 @@ class Origin:
     def whole(self) -> bool:
         """Whether it is a stored tensor without changes."""
         changes = (self.rows, self.columns, self.values, self.reshaped)
-        return all(change is None for change in changes)
+        return self.as_stored and all(change is None for change in changes)
+
+    @property
+    def as_stored(self) -> bool:
+        """Whether its values are those of one stored tensor, in some order."""
+        return True
 
     def shape(self, source: TensorSource) -> tuple[int, ...]:
         """Return the canonical shape."""
@@ -145,7 +150,7 @@ class Stacks(Origin):
         return (self.name, *self.others)
 
     @property
-    def whole(self) -> bool:
+    def as_stored(self) -> bool:
         """False: it is made of more than one tensor."""
         return False
 

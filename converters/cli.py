@@ -167,6 +167,9 @@ def _convert_command(commands: Any) -> None:
         metavar="DIR|FILE",
         help="folder, or for GGUF also .gguf file, whose tokenizer is copied",
     )
+    command.add_argument(
+        "--lora", type=_path, metavar="DIR", help="PEFT adapter that is added to the weights"
+    )
     command.add_argument("--dry-run", action="store_true", help="only account for every tensor")
 
 
@@ -174,7 +177,9 @@ def _convert(options: argparse.Namespace) -> int:
     from dflash_jax.converters import convert
     from dflash_jax.converters.models import open_model
 
-    model = open_model(options.source, taps=options.layer_ids)
+    model = open_model(options.source, taps=options.layer_ids, lora=options.lora)
+    if options.lora:
+        convert.keep_apart(options.lora, options.destination)
     named = forms.GGUF if options.destination.suffix == ".gguf" else forms.SAFETENSORS
     to = options.to or named
     if options.dry_run:

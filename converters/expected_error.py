@@ -37,6 +37,7 @@ LIMITS = {
     "Q6_K": Limits(0.024, 0.032),
     "F8_E4M3": Limits(0.03, 0.04),
     "I8": Limits(0.024, 0.04),
+    "INT8": Limits(0.024, 0.04),
     "F8_E5M2": Limits(0.06, 0.08),
     "Q5_K": Limits(0.048, 0.065),
     "Q5_1": Limits(0.05, 0.07),
@@ -49,14 +50,17 @@ LIMITS = {
     "MXFP4": Limits(0.14, 0.18),
     "U8": Limits(0.14, 0.18),  # MXFP4 as gpt-oss stores it
     "NVFP4": Limits(0.14, 0.18),
+    "INT4": Limits(0.18, 0.25),  # of AWQ, GPTQ and compressed-tensors, for groups of 128
     "Q3_K": Limits(0.20, 0.27),
     "IQ3_S": Limits(0.22, 0.30),
     "IQ3_XXS": Limits(0.22, 0.30),
+    "INT3": Limits(0.37, 0.50),
     "Q2_K": Limits(0.38, 0.50),
     "IQ2_S": Limits(0.45, 0.60),
     "IQ2_XS": Limits(0.45, 0.60),
     "IQ2_XXS": Limits(0.45, 0.60),
     "IQ1_M": Limits(0.60, 0.80),
+    "INT2": Limits(0.68, 0.90),
     "IQ1_S": Limits(0.65, 0.85),
     # For weights that were not trained to have these values:
     "Q1_0": Limits(0.80, 1.05),

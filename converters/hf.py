@@ -14,6 +14,7 @@ from dflash_jax.errors import CheckpointError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"  # a low-rank adapter, to be added to another model
+ADAPTER_ADVICE = "it holds an adapter: give its base model, and this folder as --lora or lora="
 
 
 class ShardedSafetensors:
@@ -79,7 +80,7 @@ def _instead(path: Path) -> str:
     """Return advice for a folder that has no weights under their usual name."""
     names = sorted(p.name for p in path.iterdir())
     if ADAPTER in names:
-        return "it holds an adapter: merge it into its model, and give the folder of that"
+        return ADAPTER_ADVICE
     if other := [name for name in names if name.endswith(".safetensors")]:
         return f"rename {other[0]} if it holds all weights, or fetch the index of the shards"
     if pickles := [name for name in names if name.endswith((".bin", ".pt", ".pth"))]:

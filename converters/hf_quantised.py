@@ -1,24 +1,49 @@
 """Quantised Hugging Face weights, decoded on reading: FP8 and INT8 with scales, and MXFP4.
 
-Rows are decoded when they are read, with float32 products.
+AWQ, GPTQ and packed compressed-tensors are in `hf_grouped`. Rows are decoded when they are read,
+with float32 products.
 """
 
-import abc
-import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dflash_jax.config.fields import Fields, has_file, read_json
+from dflash_jax.converters import hf_layouts
+from dflash_jax.converters.decoded import DecodedSource
+from dflash_jax.converters.hf_grouped import GroupedSource
+from dflash_jax.converters.hf_layouts import WIDTHS
 from dflash_jax.converters.quants.codebooks import E2M1_TABLES, halved_power
 from dflash_jax.converters.source import Rows, TensorSource
 from dflash_jax.errors import CheckpointError, ConfigError
+
+# Files of folders whose config.json has no quantization_config, and their usual method.
+OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+PACK_QUANTIZED = "pack-quantized"
+AWQ_VERSIONS = {"gemm": hf_layouts.AWQ_GEMM, "gemv": hf_layouts.AWQ_GEMV}
+GPTQ_VERSIONS = {"gptq": hf_layouts.GPTQ, "gptq_v2": hf_layouts.GPTQ_V2}
 
 SCALED_KINDS = frozenset({"F8_E4M3", "F8_E5M2", "I8"})
 SCALE_NAMES = ("_scale_inv", "_scale")  # both multiply, despite the first name
 ACTIVATION_SCALES = (".input_scale", ".k_scale", ".v_scale", ".activation_scale")
 COMPRESSED_FORMATS = frozenset({"float-quantized", "int-quantized", "naive-quantized"})
 BLOCKS, SCALES = "_blocks", "_scales"
+
+
+def quantization(fields: dict[str, Any], folder: Path) -> Any:
+    """Take the quantisation settings out of config.json, or read them from their own file.
+
+    Raises:
+      CheckpointError, ConfigError: that file cannot be read.
+    """
+    found = [fields.pop(key, None) for key in ("quantization_config", "compression_config")]
+    settings = next((value for value in found if value is not None), None)
+    for name, method in OWN_FILES.items():
+        if settings is None and has_file(folder / name):
+            settings = {"quant_method": method} | read_json(folder / name)
+    return settings
 
 
 def dequantised(source: TensorSource, settings: Any, *, where: str) -> TensorSource:
@@ -33,15 +58,92 @@ def dequantised(source: TensorSource, settings: Any, *, where: str) -> TensorSou
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{where}: quantization_config is {settings!r}; expected an object")
     method, form = settings.get("quant_method"), settings.get("format")
+    fields = Fields(dict(settings), f"{where}: quantization_config")
     if method == "mxfp4":
         return MicroScaled(source)
-    if method == "fp8" or (method == "compressed-tensors" and form in COMPRESSED_FORMATS):
+    if method == "fp8" or (method == "compressed-tensors" and str(form) in COMPRESSED_FORMATS):
         return Scaled(source, _block_shape(settings, where))
+    if method == "awq":
+        return _awq(source, fields)
+    if method == "gptq":
+        return _gptq(source, fields)
+    if method == "compressed-tensors" and form == PACK_QUANTIZED:
+        _check_groups(fields)
+        return GroupedSource(source, hf_layouts.COMPRESSED, bits=None, group=None)
+    formats = ", ".join(sorted({*COMPRESSED_FORMATS, PACK_QUANTIZED}))
     raise ConfigError(
-        f"{where}: weights quantised by {method!r} (format {form!r}) are not supported; fp8, mxfp4"
-        f" and compressed-tensors {', '.join(sorted(COMPRESSED_FORMATS))} are. Use the original"
-        " weights"
+        f"{where}: weights quantised by {method!r} (format {form!r}) are not supported; fp8, mxfp4,"
+        f" awq, gptq and compressed-tensors {formats} are. Use the original weights"
     )
+
+
+def _awq(source: TensorSource, fields: Fields) -> GroupedSource:
+    version = str(fields.get("version") or fields.get("format") or "gemm").lower()
+    if version not in AWQ_VERSIONS:
+        raise ConfigError(
+            f"{fields.where}: version is {version!r}; AWQ versions {' and '.join(AWQ_VERSIONS)} are"
+            " supported. Use the original weights, or a folder of such a version"
+        )
+    bits = fields.integer("bits", fields.integer("w_bit", 4))
+    if bits != 4:
+        raise ConfigError(f"{fields.where}: bits is {bits}; AWQ weights have 4")
+    group = _group_size(fields, "group_size", "q_group_size")
+    return GroupedSource(source, AWQ_VERSIONS[version], bits=bits, group=group)
+
+
+def _gptq(source: TensorSource, fields: Fields) -> GroupedSource:
+    version = str(fields.get("checkpoint_format") or fields.get("format") or "gptq").lower()
+    version = "marlin" if fields.get("is_marlin_format") else version
+    if version not in GPTQ_VERSIONS:
+        raise ConfigError(
+            f"{fields.where}: checkpoint_format is {version!r}; {' and '.join(GPTQ_VERSIONS)} are"
+            " supported. Use the original weights, or a folder of such a format"
+        )
+    bits = _supported(fields.integer("bits"), fields, "bits")
+    # Overrides for single modules may name other bits, which the shapes then tell.
+    own = None if fields.get("dynamic") else bits
+    group = _group_size(fields, "group_size")
+    return GroupedSource(source, GPTQ_VERSIONS[version], bits=own, group=group)
+
+
+def _check_groups(fields: Fields) -> None:
+    """Check that all groups of modules have packed integer weights, and nothing else is done."""
+    if fields.get("transform_config"):
+        raise ConfigError(
+            f"{fields.where}: transform_config asks for rotations that are not supported; use"
+            " weights that were quantised without"
+        )
+    if fields.inner("sparsity_config").get("format", "dense") != "dense":
+        raise ConfigError(
+            f"{fields.where}: sparse weights are not supported; use the original weights"
+        )
+    groups = fields.inner("config_groups")
+    for name in groups.values:
+        group = groups.inner(name)
+        group.must_be("format", PACK_QUANTIZED)
+        weights = group.inner("weights")
+        weights.must_be("type", "int")
+        weights.must_be("strategy", "group", "channel", "tensor")
+        _supported(weights.integer("num_bits"), weights, "num_bits")
+
+
+def _supported(bits: int, fields: Fields, name: str) -> int:
+    if bits not in WIDTHS:
+        widths = ", ".join(map(str, WIDTHS))
+        raise ConfigError(
+            f"{fields.where}: {name} is {bits}; supported are {widths}. Use the original weights"
+        )
+    return bits
+
+
+def _group_size(fields: Fields, *names: str) -> int:
+    """Return the inputs that share a scale; -1 for all of them."""
+    size = next((fields.integer(name) for name in names if fields.get(name) is not None), 128)
+    if size < 1 and size != -1:
+        raise ConfigError(
+            f"{fields.where}: {names[0]} is {size}; expected a positive number, or -1 for one group"
+        )
+    return size
 
 
 def _block_shape(settings: Mapping[str, Any], where: str) -> tuple[int, int]:
@@ -54,47 +156,7 @@ def _block_shape(settings: Mapping[str, Any], where: str) -> tuple[int, int]:
     return block[0], block[1]
 
 
-class _Wrapped(abc.ABC):
-    """A source with some tensors decoded and the others unchanged."""
-
-    def __init__(self, source: TensorSource, decoded: dict[str, str], hidden: set[str]):
-        self._source, self._decoded = source, decoded  # name: stored name
-        self._names = [n for n in source.names() if n not in hidden]
-        self._names += [n for n in decoded if n not in set(self._names)]
-
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._names)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._source.shape(name)
-
-    def dtype(self, name: str) -> np.dtype:
-        return np.dtype(np.float32) if name in self._decoded else self._source.dtype(name)
-
-    def kind(self, name: str) -> str:
-        return self._source.kind(self._decoded.get(name, name))
-
-    def nbytes(self, name: str) -> int:
-        return self._source.nbytes(self._decoded.get(name, name))
-
-    def read(self, name: str) -> np.ndarray:
-        if name not in self._decoded:
-            return self._source.read(name)
-        shape = self.shape(name)
-        rows = math.prod(shape[:-1])
-        return self.read_rows(name, slice(0, rows)).reshape(shape)
-
-    def read_rows(self, name: str, rows: Rows) -> np.ndarray:
-        if name not in self._decoded:
-            return self._source.read_rows(name, rows)
-        return self._decode(name, rows)
-
-    @abc.abstractmethod
-    def _decode(self, name: str, rows: Rows) -> np.ndarray:
-        """Return rows of a decoded tensor as float32 [rows, last axis]."""
-
-
-class Scaled(_Wrapped):
+class Scaled(DecodedSource):
     """One-byte weights with a scale for the tensor, for each row, or for each block."""
 
     def __init__(self, source: TensorSource, block: tuple[int, int]):
@@ -141,7 +203,7 @@ class Scaled(_Wrapped):
         return values * by_column[:, :width]
 
 
-class MicroScaled(_Wrapped):
+class MicroScaled(DecodedSource):
     """MXFP4 as gpt-oss publishes it: [E, out, in / 32, 16] bytes and a power of two for each 16.
 
     Element 2i is in the low nibble of byte i, 2i + 1 in the high one. Presented like the experts

@@ -15,12 +15,12 @@ from dflash_jax.config import (
 )
 from dflash_jax.config.base import id_tuple
 from dflash_jax.config.fields import has_file
-from dflash_jax.converters import families
+from dflash_jax.converters import adapter, families
 from dflash_jax.converters.canonical import Canonical, Origin, check
 from dflash_jax.converters.gguf import GgufFile, drafter, open_gguf, target
 from dflash_jax.converters.gguf.tokenizer import stop_ids, tokenizer_files
-from dflash_jax.converters.hf import ADAPTER, ShardedSafetensors, open_directory
-from dflash_jax.converters.hf_quantised import dequantised
+from dflash_jax.converters.hf import ADAPTER, ADAPTER_ADVICE, ShardedSafetensors, open_directory
+from dflash_jax.converters.hf_quantised import dequantised, quantization
 from dflash_jax.converters.load import Params, Progress, load
 from dflash_jax.converters.names import huggingface, speculators
 from dflash_jax.converters.packed import stored_specs
@@ -75,8 +75,9 @@ class StoredModel:
         Raises:
           CheckpointError: the tensors do not fit the configuration, or hold non-finite values.
         """
-        if isinstance(self.tensors.source, CheckpointSource) and not specs:
-            return self.tensors.source.checkpoint.load(dtype)
+        source, origins = self.tensors.source, self.tensors.origins.values()
+        if isinstance(source, CheckpointSource) and not specs and all(o.whole for o in origins):
+            return source.checkpoint.load(dtype)
         where = str(self.path)
         return load(self.tensors, self.config, dtype, where=where, specs=specs, progress=progress)
 
@@ -105,15 +106,18 @@ def companions(folder: Path) -> dict[str, str | Path]:
     return {path.relative_to(folder).as_posix(): path for path in paths if has_file(path)}
 
 
-def open_model(path: str | Path, *, role: Role | None = None, taps: str = AUTO) -> StoredModel:
+def open_model(
+    path: str | Path, *, role: Role | None = None, taps: str = AUTO, lora: Path | None = None
+) -> StoredModel:
     """Open a Hugging Face folder, a speculators folder, a checkpoint or a .gguf file.
 
     Args:
       role: the expected role; None accepts both.
       taps: the numbering of a drafter's target layers, for files that leave it open.
+      lora: a PEFT folder, whose adapter is added to the weights.
 
     Raises:
-      ConfigError: the model cannot be run, or has another role.
+      ConfigError: the model or adapter is not supported, or the model has another role.
       CheckpointError: its files are missing or damaged.
     """
     path = Path(path)
@@ -127,7 +131,10 @@ def open_model(path: str | Path, *, role: Role | None = None, taps: str = AUTO) 
         model = _from_folder(path, taps)
     if role not in (None, model.role):
         raise ConfigError(f"{path} is a {model.role}; a {role} is needed here")
-    return model
+    if lora is None:
+        return model
+    tensors, note = adapter.merged(model.tensors, lora)
+    return replace(model, tensors=tensors, notes=(*model.notes, note))
 
 
 def _from_gguf(source: GgufFile, taps: str) -> StoredModel:
@@ -160,8 +167,10 @@ def _from_folder(path: Path, taps: str) -> StoredModel:
     files = sorted(p.name for p in path.glob("*.gguf")) if path.is_dir() else []
     if files and not (path / "config.json").is_file():
         raise CheckpointError(f"{path} holds GGUF files; give one of them: {', '.join(files[:8])}")
+    if has_file(path / ADAPTER) and not has_file(path / "config.json"):
+        raise CheckpointError(f"{path} holds no model; {ADAPTER_ADVICE}")
     fields = read_json(path / "config.json")
-    quantised = fields.pop("quantization_config", None)
+    quantised = quantization(fields, path)
     source = open_directory(path)
     notes = source.notes if isinstance(source, ShardedSafetensors) else ()
     if has_file(path / ADAPTER):

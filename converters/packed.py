@@ -1,4 +1,4 @@
-"""Packed matrices: ggml blocks, rearranged, or floats that are quantised on reading."""
+"""Packed matrices: a file's own codes, rearranged, or floats that are quantised on reading."""
 
 import dataclasses
 import os
@@ -10,10 +10,12 @@ import numpy as np
 
 from dflash_jax.config import AttentionConfig
 from dflash_jax.converters import families
-from dflash_jax.converters.canonical import Canonical
+from dflash_jax.converters.canonical import Canonical, Origin
 from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.hf_grouped import GroupedSource
 from dflash_jax.converters.names.slots import Keys, Slot, TensorPart
 from dflash_jax.converters.quants.types import BY_NAME
+from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import CheckpointError
 from dflash_jax.quant.layouts import (
     FLOAT,
@@ -30,12 +32,13 @@ from dflash_jax.quant.layouts import (
     unpack_blocks,
 )
 
+PACKED_SOURCES = (GgufFile, GroupedSource)  # sources with codes that products can use
 Fill = Callable[[Slot, Any], np.ndarray]  # reads a parameter in a dtype; None is the usual one
 
 
 def stored_specs(found: Canonical, config: AttentionConfig) -> dict[str, Spec]:
-    """Return how the file packs each matrix that can be used as it is, by path; GGUF only."""
-    if not isinstance(found.source, GgufFile):
+    """Return how the file packs each matrix that can be used as it is, by path."""
+    if not isinstance(found.source, PACKED_SOURCES):
         return {}
     chosen = {}
     for slot in families.slots(config):
@@ -73,7 +76,12 @@ def read(
 def _kind(found: Canonical, part: TensorPart) -> str:
     if part.name not in found.origins:
         return FLOAT
-    kind, columns = found.kind(part.name), found.origins[part.name].columns
+    origin = found.origins[part.name]
+    if not origin.as_stored:
+        return FLOAT
+    if isinstance(found.source, GroupedSource):
+        return found.source.packed_kind(origin.name) if origin.whole else FLOAT
+    kind, columns = found.kind(part.name), origin.columns
     if kind not in STORED or not fits(kind, part.shape[-1]):
         return FLOAT
     return kind if columns is None or _moved(columns, kind) is not None else FLOAT
@@ -88,8 +96,9 @@ def _moved(columns: np.ndarray, kind: str) -> np.ndarray | None:
 
 
 def _as_stored(found: Canonical, slot: Slot, kinds: list[str]) -> bool:
-    """Return whether the file's blocks are used, instead of quantising floats."""
-    return isinstance(found.source, GgufFile) and {_kind(found, p) for p in slot.parts} == {*kinds}
+    """Return whether the file's codes are used, instead of quantising floats."""
+    stored = isinstance(found.source, PACKED_SOURCES)
+    return stored and {_kind(found, p) for p in slot.parts} == {*kinds}
 
 
 def _spec(slot: Slot, kinds: list[str]) -> Spec:
@@ -118,7 +127,7 @@ def _uniform(found: Canonical, slot: Slot, kind: str) -> Packed:
         for name, (rows, dtype) in KINDS[kind].arrays(slot.shape[0]).items()
     }
     for part in slot.parts:
-        for name, values in _blocks(found, part, kind).items():
+        for name, values in _stored_arrays(found, part, kind).items():
             view = part.view(arrays[name])
             view[...] = values.T.reshape(view.shape)
     flat = {name: a.reshape(len(a), -1) for name, a in arrays.items()}
@@ -135,8 +144,26 @@ def _alone(
     return _uniform(found, own, kind) if kind else fill(own, None)
 
 
-def _blocks(found: Canonical, part: TensorPart, kind: str) -> Arrays:
+def _stored_arrays(found: Canonical, part: TensorPart, kind: str) -> Arrays:
+    """Return the packed arrays of a tensor, [rows along D, outputs].
+
+    Raises:
+      CheckpointError: a scale is not finite.
+    """
     origin, source = found.origins[part.name], found.source
+    if isinstance(source, GroupedSource):
+        arrays = source.packed(origin.name)
+    else:
+        arrays = _blocks(source, origin, kind)
+    for name in ("scale", "low"):
+        if name in arrays and not np.isfinite(arrays[name]).all():
+            raise CheckpointError(
+                f"{part.name} holds scales that are NaN or infinite; fetch the file again"
+            )
+    return arrays
+
+
+def _blocks(source: TensorSource, origin: Origin, kind: str) -> Arrays:
     assert isinstance(source, GgufFile)
     raw = source.raw(origin.name)
     rows = origin.rows
@@ -145,10 +172,4 @@ def _blocks(found: Canonical, part: TensorPart, kind: str) -> Arrays:
     if origin.columns is not None:
         size = BY_NAME[kind].block_bytes
         raw = raw.reshape(len(raw), -1, size)[:, _moved(origin.columns, kind)]
-    arrays = unpack_blocks(raw, kind)
-    for name in ("scale", "low"):
-        if name in arrays and not np.isfinite(arrays[name]).all():
-            raise CheckpointError(
-                f"{part.name} holds scales that are NaN or infinite; fetch the file again"
-            )
-    return arrays
+    return unpack_blocks(raw, kind)

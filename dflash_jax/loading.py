@@ -41,7 +41,7 @@ from dflash_jax.quant.products import set_weight_layout, with_kernel
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.allocator import fewer_collections, tune_allocator
-from dflash_jax.utils.deprecation import warn_renamed
+from dflash_jax.utils.deprecation import renamed_argument
 from dflash_jax.utils.forking import check_not_forked
 from dflash_jax.utils.progress import announced, is_shown
 from dflash_jax.utils.sources import SHIPPED, Source, locate, own_drafter
@@ -58,10 +58,11 @@ def load(
     *,
     plan: Plan | None = None,
     layer_ids: str = AUTO,
+    lora: Source | None = None,
     tokenizer: Source | None = None,
     compilation_cache: CompilationCache = None,
     progress: bool | None = None,
-    taps: str | None = None,
+    **deprecated: str | None,
 ) -> Engine:
     """Load models and return an engine.
 
@@ -77,6 +78,7 @@ def load(
       plan: choices that differ from the defaults.
       layer_ids: how the drafter's file numbers the target layers it reads, "zero-based" or
         "one-based", if that is ambiguous.
+      lora: the folder or hub id of a PEFT adapter, which is added to the target's weights.
       tokenizer: a folder with tokenizer.json, which replaces the target's own. If a file's
         tokenizer cannot be rebuilt, `load` warns, and requests can only pass token ids.
       compilation_cache: the folder of compiled programs; False disables it. The default is the
@@ -85,7 +87,7 @@ def load(
         kept.
       progress: whether to report steps of more than two seconds on standard error; by default on
         a terminal and in notebooks, unless `DFLASH_PROGRESS` is "off" or "on".
-      taps: deprecated name of `layer_ids`.
+      deprecated: `taps`, the former name of `layer_ids`.
 
     Raises:
       ConfigError, CheckpointError: a model is not supported, or the pair does not match.
@@ -96,11 +98,9 @@ def load(
     plan = Plan() if plan is None else plan
     if not isinstance(plan, Plan):
         raise PlanError(f"plan is {plan!r}; expected None, or a dj.Plan(...)")
-    if taps is not None:
-        warn_renamed("load(taps=)", "layer_ids=")
-        layer_ids = taps
+    layer_ids = renamed_argument("load", "taps", "layer_ids", deprecated) or layer_ids
     use_compilation_cache(compilation_cache)
-    chosen: dict[str, Any] = {"layer_ids": layer_ids, "tokenizer": tokenizer}
+    chosen: dict[str, Any] = {"layer_ids": layer_ids, "tokenizer": tokenizer, "lora": lora}
     pair = open_pair(target, drafter, taps_at=plan.taps_at, **chosen)
     if note := wide_block(plan.block, pair.configs[1]):
         warnings.warn(note, stacklevel=2)
@@ -199,6 +199,7 @@ def open_pair(
     *,
     layer_ids: str = AUTO,
     taps_at: str = AUTO,
+    lora: Source | None = None,
     tokenizer: Source | None = None,
 ) -> OpenPair:
     """Open a pair without reading its weights; arguments and errors as for `load`."""
@@ -206,7 +207,7 @@ def open_pair(
     from dflash_jax.converters.models import open_model
 
     target_path = locate(target, "target")
-    model = open_model(target_path, role="target")
+    model = open_model(target_path, role="target", lora=_adapter(lora))
     drafter_path = _drafter_path(drafter, target, _as(TargetConfig, model.config))
     drafter_model = (
         open_model(drafter_path, role="drafter", taps=layer_ids) if drafter_path else None
@@ -231,6 +232,10 @@ def _tokenizer(model: OpenModel, path: Path, given: Source | None) -> Tokenizer 
     except TokenizerError as error:
         warnings.warn(f"{error}. Without it only token ids can be given", stacklevel=4)
         return None
+
+
+def _adapter(source: Source | None) -> Path | None:
+    return None if source is None else locate(source, "adapter")
 
 
 def describe(
@@ -298,6 +303,7 @@ def load_target(
     source: Source = SHIPPED,
     *,
     dtype: Dtype = "float32",
+    lora: Source | None = None,
     tokenizer: Source | None = None,
     compilation_cache: CompilationCache = None,
     progress: bool | None = None,
@@ -306,7 +312,7 @@ def load_target(
 
     Args:
       dtype: dtype of weights and activations: float32, bfloat16 or float16.
-      source, tokenizer, compilation_cache, progress: as for `load`.
+      source, lora, tokenizer, compilation_cache, progress: as for `load`.
 
     Raises:
       ConfigError, CheckpointError: the model is not supported.
@@ -319,7 +325,8 @@ def load_target(
     use_compilation_cache(compilation_cache)
     from dflash_jax.converters.models import open_model
 
-    model, shown = open_model(locate(source, "target"), role="target"), is_shown(progress)
+    path, shown = locate(source, "target"), is_shown(progress)
+    model = open_model(path, role="target", lora=_adapter(lora))
     default_device()  # raises before weights are read
     with announced(f"dflash_jax: loading {model.path}", shown=shown):
         params = jax.device_put(model.load(dtype))

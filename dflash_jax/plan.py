@@ -70,7 +70,7 @@ class Plan:
     weights: Weights = plan_field(
         "float",
         "format of weight matrices: float (as in dtype), int8 or int4 (quantised on loading), or"
-        " packed (blocks of a .gguf file as they are: Q8_0, Q4_0, Q4_K, Q6_K)",
+        " packed (as in the file: Q8_0, Q4_0, Q4_K, Q6_K, AWQ, GPTQ, compressed-tensors)",
         "cache",
         details="With int4, head and drafter are int8. Packed weights are multiplied without"
         " being unpacked in memory.",

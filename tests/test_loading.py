@@ -395,3 +395,5 @@ def test_the_deprecated_name_of_the_layer_numbering_is_accepted_with_a_warning()
         engine = dj.load(taps="raw")
     assert warned[0].filename == __file__
     assert engine.drafter == dj.load(layer_ids="zero-based").drafter
+    with pytest.raises(TypeError, match=r"load\(\) got an unexpected keyword argument 'tap'"):
+        dj.load(tap="raw")

@@ -58,10 +58,10 @@ def check_values(options: argparse.Namespace) -> None:
         _check_prompt(options)
     if hasattr(options, "memory_limit"):
         chosen_plan(options)
-    for role in ("target", "drafter", "tokenizer"):
-        source = getattr(options, role, None)
-        if source is not None and not (role == "drafter" and source in ("own", "auto", "none")):
-            find_local(source, role)
+    for name in ("target", "drafter", "tokenizer", "lora"):
+        source = getattr(options, name, None)
+        if source is not None and not (name == "drafter" and source in ("own", "auto", "none")):
+            find_local(source, "adapter" if name == "lora" else name)
 
 
 def check_request(options: argparse.Namespace) -> None:
@@ -101,6 +101,9 @@ def model_options(command: argparse.ArgumentParser) -> None:
         help="how the drafter's file numbers target layers, where that is ambiguous",
     )
     add_deprecated_flag(models, numbering)
+    models.add_argument(
+        "--lora", metavar="DIR", help="PEFT adapter that is added to the target's weights"
+    )
     models.add_argument(
         "--tokenizer",
         metavar="DIR",
@@ -195,6 +198,7 @@ def open_pair(options: argparse.Namespace) -> Any:
             chosen_drafter(options),
             layer_ids=options.layer_ids,
             taps_at=options.taps_at,
+            lora=options.lora,
             tokenizer=options.tokenizer,
         )
     messages = [str(warning.message) for warning in caught]

@@ -26,6 +26,7 @@ def add_command(commands: Any) -> None:
         "--top", type=int, default=5, help="number of most probable next tokens to print"
     )
     command.add_argument("--target", default="tiny")
+    command.add_argument("--lora", metavar="DIR", help="PEFT adapter that is added to the weights")
     command.add_argument("--tokenizer", metavar="DIR", help="folder with tokenizer.json")
     command.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16")
     command.add_argument("--json", action="store_true")
@@ -55,7 +56,8 @@ def run(options: argparse.Namespace) -> int:
 
     from dflash_jax import loading
 
-    model = loading.load_target(options.target, dtype=options.dtype, tokenizer=options.tokenizer)
+    chosen = {"lora": options.lora, "tokenizer": options.tokenizer}
+    model = loading.load_target(options.target, dtype=options.dtype, **chosen)
     tokenizer = model.tokenizer
     ids = prompt_ids(options, tokenizer)
     output = model.forward([ids])

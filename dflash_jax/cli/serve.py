@@ -254,7 +254,7 @@ def _pairs(options: argparse.Namespace) -> dict[str, Any]:
         target, _, drafter = paths.partition(",")
         if not name or not target or name in pairs:
             raise RequestError(f"--model {text!r}: expected a new NAME=TARGET[,DRAFTER]")
-        own = {"target": target, "drafter": drafter or "own", "tokenizer": None}
+        own = {"target": target, "drafter": drafter or "own", "tokenizer": None, "lora": None}
         pairs[name] = open_pair(argparse.Namespace(**vars(options) | own))
     return pairs
 

@@ -9,11 +9,13 @@ of bytes with a mask and a shift. All groups extend along D:
 | int8 | 8 | scale · q | one scale for all |
 | Q8_0 | 8.5 | scale · q | 32 |
 | Q4_0, int4 | 4.5 | scale · (q - 8) | 32 |
+| int4z | 4.75 | scale · (q - zero) | 32 |
 | Q4_K | 4.625 | scale · sub · q - low · sub_low | 32 in 256 |
 | Q6_K | 6.5625 | scale · sub · (q - 32) | 16 in 256 |
 
-The last four hold exactly the numbers of the ggml blocks of that name; only Q4_K's six-bit
-scales are stored as one byte each.
+Those whose names begin with Q hold exactly the numbers of the ggml blocks of that name; only Q4_K's
+six-bit scales are stored as one byte each. int4z holds those of AWQ and other formats with zero
+points, whose larger groups repeat their scale.
 """
 
 import dataclasses
@@ -35,6 +37,7 @@ class PackedFormat:
       group: weights along D that share a scale; 0 for all of them.
       sub: weights along D that share a second scale within a group; 0 for no second scales.
       high: whether the two high bits of each code are stored in a separate array.
+      zeros: whether each group has a zero point of its own, also subtracted.
     """
 
     name: str
@@ -43,6 +46,7 @@ class PackedFormat:
     group: int
     sub: int = 0
     high: bool = False
+    zeros: bool = False
 
     @property
     def spread(self) -> int:
@@ -60,6 +64,8 @@ class PackedFormat:
             "codes": (depth // self.spread, "int8" if self.classes == 1 else "uint8"),
             "scale": (depth // self.group, "float16") if self.group else (1, "float32"),
         }
+        if self.zeros:
+            arrays["zero"] = (depth // self.group, "uint8")
         if self.high:
             arrays["high"] = (depth // 4, "uint8")
         if self.sub:
@@ -75,6 +81,7 @@ KINDS: Mapping[str, PackedFormat] = {
         PackedFormat("int8", classes=1, zero=0, group=0),
         PackedFormat("Q8_0", classes=1, zero=0, group=32),
         PackedFormat("Q4_0", classes=2, zero=8, group=32),
+        PackedFormat("int4z", classes=2, zero=0, group=32, zeros=True),
         PackedFormat("Q4_K", classes=2, zero=0, group=256, sub=32),
         PackedFormat("Q6_K", classes=4, zero=32, group=256, sub=16, high=True),
     )

@@ -98,6 +98,8 @@ def _scaled(
     def one(name: str, at: Array) -> Float[Array, "1 C"]:
         return arrays[name][pl.ds(at, 1), :].astype(jnp.float32)
 
+    if kind.zeros:
+        codes = codes - one("zero", run)
     if not kind.sub:
         return codes * one("scale", run)
     scale, per_run = one("scale", step), RUN // kind.sub

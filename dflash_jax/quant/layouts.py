@@ -175,6 +175,8 @@ def dequantise(arrays: Mapping[str, np.ndarray], kind: str) -> np.ndarray:
     if k.high:
         codes = codes | split(arrays["high"], 4) << 4
     w = codes.astype(np.float32) - np.float32(k.zero)
+    if k.zeros:
+        w -= _spread(arrays["zero"].astype(np.float32), len(w))
     scale = _spread(arrays["scale"].astype(np.float32), len(w))
     if k.sub:
         scale = scale * _spread(arrays["sub"].astype(np.float32), len(w))

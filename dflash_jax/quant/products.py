@@ -170,6 +170,8 @@ def _planes(arrays: Arrays, kind: str) -> Iterator[Float[Array, "Q R N"]]:
             high = arrays["high"].reshape(-1, RUN, columns)
             code = code | (high >> jnp.uint8(2 * run) & jnp.uint8(3)) << jnp.uint8(4)
         w = code.astype(jnp.float32) - jnp.float32(k.zero)
+        if k.zeros:
+            w -= _of_run(arrays, "zero", "", len(w), run, n)
         w *= _of_run(arrays, "scale", "sub", len(w), run, n)
         if "low" in arrays:
             w -= _of_run(arrays, "low", "sub_low", len(w), run, n)

@@ -36,6 +36,22 @@ def warn_renamed(old: str, new: str, *, stacklevel: int = 2) -> None:
     warnings.warn(f"{old} is deprecated; use {new}", DeprecationWarning, stacklevel + 1)
 
 
+def renamed_argument(function: str, old: str, new: str, given: Mapping[str, Any]) -> Any:
+    """Return the value that a caller passed by an argument's deprecated name, or None.
+
+    Args:
+      given: the keyword arguments that the function does not name.
+
+    Raises:
+      TypeError: one of them is not the deprecated name.
+    """
+    if others := given.keys() - {old}:
+        raise TypeError(f"{function}() got an unexpected keyword argument {min(others)!r}")
+    if (value := given.get(old)) is not None:
+        warn_renamed(f"{function}({old}=)", f"{new}=", stacklevel=3)
+    return value
+
+
 def current_fields(fields: Mapping[str, Any], *, stacklevel: int = 2) -> dict[str, Any]:
     """Return fields of a plan by their current names and with current values.
 

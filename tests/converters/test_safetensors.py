@@ -158,7 +158,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
     [
         ([], "fetch one of them, or give the folder that does"),
         (["consolidated.safetensors", "x.bin"], "rename consolidated.safetensors if it holds all"),
-        (["adapter_config.json", "adapter_model.safetensors"], "merge it into its model"),
+        (["adapter_config.json", "adapter_model.safetensors"], "give its base model"),
     ],
 )
 def test_the_error_for_a_folder_without_weights_has_a_remedy(tmp_path, files, remedy):

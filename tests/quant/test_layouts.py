@@ -35,7 +35,7 @@ def test_blocks_keep_their_numbers_bit_for_bit(kind: str) -> None:
     np.testing.assert_array_equal(ours.view(np.uint32), decoded(kind, blocks, 512).T.view("u4"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "int4z"])
 def test_arrays_have_the_declared_rows_dtypes_and_bytes(kind: str) -> None:
     w = np.random.default_rng(1).standard_normal((512, 3)).astype(np.float32)
     stored = kind in STORED

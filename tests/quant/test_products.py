@@ -25,7 +25,8 @@ def packed(kind: str, depth: int = D, columns: int = N) -> Packed:
     arrays = {}
     for name, (rows, dtype) in KINDS[kind].arrays(depth).items():
         if np.dtype(dtype).kind in "iu":
-            low, high = (-60, 60) if dtype == "int8" else (0, 64 if "sub" in name else 256)
+            most = {"sub": 64, "sub_low": 64, "zero": 16}.get(name, 256)
+            low, high = (-60, 60) if dtype == "int8" else (0, most)
             arrays[name] = rng.integers(low, high, (rows, columns)).astype(dtype)
         else:
             size = 0.002 / (30 if KINDS[kind].sub else 1)
@@ -105,7 +106,7 @@ def test_joined_parts_are_concatenated() -> None:
     assert_near(found, np.einsum("md,dgn->mgn", np.asarray(x, np.float64), whole))
 
 
-@pytest.mark.parametrize("kind", ["int8", "Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["int8", "Q8_0", "int4z", "Q4_K", "Q6_K"])
 def test_a_table_gives_its_rows(kind: str) -> None:
     w = packed(kind)
     ids = jnp.asarray([[3, 0], [N - 1, 3]])

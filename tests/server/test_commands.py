@@ -167,6 +167,16 @@ def test_every_model_may_do_without_a_drafter() -> None:
     assert drafters == {"first": True, "second": False, "third": True}
 
 
+def test_the_adapter_belongs_to_the_first_model() -> None:
+    tests = Path(__file__).parents[1]
+    lora = tests / "converters" / "data" / "adapters" / "patterns.llama3"
+    target = tests / "oracle" / "targets" / "llama3"
+    asked = ["serve", "--target", str(target), "--lora", str(lora), "--model", "second=tiny"]
+    first, second = serve._pairs(parser().parse_args(asked)).values()
+    assert "adapter of llama3" in first.target.notes[-1]
+    assert second.target.notes == ()
+
+
 def test_rules_for_agents_are_on_and_the_environment_has_its_say(
     monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
