@@ -209,14 +209,17 @@ def test_end_tokens_of_the_model_stop_unless_ignored(tiny: Engine, truth: list[i
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_a_stop_string_ends_text_and_tokens_equally_in_both_modes(
-    spoken: Engine, truth: list[int], length: int
+    spoken: Engine, scripted: Engine, truth: list[int], length: int
 ) -> None:
-    for at in (0, 1, 2, 6, 11):
+    """Also at any place in a block, all of which is accepted."""
+    drafted = twin(scripted, tokenizer=spoken.tokenizer)
+    set_script(drafted, [*PROMPT, *truth])
+    for at in (0, 1, 2, 6, 7, 8, 11):
         stop = text(truth[at : at + length])
         begin = text(truth).index(stop)
         results = [
-            spoken.generate(PROMPT, max_tokens=30, stop=[stop, "never"], speculative=speculative)
-            for speculative in (True, False)
+            engine.generate(PROMPT, max_tokens=30, stop=[stop, "never"], speculative=speculative)
+            for engine, speculative in ((spoken, True), (spoken, False), (drafted, True))
         ]
         for result in results:
             assert result.text == text(truth[:begin])
