@@ -48,10 +48,10 @@ def random(family: str, plan: Plan) -> Engine:
 
 
 def run(engine: Engine, prompts: Sequence[Any], **options: Any) -> list[Any]:
-    """Tokens, then how many each round decided."""
+    """Tokens, then how many each round decided, then how many drafts it verified."""
     results = engine.generate_many([*prompts, prompts[-1]], **{"max_tokens": 14} | options)
     lengths = [r.stats.acceptance_lengths for r in results]
-    return [r.token_ids for r in results] + lengths
+    return [r.token_ids for r in results] + lengths + [r.stats.drafts_per_round for r in results]
 
 
 def quick(engine: Engine, prompts: list[list[int]]) -> dict[str, list[Any]]:
@@ -59,7 +59,8 @@ def quick(engine: Engine, prompts: list[list[int]]) -> dict[str, list[Any]]:
     greedy = run(engine, prompts)
     assert engine.generate(prompts[-1], max_tokens=2).stats.cached_tokens == 16
     plain = run(engine, prompts, speculative=False)
-    return {"greedy": greedy, "plain": plain[: len(prompts) + 1]}
+    narrow = run(engine, prompts, block_size=2)  # other rules for the drafter
+    return {"greedy": greedy, "plain": plain[: len(prompts) + 1], "narrow": narrow}
 
 
 def every(engine: Engine, prompts: list[list[int]]) -> dict[str, list[Any]]:
