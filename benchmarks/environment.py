@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from dflash_jax.compiler.processor import widest_vectors
+from dflash_jax.utils.processor import widest_vectors
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "dflash-jax", "torch", "transformers", "dflash")
 

@@ -48,6 +48,10 @@ class ComputeError(DFlashError):
     """The device produced something unusable, such as non-finite target logits."""
 
 
+class NativeError(DFlashError):
+    """The native kernels cannot be compiled here."""
+
+
 class ForkedProcessError(DFlashError):
     """An engine or model used in a process that was forked after it was loaded."""
 

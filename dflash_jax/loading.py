@@ -169,7 +169,7 @@ class OpenPair:
                 if path.startswith(start)
             }
             params[role] = model.load(plan.dtype, specs=own)
-        set_weight_layout(params, plan.weight_layout)
+        set_weight_layout(params, plan.weight_layout, native=plan.kernels == "native")
         params = with_kernel(params, plan.kernels != "xla")
         mesh = device_mesh(plan)
         axes = model_axes(target, drafter)

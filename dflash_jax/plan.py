@@ -21,7 +21,7 @@ from dflash_jax.utils.deprecation import current_fields, deprecated_value, warn_
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES = get_args(Dtype)
 Weights = Literal["float", "int8", "int4", "packed"]
-Kernels = Literal["auto", "xla", "pallas"]
+Kernels = Literal["auto", "xla", "pallas", "native"]
 KvDtype = Literal["auto", "int8"]
 WeightLayout = Literal["auto", "row_major", "column_major", "tiled"]
 TapsAt = Literal["auto", "early", "late", "upstream"]
@@ -70,7 +70,7 @@ class Plan:
     weights: Weights = plan_field(
         "float",
         "format of weight matrices: float (as in dtype), int8 or int4 (quantised on loading), or"
-        " packed (as in the file: Q8_0, Q4_0, Q4_K, Q6_K, AWQ, GPTQ, compressed-tensors)",
+        " packed (as in the file: Q8_0, Q4_0, Q4_1, Q4_K, Q6_K, AWQ, GPTQ, compressed-tensors)",
         "cache",
         details="With int4, head and drafter are int8. Packed weights are multiplied without"
         " being unpacked in memory.",
@@ -97,11 +97,11 @@ class Plan:
     )
     kernels: Kernels = plan_field(
         "auto",
-        "GPU kernels: Pallas for products with packed weights (auto), for attention as well"
-        " (pallas), or none (xla)",
+        "kernels for products with packed weights: Pallas on a GPU, compiled ones on a CPU (auto,"
+        " native); Pallas for attention as well (pallas); or none (xla)",
         "cache",
-        details="The Pallas attention kernel reads live positions only. With xla, packed weights"
-        " with groups are unpacked in memory.",
+        details="Native kernels quantise activations to int8. Pallas attention reads live positions"
+        " only. With xla, packed weights with groups are unpacked in memory.",
     )
     exact: bool = plan_field(
         True,

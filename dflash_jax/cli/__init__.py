@@ -39,7 +39,18 @@ def parser() -> "argparse.ArgumentParser":
     """Return the parser of the command line, with all commands."""
     import argparse
 
-    from dflash_jax.cli import bench, chat, explain, generate, probe, replay, serve, train, verify
+    from dflash_jax.cli import (
+        bench,
+        chat,
+        explain,
+        generate,
+        native,
+        probe,
+        replay,
+        serve,
+        train,
+        verify,
+    )
     from dflash_jax.cli.options import check_values
     from dflash_jax.converters.cli import add_commands
     from dflash_jax.version import __version__
@@ -50,7 +61,7 @@ def parser() -> "argparse.ArgumentParser":
     top.add_argument("--version", action="version", version=f"dflash-jax {__version__}")
     top.set_defaults(check=check_values)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    for module in (generate, chat, serve, explain, bench, verify, replay, probe, train):
+    for module in (generate, chat, serve, explain, bench, verify, replay, probe, train, native):
         module.add_command(commands)
     add_commands(commands)
     for command in commands.choices.values():

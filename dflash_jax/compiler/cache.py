@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 
+from dflash_jax.utils.switches import NO, YES
+
 log = logging.getLogger("dflash_jax")
 ENVIRONMENT = "DFLASH_COMPILATION_CACHE"
-YES, NO = ("on", "1", "true", "yes"), ("off", "0", "false", "no")
 DAMAGED = re.compile(r"Error reading persistent compilation cache entry for '(.*?)'")
 FRESH = 60.0  # seconds in which another process may still be writing a file
 # Seconds of compiling from which a program is kept. Programs of an engine take longer; short

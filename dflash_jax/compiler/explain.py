@@ -16,12 +16,13 @@ from dflash_jax.compiler.keys import Step, Variant
 from dflash_jax.compiler.memory import Budget, StepWork, budget, gibi, work
 from dflash_jax.compiler.models import abstract_params, by_path
 from dflash_jax.compiler.programs import Program, declare
-from dflash_jax.compiler.resolve import wide_block
+from dflash_jax.compiler.resolve import wants_native, wide_block
 from dflash_jax.compiler.roofline import Device, Roofline, roofline
 from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.config import AUTO, DrafterConfig, TargetConfig, paired, window_kinds
+from dflash_jax.native.library import library
 from dflash_jax.plan import Plan
-from dflash_jax.quant.layouts import FloatLayout, Joined, Packed, StructuredWeight
+from dflash_jax.quant.layouts import FloatLayout, Joined, NativePacked, Packed, StructuredWeight
 
 MOST_RUNS = 8
 COLUMNS = 80  # of a terminal
@@ -154,9 +155,18 @@ def explain(
         reports.append(ProgramReport(str(key), arguments, donated, counted, time, **figures))
     leaves = by_path(abstract_params(plan, target, drafter), StructuredWeight)
     params = {path: (leaf.shape, _stored_as(leaf)) for path, leaf in leaves.items()}
-    note = wide_block(plan.block, drafter)
-    memory, notes = budget(plan, target, drafter), (note,) if note else ()
+    notes = tuple(filter(None, (wide_block(plan.block, drafter), _about_kernels(plan))))
+    memory = budget(plan, target, drafter)
     return Explanation(target, drafter, plan, device, memory, tuple(reports), params, notes)
+
+
+def _about_kernels(plan: Plan) -> str:
+    """Return which kernels a CPU multiplies with, if there is a choice, and why."""
+    if plan.kernels == "native":
+        return "native kernels multiply, int8 and packed weights by activations in int8"
+    if plan.kernels == "auto" and jax.default_backend() == "cpu" and wants_native(plan):
+        return f"XLA multiplies: {library().reason}"
+    return ""
 
 
 @isolated_jax_config()
@@ -181,7 +191,7 @@ def _stored_as(leaf: Any) -> str:
         return "+".join(dict.fromkeys(_stored_as(part) for part in leaf.parts))
     if isinstance(leaf, FloatLayout):
         return str(jax.tree.leaves(leaf)[0].dtype)
-    return leaf.kind if isinstance(leaf, Packed) else str(leaf.dtype)
+    return leaf.kind if isinstance(leaf, Packed | NativePacked) else str(leaf.dtype)
 
 
 def _shared_layers(target: TargetConfig, drafter: DrafterConfig, plan: Plan) -> str:

@@ -104,15 +104,19 @@ def abstract_params(
     Token ids stay integers, and parameters in `ALWAYS_FLOAT32` stay float32.
     """
     dtype, kernel = jnp.dtype(plan.dtype), plan.kernels != "xla"
+    native = plan.kernels == "native"
     specs = weight_specs(plan, target, drafter)
 
     def planned(path: Any, x: jax.ShapeDtypeStruct) -> Any:
         name = path_name(path)
         if name in specs:
-            return abstract(x.shape, specs[name], dtype, kernel=kernel)
+            packed = abstract(x.shape, specs[name], dtype, kernel=kernel)
+            return abstract_layout(packed, plan.weight_layout, native=native)
         kept = jnp.issubdtype(x.dtype, jnp.integer) or path[-1].key in ALWAYS_FLOAT32
         stored = jax.ShapeDtypeStruct(x.shape, x.dtype if kept else dtype)
-        return abstract_layout(stored, plan.weight_layout) if is_matrix(path[-1].key) else stored
+        if not is_matrix(path[-1].key):
+            return stored
+        return abstract_layout(stored, plan.weight_layout, native=native)
 
     return jax.tree_util.tree_map_with_path(planned, _variables(target, drafter, "params"))
 

@@ -31,7 +31,8 @@ def place_params(
 ) -> Params:
     """Return the parameters in the layout and on the devices of the plan."""
     params = jax.tree.map(lambda x: x, params, is_leaf=lambda x: isinstance(x, StructuredWeight))
-    set_weight_layout(params, plan.weight_layout)  # in the copy of the tree
+    # In the copy of the tree.
+    set_weight_layout(params, plan.weight_layout, native=plan.kernels == "native")
     if plan.two_devices and drafter is not None:
         return two_devices.place_params(plan, params)
     mesh = device_mesh(plan)

@@ -4,13 +4,14 @@ import bisect
 import dataclasses
 
 from dflash_jax.compiler.memory import Budget, budget, gibi
-from dflash_jax.compiler.processor import widest_vectors
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.config.rope import BY_LENGTH
 from dflash_jax.device import default_device, free_memory
 from dflash_jax.errors import PlanError
+from dflash_jax.native.library import library
 from dflash_jax.plan import Dtype, Plan, WeightLayout
 from dflash_jax.quant.layouts import MAX_TILED_TOKENS
+from dflash_jax.utils.processor import widest_vectors
 
 # Widths from which decode steps are faster with tiled, and with column-major matrices.
 MIN_TILED_WIDTH, MIN_COLUMN_MAJOR_WIDTH = 128, 512
@@ -31,7 +32,7 @@ def resolve(
       PlanError: the plan does not fit the models or the memory.
     """
     plan = _completed(plan, target, drafter, platform, memory)
-    if problem := _problem(plan, target, drafter):
+    if problem := _problem(plan, target, drafter) or _kernel_problem(plan, platform):
         raise PlanError(problem)
     sharing = None if plan.two_devices else drafter  # the target's device
     need = budget(plan, target, sharing)
@@ -56,8 +57,12 @@ def _completed(
         dtype=default_dtype if plan.dtype == "auto" else plan.dtype,
         memory_limit=plan.memory_limit or memory,
     )
+    if plan.kernels == "auto" and cpu and wants_native(plan) and library():
+        plan = dataclasses.replace(plan, kernels="native")
     if plan.weight_layout != "auto":
         return plan
+    if plan.kernels == "native":
+        return dataclasses.replace(plan, weight_layout="column_major")
     layout: WeightLayout = "row_major"
     if cpu and _one_device(plan) and plan.weights == "float":
         tokens = plan.rows * (plan.block if drafter else plan.plain_width)  # per step
@@ -67,6 +72,12 @@ def _completed(
 
 def _one_device(plan: Plan) -> bool:
     return not plan.two_devices and plan.mesh == (1, 1)
+
+
+def wants_native(plan: Plan) -> bool:
+    """Return whether native kernels are faster than XLA on a CPU: not for float weights."""
+    layouts = ("auto", "column_major")
+    return plan.weights != "float" and _one_device(plan) and plan.weight_layout in layouts
 
 
 def _problem(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> str | None:
@@ -92,7 +103,7 @@ def _problem(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) ->
     if plan.two_devices and drafter is None:
         return f"devices is {plan.devices}, but there is no drafter to have one; use (0, 0)"
     may_relayout = _one_device(plan) and plan.weights == "float"
-    if plan.weight_layout != "row_major" and not may_relayout:
+    if plan.weight_layout != "row_major" and plan.kernels != "native" and not may_relayout:
         return (
             f"weight_layout is {plan.weight_layout!r} for weights {plan.weights!r}, mesh"
             f" {plan.mesh} and devices {plan.devices}; it needs weights='float' and one"
@@ -101,7 +112,7 @@ def _problem(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) ->
     if plan.weights == "packed" and not plan.stored:
         return (
             "weights='packed' keeps matrices as the file packs them, but neither model has GGUF"
-            " blocks of Q8_0, Q4_0, Q4_K or Q6_K, or suitable groups of AWQ, GPTQ or"
+            " blocks of Q8_0, Q4_0, Q4_1, Q4_K or Q6_K, or suitable groups of AWQ, GPTQ or"
             " compressed-tensors; ask for 'int8' or 'int4'"
         )
     if plan.weights != "float" and plan.mesh != (1, 1):
@@ -110,6 +121,18 @@ def _problem(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) ->
             " or weights='float'"
         )
     return None
+
+
+def _kernel_problem(plan: Plan, platform: str) -> str | None:
+    """Return why the native kernels that a plan asks for cannot be used, or None."""
+    if plan.kernels != "native":
+        return None
+    reason = "" if library() else library().reason
+    if platform != "cpu" or not _one_device(plan):
+        reason = f"they are for a single CPU device, not for {platform} or several"
+    if plan.weight_layout != "column_major":
+        reason = f"they multiply by column-major matrices, not by {plan.weight_layout!r} ones"
+    return f"kernels='native' cannot be used: {reason}; leave it 'auto'" if reason else None
 
 
 def _trained_block(drafter: DrafterConfig) -> int:

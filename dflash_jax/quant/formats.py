@@ -9,6 +9,7 @@ of bytes with a mask and a shift. All groups extend along D:
 | int8 | 8 | scale · q | one scale for all |
 | Q8_0 | 8.5 | scale · q | 32 |
 | Q4_0, int4 | 4.5 | scale · (q - 8) | 32 |
+| Q4_1 | 5 | scale · q - low | 32 |
 | int4z | 4.75 | scale · (q - zero) | 32 |
 | Q4_K | 4.625 | scale · sub · q - low · sub_low | 32 in 256 |
 | Q6_K | 6.5625 | scale · sub · (q - 32) | 16 in 256 |
@@ -38,6 +39,7 @@ class PackedFormat:
       sub: weights along D that share a second scale within a group; 0 for no second scales.
       high: whether the two high bits of each code are stored in a separate array.
       zeros: whether each group has a zero point of its own, also subtracted.
+      low: whether an offset is subtracted from each scaled group, with a second scale if `sub`.
     """
 
     name: str
@@ -47,6 +49,7 @@ class PackedFormat:
     sub: int = 0
     high: bool = False
     zeros: bool = False
+    low: bool = False
 
     @property
     def spread(self) -> int:
@@ -70,8 +73,10 @@ class PackedFormat:
             arrays["high"] = (depth // 4, "uint8")
         if self.sub:
             arrays["sub"] = (depth // self.sub, "int8" if self.high else "uint8")
-        if self.name == "Q4_K":
-            arrays |= {"low": arrays["scale"], "sub_low": arrays["sub"]}
+        if self.low:
+            arrays["low"] = arrays["scale"]
+        if self.low and self.sub:
+            arrays["sub_low"] = arrays["sub"]
         return arrays
 
 
@@ -81,8 +86,9 @@ KINDS: Mapping[str, PackedFormat] = {
         PackedFormat("int8", classes=1, zero=0, group=0),
         PackedFormat("Q8_0", classes=1, zero=0, group=32),
         PackedFormat("Q4_0", classes=2, zero=8, group=32),
+        PackedFormat("Q4_1", classes=2, zero=0, group=32, low=True),
         PackedFormat("int4z", classes=2, zero=0, group=32, zeros=True),
-        PackedFormat("Q4_K", classes=2, zero=0, group=256, sub=32),
+        PackedFormat("Q4_K", classes=2, zero=0, group=256, sub=32, low=True),
         PackedFormat("Q6_K", classes=4, zero=32, group=256, sub=16, high=True),
     )
 }

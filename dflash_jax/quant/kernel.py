@@ -101,12 +101,13 @@ def _scaled(
     if kind.zeros:
         codes = codes - one("zero", run)
     if not kind.sub:
-        return codes * one("scale", run)
+        w = codes * one("scale", run)
+        return w - one("low", run) if kind.low else w
     scale, per_run = one("scale", step), RUN // kind.sub
     sub = arrays["sub"][pl.ds(run * per_run, per_run), :].astype(jnp.float32)
     sub = jnp.broadcast_to((scale * sub)[:, None], (per_run, kind.sub, sub.shape[1]))
     w = codes * sub.reshape(codes.shape)
-    return w - one("low", step) * one("sub_low", run) if "low" in arrays else w
+    return w - one("low", step) * one("sub_low", run) if kind.low else w
 
 
 def _dot(x: Float[Array, "M R"], w: Float[Array, "R C"]) -> Float[Array, "M C"]:

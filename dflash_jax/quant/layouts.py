@@ -16,7 +16,7 @@ Arrays = dict[str, Any]  # NumPy or JAX arrays
 
 
 FLOAT = ""  # the kind of a part that is not packed
-STORED = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")  # kinds found in files
+STORED = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")  # kinds found in files
 QUANTISED = {"int8": "int8", "int4": "Q4_0"}  # kind for each value of `Plan.weights`
 
 # Matrices that are multiplied by `nn.layers.dot`. Other parameters are never packed.
@@ -35,6 +35,19 @@ class Packed:
 
 
 @dataclasses.dataclass(frozen=True)
+class NativePacked:
+    """A packed weight for the native kernels, each column in one piece.
+
+    The arrays are `codes`, int8 [N, D], with `scale` [N]; or `codes`, rows of ggml's blocks, uint8
+    [N, bytes].
+    """
+
+    arrays: Arrays
+    kind: str
+    shape: tuple[int, ...]  # of the weight
+
+
+@dataclasses.dataclass(frozen=True)
 class Joined:
     """A weight [D, ...] whose parts along one axis have different kinds, or are not packed."""
 
@@ -48,6 +61,7 @@ class ColumnMajor:
     """A float weight [D, ...] stored as [..., D], so that it can come first in its products."""
 
     array: Any
+    native: bool = False  # whether native kernels multiply
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -82,7 +96,7 @@ class Tiled:
 
 
 FloatLayout = ColumnMajor | Tiled
-StructuredWeight = Packed | Joined | FloatLayout  # weights that are not one array
+StructuredWeight = Packed | NativePacked | Joined | FloatLayout  # weights that are not one array
 
 
 def layout_of(weight_layout: str, shape: tuple[int, ...]) -> type[FloatLayout] | None:
@@ -183,13 +197,13 @@ def dequantise(arrays: Mapping[str, np.ndarray], kind: str) -> np.ndarray:
     w *= scale
     if "low" in arrays:
         low = _spread(arrays["low"].astype(np.float32), len(w))
-        w -= low * _spread(arrays["sub_low"].astype(np.float32), len(w))
+        w -= low * _spread(arrays["sub_low"].astype(np.float32), len(w)) if k.sub else low
     return w
 
 
 def unpack_blocks(blocks: np.ndarray, kind: str) -> Arrays:
     """Return the arrays of a weight [D, N] from rows of ggml blocks, uint8 [N, bytes of a row]."""
-    sizes = {"Q8_0": 34, "Q4_0": 18, "Q4_K": 144, "Q6_K": 210}
+    sizes = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "Q4_K": 144, "Q6_K": 210}
     b = blocks.reshape(len(blocks), -1, sizes[kind])  # [N, blocks, bytes]
 
     def half(at: int) -> np.ndarray:
@@ -197,9 +211,10 @@ def unpack_blocks(blocks: np.ndarray, kind: str) -> Arrays:
 
     if kind == "Q8_0":
         return {"codes": _columns(b[..., 2:].view(np.int8)), "scale": half(0)}
-    if kind == "Q4_0":
-        codes = np.concatenate([b[..., 2:] & 15, b[..., 2:] >> 4], axis=-1)
-        return {"codes": join(_columns(codes), 2), "scale": half(0)}
+    if kind in ("Q4_0", "Q4_1"):
+        codes = np.concatenate([b[..., -16:] & 15, b[..., -16:] >> 4], axis=-1)
+        found = {"codes": join(_columns(codes), 2), "scale": half(0)}
+        return found | ({"low": -half(2)} if kind == "Q4_1" else {})
     if kind == "Q4_K":
         sub, low = _six_bits(b[..., 4:16])
         # ggml pairs the same runs, so its bytes are copied

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.native import products as native_products
 from dflash_jax.quant.layouts import (
     KINDS,
     MAX_TILED_TOKENS,
@@ -26,6 +27,7 @@ from dflash_jax.quant.layouts import (
     ColumnMajor,
     FloatLayout,
     Joined,
+    NativePacked,
     Packed,
     Spec,
     StructuredWeight,
@@ -38,7 +40,10 @@ jax.tree_util.register_dataclass(
     Packed, data_fields=["arrays"], meta_fields=["kind", "shape", "kernel"]
 )
 jax.tree_util.register_dataclass(Joined, data_fields=["parts"], meta_fields=["axis", "shape"])
-jax.tree_util.register_dataclass(ColumnMajor, data_fields=["array"], meta_fields=[])
+jax.tree_util.register_dataclass(
+    NativePacked, data_fields=["arrays"], meta_fields=["kind", "shape"]
+)
+jax.tree_util.register_dataclass(ColumnMajor, data_fields=["array"], meta_fields=["native"])
 jax.tree_util.register_dataclass(Tiled, data_fields=["row_major", "tiles"], meta_fields=[])
 
 SLICE_SIZE = 1 << 19  # weights that a CPU unpacks at a time
@@ -49,13 +54,15 @@ Axes = tuple[int, ...]
 
 def contract(x: Float[Array, "... D"], w: StructuredWeight) -> Float[Array, "..."]:
     """Return x · w over the last axis of x and the first of w, in float32."""
+    if isinstance(w, NativePacked) or (isinstance(w, ColumnMajor) and w.native):
+        return native_products.multiply(x, w)
     if isinstance(w, ColumnMajor):
         return _multiply_column_major(x, w)
     if isinstance(w, Tiled):
         return _multiply_tiled(x, w)
     if isinstance(w, Joined):
         parts = [
-            contract(x, part) if isinstance(part, Packed | Joined) else _plain(x, part)
+            contract(x, part) if isinstance(part, StructuredWeight) else _plain(x, part)
             for part in w.parts
         ]
         return jnp.concatenate(parts, axis=x.ndim - 2 + w.axis)
@@ -79,6 +86,9 @@ def gather(w: Weight, ids: Int[Array, "*places"], dtype: jnp.dtype) -> Array:
     if isinstance(w, Tiled) or not isinstance(w, StructuredWeight):
         table = w.row_major if isinstance(w, Tiled) else w
         return jnp.moveaxis(jnp.take(table, ids, axis=1, mode="clip"), 0, -1)
+    if isinstance(w, NativePacked):
+        table = native_products.gather(w, ids.ravel())
+        return table.astype(dtype).reshape(*ids.shape, w.shape[0])
     assert isinstance(w, Packed), "a table has one part"
     columns = {name: jnp.take(a, ids.ravel(), axis=1, mode="clip") for name, a in w.arrays.items()}
     table = unpack(columns, w.kind)
@@ -241,32 +251,49 @@ def with_kernel(params: Any, kernel: bool) -> Any:
     return jax.tree.map(choose, params, is_leaf=lambda leaf: isinstance(leaf, Packed))
 
 
-def set_weight_layout(params: dict[str, Any], layout: str) -> None:
-    """Store the float matrices [D, ...] of a parameter tree in a layout, in place.
+def set_weight_layout(params: dict[str, Any], layout: str, *, native: bool = False) -> None:
+    """Store the matrices [D, ...] of a parameter tree in a layout, in place.
 
     One matrix at a time, so that no more memory is needed than for the largest. NumPy transposes
     small matrices, as compiling an operation for their shape takes longer.
 
     Args:
-      layout: "row_major", "column_major" or "tiled", as `Plan.weight_layout`.
+      layout: of float matrices: "row_major", "column_major" or "tiled", as `Plan.weight_layout`.
+      native: whether the native kernels multiply; float matrices must be column-major then.
     """
     for name, leaf in params.items():
         if isinstance(leaf, dict):
-            set_weight_layout(leaf, layout)
-        elif is_matrix(name) and not isinstance(leaf, Packed | Joined):
-            wanted = layout_of(layout, leaf.shape)
-            if wanted is None and not isinstance(leaf, FloatLayout):
-                continue
-            if wanted is None or not isinstance(leaf, wanted):
-                small = isinstance(leaf, np.ndarray) and leaf.nbytes <= SMALL
-                matrix = leaf if small else _row_major(leaf)
-                params[name] = jax.block_until_ready(_laid_out(matrix, wanted))
+            set_weight_layout(leaf, layout, native=native)
+        elif is_matrix(name):
+            params[name] = _relaid(leaf, layout, native)
 
 
-def abstract_layout(w: Any, layout: str) -> Any:
-    """Return the shapes of a float matrix [D, ...] stored in a layout."""
+def _relaid(leaf: Any, layout: str, native: bool) -> Any:
+    if isinstance(leaf, Joined):
+        parts = (_relaid(part, layout, native) for part in leaf.parts)
+        return dataclasses.replace(leaf, parts=tuple(parts))
+    if isinstance(leaf, Packed | NativePacked):
+        return native_products.native_packed(leaf) if native else native_products.packed(leaf)
+    wanted = layout_of(layout, leaf.shape)
+    if wanted is None and not isinstance(leaf, FloatLayout):
+        return leaf
+    if wanted is None or not isinstance(leaf, wanted):
+        small = isinstance(leaf, np.ndarray) and leaf.nbytes <= SMALL
+        matrix = leaf if small else _row_major(leaf)
+        leaf = jax.block_until_ready(_laid_out(matrix, wanted))
+    return dataclasses.replace(leaf, native=native) if isinstance(leaf, ColumnMajor) else leaf
+
+
+def abstract_layout(w: Any, layout: str, *, native: bool = False) -> Any:
+    """Return the shapes of a matrix [D, ...] stored in a layout; arguments as above."""
+    if isinstance(w, Joined):
+        parts = (abstract_layout(part, layout, native=native) for part in w.parts)
+        return dataclasses.replace(w, parts=tuple(parts))
+    if isinstance(w, Packed):
+        return native_products.abstract(w) if native else w
     wanted = layout_of(layout, w.shape)
-    return jax.eval_shape(functools.partial(_laid_out, wanted=wanted), w) if wanted else w
+    w = jax.eval_shape(functools.partial(_laid_out, wanted=wanted), w) if wanted else w
+    return dataclasses.replace(w, native=native) if isinstance(w, ColumnMajor) else w
 
 
 def _laid_out(w: Array | np.ndarray, wanted: type[FloatLayout] | None) -> Any:

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+from dflash_jax.utils.switches import NO
+
 ENVIRONMENT = "DFLASH_PROGRESS"
 PATIENCE = 2.0  # seconds before a line is printed
 
@@ -22,7 +24,7 @@ def is_shown(chosen: bool | None = None) -> bool:
         return chosen
     value = os.environ.get(ENVIRONMENT, "").strip().lower()
     if value:
-        return value not in ("off", "0", "false", "no")
+        return value not in NO
     stream = sys.stderr
     if stream is None or stream.closed:
         return False

@@ -27,6 +27,7 @@ from dflash_jax.compiler.models import empty_state
 from dflash_jax.compiler.programs import declare
 from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.errors import PlanError
+from dflash_jax.native.library import Library
 from dflash_jax.plan import FIELDS, WeightLayout
 from dflash_jax.plan_fields import Scope
 from dflash_jax.testing import AMPLE, random_params, tiny_drafter, tiny_target
@@ -299,7 +300,8 @@ def test_float_matrices_are_laid_out_for_blocks_where_vectors_are_256_bits(
     assert chosen("avx2", target=tiny_target()) == "row_major"
     assert chosen("avx512f") == chosen("") == "row_major"  # not measured there
     assert chosen("avx2", platform="gpu") == "row_major"
-    assert chosen("avx2", mesh=(1, 2)) == chosen("avx2", weights="int8") == "row_major"
+    assert chosen("avx2", mesh=(1, 2)) == "row_major"
+    assert chosen("avx2", weights="int8", kernels="xla") == "row_major"
     assert (
         chosen("avx2", rows=8) == chosen("avx2", rows=4) == "column_major"
     )  # times 8 tokens of a block
@@ -307,6 +309,34 @@ def test_float_matrices_are_laid_out_for_blocks_where_vectors_are_256_bits(
     assert chosen("avx2", exact=False) == "row_major"  # steps of one token
     with pytest.raises(PlanError, match="it needs weights='float' and one device: leave it 'auto'"):
         chosen("avx2", weights="int8", weight_layout="tiled")
+
+
+def test_native_kernels_are_chosen_for_quantised_weights_where_they_can_be_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def chosen(platform: str = "cpu", **fields: Any) -> tuple[str, str]:
+        plan = resolve(Plan(**fields), tiny_target(), None, platform=platform, memory=AMPLE)
+        return plan.kernels, plan.weight_layout
+
+    module = sys.modules["dflash_jax.compiler.resolve"]
+    monkeypatch.setattr(module, "library", lambda: Library(Path("made.so")))
+    for weights in ("int8", "int4"):
+        assert chosen(weights=weights) == ("native", "column_major")
+        assert chosen(weights=weights, kernels="xla") == ("xla", "row_major")
+        assert chosen(weights=weights, platform="gpu") == ("auto", "row_major")
+    assert chosen() == chosen(dtype="bfloat16") == ("auto", "row_major")
+    assert chosen(kernels="native") == ("native", "column_major")
+    for wrong, message in (
+        ({"weight_layout": "tiled"}, "column-major matrices, not by 'tiled' ones; leave it 'auto'"),
+        ({"mesh": (1, 2)}, "for a single CPU device, not for cpu or several"),
+        ({"platform": "gpu"}, "for a single CPU device, not for gpu or several"),
+    ):
+        with pytest.raises(PlanError, match=f"kernels='native' cannot be used: .*{message}"):
+            chosen(kernels="native", **wrong)
+    monkeypatch.setattr(module, "library", lambda: Library(None, "there is no compiler"))
+    assert chosen(weights="int8") == ("auto", "row_major")
+    with pytest.raises(PlanError, match="'native' cannot be used: there is no compiler; leave it"):
+        chosen(weights="int8", kernels="native")
 
 
 def test_more_positions_than_the_target_has_are_refused() -> None:

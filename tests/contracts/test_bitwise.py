@@ -105,7 +105,8 @@ RECURRENT_MIXED = tiny_hybrid(
 SINKS = tiny_gpt_oss(num_layers=2, windows=(12, None))
 WIDE = tiny_target(num_layers=1, hidden_size=64, intermediate_size=64, windows=(None,))
 INT4: dict[str, Any] = {"weights": "int4", "kv_dtype": "int8"}
-INT8: dict[str, Any] = {"weights": "int8"}
+INT8: dict[str, Any] = {"weights": "int8"}  # by native kernels where there are some
+INT8_XLA = INT8 | {"kernels": "xla"}
 COLUMN_MAJOR: dict[str, Any] = {"weight_layout": "column_major"}
 TILED: dict[str, Any] = {"weight_layout": "tiled"}
 SMALL: dict[str, Any] = {"num_layers": 1, "windows": (12,), "causal": (False,)}  # drafters
@@ -117,6 +118,11 @@ SMALL: dict[str, Any] = {"num_layers": 1, "windows": (12,), "causal": (False,)} 
     [
         (dataclasses.replace(DENSE, num_layers=1, windows=(None,)), "bfloat16", 3, {}),
         (WIDE, "float32", 2, TILED),
+        (WIDE, "float32", 2, INT8),
+        pytest.param(WIDE, "float32", 2, INT8_XLA, marks=pytest.mark.soak),
+        pytest.param(WIDE, "bfloat16", 1, INT8_XLA, marks=pytest.mark.soak),
+        pytest.param(RECURRENT, "float32", 2, INT8, marks=pytest.mark.soak),
+        pytest.param(WIDE, "float32", 2, INT4, marks=pytest.mark.soak),
         pytest.param(DENSE, "bfloat16", 3, {}, marks=pytest.mark.soak),
         pytest.param(
             dataclasses.replace(RECURRENT_MIXED, num_layers=1, recurrent=(False,)),

@@ -79,6 +79,31 @@ def test_every_drafter_and_prompt_length_gives_plain_tokens(
                 assert set(result.stats.acceptance_lengths) == {1}
 
 
+@pytest.mark.parametrize(
+    ("weights", "kernels"),
+    [
+        ("int8", "auto"),  # native kernels, where there are some
+        ("int4", "auto"),
+        ("int8", "xla"),
+        pytest.param("int4", "xla", marks=pytest.mark.soak),
+    ],
+)
+def test_quantised_weights_give_plain_tokens(weights: str, kernels: str) -> None:
+    target = tiny_target(num_layers=2, hidden_size=64, intermediate_size=128)
+    plan = Plan(max_length=128, chunk=CHUNK, block=4, weights=weights, kernels=kernels)
+    real = random_engine(target, tiny_drafter(target), plan)
+    scripted = scripted_engine(real)
+    for prompt in prompts(real, lengths=(1, CHUNK, 50)):
+        plain = real.generate(prompt, max_tokens=NEW, speculative=False)
+        assert real.generate(prompt, max_tokens=NEW).token_ids == plain.token_ids
+        truth = np.array([*prompt, *plain.token_ids])
+        wrong = np.random.default_rng(len(prompt)).random(len(truth)) < 0.3
+        set_script(scripted, ((truth + wrong) % target.vocab_size).tolist())
+        result = scripted.generate(prompt, max_tokens=NEW)
+        assert result.token_ids == plain.token_ids
+        assert result.stats.acceptance_length > 1.5
+
+
 def test_forced_patterns_are_accepted_as_written() -> None:
     engine = make("float32", 8)
     scripted = scripted_like(engine)

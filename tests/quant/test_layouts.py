@@ -15,7 +15,7 @@ def random_blocks(kind: str, rows: int, depth: int, seed: int = 0) -> np.ndarray
     size, width = BY_NAME[kind].block_bytes, BY_NAME[kind].block_size
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (rows, depth // width, size), np.uint8)
-    for at in {"Q4_K": (0, 2), "Q6_K": (208,)}.get(kind, (0,)):
+    for at in {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}.get(kind, (0,)):
         scale = rng.standard_normal((rows, depth // width, 1)).astype(np.float16) / 64
         blocks[..., at : at + 2] = scale.astype("<f2").view(np.uint8)
     return blocks.reshape(rows, -1)
@@ -49,7 +49,7 @@ def test_arrays_have_the_declared_rows_dtypes_and_bytes(kind: str) -> None:
     assert found == declared
     total = sum(a.nbytes for a in arrays.values())
     assert packed_bytes(kind, (512, 3)) == total
-    bits = {"int8": 8, "Q8_0": 8.5, "Q4_0": 4.5, "Q4_K": 4.625, "Q6_K": 6.5625}
+    bits = {"int8": 8, "Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625, "Q6_K": 6.5625}
     scales = 3 * 4 if kind == "int8" else 0
     assert total == 512 * 3 * bits[kind] / 8 + scales
 

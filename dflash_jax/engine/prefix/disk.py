@@ -26,13 +26,14 @@ import jax
 import jaxlib
 import numpy as np
 
-from dflash_jax.compiler.processor import processor
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.prefix import files
 from dflash_jax.engine.prefix.files import Arrays, Kinds, is_folder, remove
 from dflash_jax.errors import CheckpointError, PlanError
+from dflash_jax.native.library import library
 from dflash_jax.plan import Plan
 from dflash_jax.utils.atomic import new_path
+from dflash_jax.utils.processor import processor
 from dflash_jax.version import __version__
 
 log = logging.getLogger("dflash_jax.prefixes")
@@ -59,7 +60,7 @@ class DiskCounters:
 def identity(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, params: Any) -> str:
     """Return a digest of everything that determines a segment's bits.
 
-    That is models, weights, the plan's `cache_key`, device, versions and `XLA_FLAGS`.
+    That is models, weights, the plan's `cache_key`, kernels, device, versions and `XLA_FLAGS`.
     """
     device = jax.local_devices()[0]
     versions = [__version__, jax.__version__, jaxlib.__version__, os.environ.get("XLA_FLAGS")]
@@ -69,7 +70,8 @@ def identity(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, pa
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         weights = list(pool.map(lambda leaf: _digest(leaf[1]), leaves))
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
-    facts = [versions, kind, made, plan.cache_key, names, weights]
+    kernels = plan.kernels == "native" and str(library().path)
+    facts = [versions, kind, made, plan.cache_key, kernels, names, weights]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 

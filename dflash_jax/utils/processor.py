@@ -6,11 +6,15 @@ from pathlib import Path
 
 
 @functools.cache
+def features() -> frozenset[str]:
+    """Return the names of the processor's features, as Linux lists them; empty elsewhere."""
+    flags = re.search(r"^flags\s*:(.*)$", _information(), re.MULTILINE)
+    return frozenset(flags[1].split() if flags else ())
+
+
 def widest_vectors() -> str:
     """Return the widest of "avx512f", "avx2" and "avx" that the processor has, or ""."""
-    flags = re.search(r"^flags\s*:(.*)$", _information(), re.MULTILINE)
-    has = flags[1].split() if flags else []
-    return next((flag for flag in ("avx512f", "avx2", "avx") if flag in has), "")
+    return next((flag for flag in ("avx512f", "avx2", "avx") if flag in features()), "")
 
 
 @functools.cache

@@ -1,0 +1,155 @@
+"""Compile the native kernels at first use, and register them with JAX."""
+
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+from pathlib import Path
+
+import jax
+import jaxlib
+
+from dflash_jax.errors import NativeError
+from dflash_jax.utils.processor import features, processor
+from dflash_jax.utils.progress import announced
+from dflash_jax.utils.switches import NO, YES
+
+ENVIRONMENT = "DFLASH_NATIVE"  # "off", or a folder for the compiled library
+SOURCE = Path(__file__).with_name("products.cc")
+NAMES = ("float", "int8", "q8_0", "q4_0", "q4_1")  # of the products, each dflash_NAME
+NEEDED = frozenset(["avx2", "fma", "f16c"])
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-ffp-contract=off")
+FLAGS += ("-fno-math-errno", "-DNDEBUG")
+PATIENCE = 300.0  # seconds after which compiling is given up
+_lock = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """The native kernels of this process.
+
+    Attributes:
+      path: the compiled library; None if there is none.
+      reason: why there is none.
+    """
+
+    path: Path | None
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return self.path is not None
+
+
+def library() -> Library:
+    """Return the native kernels, compiled and registered with JAX if this machine can have them."""
+    with _lock:
+        return _library()
+
+
+@functools.cache
+def _library() -> Library:
+    if os.environ.get(ENVIRONMENT, "").strip().lower() in NO:
+        return Library(None, f"{ENVIRONMENT} is off")
+    if missing := NEEDED - features():
+        return Library(None, f"the processor has no {', '.join(sorted(missing))}")
+    try:
+        path = build()
+        loaded = ctypes.CDLL(str(path))
+        for name in NAMES:
+            function = jax.ffi.pycapsule(getattr(loaded, f"dflash_{name}"))
+            jax.ffi.register_ffi_target(f"dflash_{name}", function, platform="cpu")
+    except (NativeError, OSError, AttributeError) as error:
+        return Library(None, str(error))
+    return Library(path)
+
+
+def build(*, shown: bool = True) -> Path:
+    """Return the compiled library of this machine, compiling it if it is not on disk yet.
+
+    Args:
+      shown: whether to say on standard error that it is compiled.
+
+    Raises:
+      NativeError: there is no compiler, or it fails.
+    """
+    compiler = find_compiler()
+    path = _folder() / f"{_key(compiler)}.so"
+    if path.is_file():
+        return path
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, made = tempfile.mkstemp(".so", dir=path.parent)
+        os.close(descriptor)
+    except OSError as error:
+        raise NativeError(
+            f"the native kernels cannot be written to {path.parent} ({error}); set {ENVIRONMENT}"
+            " to a folder that can be"
+        ) from error
+    try:
+        with announced("dflash_jax: compiling the native kernels, once", shown=shown, patience=0):
+            _compile(compiler, Path(made))
+        Path(made).replace(path)  # complete or absent, also for other processes
+    finally:
+        Path(made).unlink(missing_ok=True)
+    return path
+
+
+def _compile(compiler: tuple[str, ...], path: Path) -> None:
+    command = [*compiler, *FLAGS, "-isystem", jax.ffi.include_dir(), str(SOURCE), "-o", str(path)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PATIENCE, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeError(f"the native kernels could not be compiled: {error}") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
+        raise NativeError(f"{compiler[0]} cannot compile the native kernels: {lines[0][:300]}")
+
+
+def find_compiler() -> tuple[str, ...]:
+    """Return the command of a C++ compiler: `CXX`, the system's, or that of the package ziglang.
+
+    Raises:
+      NativeError: there is none.
+    """
+    if given := os.environ.get("CXX", "").split():
+        return tuple(given)
+    for name in ("c++", "g++", "clang++"):
+        if found := shutil.which(name):
+            return (found,)
+    if importlib.util.find_spec("ziglang"):
+        return (sys.executable, "-m", "ziglang", "c++")
+    raise NativeError(
+        "there is no C++ compiler for the native kernels; install one, such as the system's g++, or"
+        " pip install ziglang"
+    )
+
+
+def _key(compiler: tuple[str, ...]) -> str:
+    """Return a digest of everything that the compiled library depends on."""
+    try:
+        version = subprocess.run(
+            [*compiler, "--version"], capture_output=True, text=True, timeout=60, check=False
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeError(f"the C++ compiler {compiler[0]} cannot be run: {error}") from error
+    parts = [SOURCE.read_text(encoding="utf-8"), version, *FLAGS, processor()]
+    parts += [jaxlib.__version__, sysconfig.get_platform()]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+def _folder() -> Path:
+    given = os.environ.get(ENVIRONMENT, "").strip()
+    if given.lower() not in ("", *YES):
+        return Path(given).expanduser().absolute()
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "dflash_jax" / "native"

@@ -1,0 +1,108 @@
+"""Compiling the native kernels: once, by any compiler there is, and never half."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash_jax.cli import main
+from dflash_jax.errors import NativeError
+from dflash_jax.native import library as native
+
+COMPILED = bool(native.library())
+needs_compiler = pytest.mark.skipif(not COMPILED, reason=native.library().reason)
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_without_a_compiler_the_error_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(NativeError, match=r"no C\+\+ compiler.*g\+\+, or pip install ziglang"):
+        native.find_compiler()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('test "$1" = --version || { echo "x.cc:1: error: no header" >&2; exit 1; }', "no header"),
+        ('test "$1" = --version || kill -9 $$', "cannot compile the native kernels"),
+    ],
+)
+def test_a_compiler_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
+) -> None:
+    monkeypatch.setenv("CXX", script(tmp_path / "cxx", text))
+    monkeypatch.setenv(native.ENVIRONMENT, str(tmp_path / "made"))
+    with pytest.raises(NativeError, match=message):
+        native.build(shown=False)
+    assert not list((tmp_path / "made").iterdir())
+
+
+def test_a_compiler_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/cxx")
+    with pytest.raises(NativeError, match="/nowhere/cxx cannot be run"):
+        native.build(shown=False)
+
+
+def test_a_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CXX", script(tmp_path / "cxx", "true"))
+    monkeypatch.setenv(native.ENVIRONMENT, str(tmp_path / "file" / "made"))
+    with pytest.raises(NativeError, match=f"cannot be written to .*set {native.ENVIRONMENT} to"):
+        native.build(shown=False)
+
+
+def test_what_the_library_depends_on_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = script(tmp_path / "cxx", 'test "$1" = --version && echo one; exit 0')
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setenv(native.ENVIRONMENT, str(tmp_path / "made"))
+    first = native.build(shown=False)
+    assert native.build(shown=False) == first
+    script(tmp_path / "cxx", 'test "$1" = --version && echo two; exit 0')
+    second = native.build(shown=False)
+    monkeypatch.setattr(native, "processor", lambda: "another")
+    assert len({first, second, native.build(shown=False)}) == 3
+    assert len(list((tmp_path / "made").iterdir())) == 3
+
+
+@needs_compiler
+def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
+    """Compiled without optimisation, to be quick."""
+    code = (
+        "from dflash_jax.native import library as native\n"
+        "native.FLAGS = tuple(x.replace('-O3', '-O0') for x in native.FLAGS)\n"
+        "print(native.library().path)"
+    )
+    variables = os.environ | {native.ENVIRONMENT: str(tmp_path / "made")}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], env=variables, **options) for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=300) for process in running]
+    [made] = (tmp_path / "made").iterdir()
+    assert [out.strip() for out, _ in outputs] == [str(made)] * 2
+    assert any("compiling the native kernels" in error for _, error in outputs)
+
+
+def test_the_command_prints_the_path_or_the_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if COMPILED:
+        assert main(["native"]) == 0
+        assert capsys.readouterr().out.strip().endswith(".so")
+    monkeypatch.setattr(native, "library", lambda: native.Library(None, "of a test"))
+    assert main(["native"]) == 1
+    assert "there are no native kernels: of a test" in capsys.readouterr().err
