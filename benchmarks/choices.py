@@ -5,7 +5,8 @@
 
 Attention over the whole of a large cache and over its live pieces; products with packed weights
 and with float ones, a few columns at a time and all at once; float matrices in the orders of
-`Plan.weight_layout`; the engine with and without lookahead. Samples are taken in turn; a ratio is
+`Plan.weight_layout`; native kernels for quantised weights; the engine with and without lookahead,
+and with int8 weights. Samples are taken in turn; a ratio is
 over the first form of its group. Temporaries are those of the compiled program.
 """
 
@@ -14,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,20 @@ import dflash_jax as dj
 from benchmarks.environment import environment
 from benchmarks.paired import interleaved, ratio, spread
 from dflash_jax.compiler import jit
+from dflash_jax.native import products as native
+from dflash_jax.native.library import library
 from dflash_jax.nn.attention import attend_pieces, attend_whole, slot_positions, visible
 from dflash_jax.nn.layers import project
 from dflash_jax.quant import products
-from dflash_jax.quant.layouts import KINDS
+from dflash_jax.quant.layouts import KINDS, Packed
 from dflash_jax.state import LayerCache
 
 Forms = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 # Tokens per call and matrix sizes: shipped pair, 9M, 60M, prompts.
 ORDERS = ((1, 192, 1024), (8, 192, 1024), (8, 512, 192), (16, 256, 1536), (16, 512, 3072))
 ORDERS += ((64, 192, 1024), (64, 512, 3072))
+WIDTHS = ((192, 576), (576, 1536), (576, 49152), (2048, 8192))
+SHAPES = tuple((tokens, *width) for width in WIDTHS for tokens in (1, 8, 64))
 
 
 def noise(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> jax.Array:
@@ -92,6 +97,21 @@ def orders(tokens: int, depth: int, columns: int) -> Forms:
     return forms
 
 
+def kernels(tokens: int, depth: int, columns: int) -> Forms:
+    """Return x · w by XLA and by the native kernels of a CPU, by kind of weight."""
+    x, shape = noise((tokens, depth), jnp.float32), (depth, columns)
+    forms: Forms = {"float32": (jnp.dot, (x, noise(shape, jnp.float32, 1)))}
+    for kind in native.KINDS:
+        arrays = {
+            name: noise((count, columns), dtype, 3)
+            for name, (count, dtype) in KINDS[kind].arrays(depth).items()
+        }
+        weight = native.native_packed(Packed(arrays, kind, shape))
+        forms[f"{kind}, XLA"] = (partial(products.multiply_by_slices, kind=kind), (x, arrays))
+        forms[f"{kind}, native"] = native.multiply, (x, jax.device_put(weight))
+    return forms
+
+
 def compare(name: str, forms: Forms, pairs: int) -> dict[str, Any]:
     """Return milliseconds and temporaries of each form, and ratios over the first."""
     calls, temporary = {}, {}
@@ -108,13 +128,24 @@ def compare(name: str, forms: Forms, pairs: int) -> dict[str, Any]:
     return {"name": name, "temporary_bytes": temporary} | _figures(calls, pairs)
 
 
-def lookahead(pairs: int) -> dict[str, Any]:
-    """Return milliseconds per token of the shipped pair, with and without lookahead."""
-    engines = {f"lookahead {n}": dj.load(plan=dj.Plan(max_length=512, lookahead=n)) for n in (1, 0)}
+LOOKAHEAD = {f"lookahead {n}": {"lookahead": n} for n in (1, 0)}
+INT8 = {
+    "float32": {},
+    "int8, XLA": {"weights": "int8", "kernels": "xla"},
+    "int8, native": {"weights": "int8", "kernels": "native"},
+}
+
+
+def decoding(
+    pairs: int, plans: Mapping[str, Mapping[str, Any]], *, speculative: bool = True
+) -> dict[str, Any]:
+    """Return milliseconds per token of the shipped pair, by the fields of its plan."""
+    engines = {n: dj.load(plan=dj.Plan(max_length=512, **plan)) for n, plan in plans.items()}
     prompt = next(iter(engines.values())).chat_ids([{"role": "user", "content": "Count to ten."}])
 
     def run(engine: Any) -> float:
-        result = engine.generate(prompt, max_tokens=96, ignore_eos=True)
+        options = {"max_tokens": 96, "ignore_eos": True, "speculative": speculative}
+        result = engine.generate(prompt, **options)
         return result.stats.decode_s / len(result.token_ids) * 1e3
 
     calls = {name: partial(run, engine) for name, engine in engines.items()}
@@ -138,21 +169,31 @@ def main() -> int:
     parser.add_argument("--pin", type=int, metavar="CPU", help="keeps to one core")
     parser.add_argument("--json", type=Path, metavar="OUT")
     options, load = parser.parse_args(), os.getloadavg()[0]  # other processes slow all forms
+    if not library():
+        parser.error(f"there are no native kernels: {library().reason}")
     if options.pin is not None:
         os.sched_setaffinity(0, {options.pin})  # before JAX starts its threads
     groups: dict[str, Callable[[], Forms]] = {
         **{f"attention, {n} of 8192 slots live": partial(attention, n) for n in (256, 2048, 8000)},
         **{f"product 4096 x 12288, {rows} rows": partial(product, rows) for rows in (1, 16)},
         **{"order {}: {} x {}".format(*shape): partial(orders, *shape) for shape in ORDERS},
+        **{"kernels, {} tokens: {} x {}".format(*s): partial(kernels, *s) for s in SHAPES},
     }
-    lookahead_group = "lookahead, shipped pair, a token"
+    decoded: dict[str, Callable[[int], dict[str, Any]]] = {
+        "lookahead, shipped pair, a token": partial(decoding, plans=LOOKAHEAD),
+        "kernels, shipped pair, a drafted token": partial(decoding, plans=INT8),
+        "kernels, shipped pair, a plain token": partial(decoding, plans=INT8, speculative=False),
+    }
     found = [
         compare(name, forms(), options.pairs)
         for name, forms in groups.items()
         if options.only in name
     ]
-    if options.only in lookahead_group:
-        found.append({"name": lookahead_group} | lookahead(options.pairs))
+    found += [
+        {"name": name} | measure(options.pairs)
+        for name, measure in decoded.items()
+        if options.only in name
+    ]
     for group in found:
         print(group["name"])
         for form, ms in group["ms"].items():
