@@ -2,9 +2,10 @@
 // AVX2, as XLA FFI handlers.
 //
 // Each element of the result is computed by the same operations in the same order whatever M is, so
-// that a token has the same bits alone and in a block. Float weights: eight partial sums along K,
-// in steps of eight, then their sum. Integer weights: activations are quantised to int8 with one
-// scale for each row (int8), or for each 32 of K (ggml's blocks), and products are summed exactly.
+// that a token has the same bits alone and in a block. Float weights: a partial sum along K for each
+// lane of a vector, then their sum. Integer weights: activations are quantised to int8 with one scale
+// for each row (int8) or for each 32 of K (ggml's blocks), and within those, products are summed
+// exactly.
 
 #include <immintrin.h>
 
@@ -21,6 +22,12 @@
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#define DFLASH_AVX512 1
+#else
+#define DFLASH_AVX512 0
+#endif
 
 namespace {
 
@@ -45,7 +52,7 @@ inline int32_t SumOf8(__m256i v) {
   return _mm_cvtsi128_si32(a);
 }
 
-// Adds products of int8 numbers, four to a lane: |w| <= 127 or w >= 0, and |x| <= 127.
+// Adds products of int8 numbers, four to a lane: |w| <= 128 and |x| <= 127.
 inline __m256i Dot8(__m256i sum, __m256i w, __m256i x) {
   const __m256i magnitude = _mm256_abs_epi8(w), signed_x = _mm256_sign_epi8(x, w);
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
@@ -59,7 +66,7 @@ inline __m256i Dot8(__m256i sum, __m256i w, __m256i x) {
 // -- vectors ------------------------------------------------------------------------------------
 // The widest that the processor has: float32 numbers, and int32 sums of products of int8 numbers.
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#if DFLASH_AVX512
 using Floats = __m512;
 using Ints = __m512i;
 inline Floats Zeros() { return _mm512_setzero_ps(); }
@@ -69,7 +76,7 @@ inline Ints LoadInts(const int8_t* at) { return _mm512_loadu_si512(at); }
 inline Floats MultiplyAdd(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
 inline float Sum(Floats v) { return _mm512_reduce_add_ps(v); }
 inline int32_t Sum(Ints v) { return _mm512_reduce_add_epi32(v); }
-// Weights are made unsigned by adding kShift, which `Sum` of the activations takes off again.
+// Weights are made unsigned by adding kShift; kShift times the sum of activations is taken off again.
 constexpr int32_t kShift = 128;
 inline Ints Prepared(Ints w) { return _mm512_xor_si512(w, _mm512_set1_epi8(-128)); }
 inline Ints Dot(Ints sum, Ints w, Ints x) { return _mm512_dpbusd_epi32(sum, w, x); }
@@ -109,7 +116,7 @@ struct Float32 {
 struct BFloat16 {
   using Stored = uint16_t;
   static Floats Read(const uint16_t* at) {
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#if DFLASH_AVX512
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 #else
@@ -122,7 +129,7 @@ struct BFloat16 {
 struct Float16 {
   using Stored = uint16_t;
   static Floats Read(const uint16_t* at) {
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#if DFLASH_AVX512
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 #else
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));

@@ -97,6 +97,20 @@ def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
     assert any("compiling the native kernels" in error for _, error in outputs)
 
 
+@needs_compiler
+@pytest.mark.soak
+@pytest.mark.parametrize("options", ["-mno-avx512f", "-mno-avx512vnni", "-fsanitize=undefined"])
+def test_products_are_right_for_other_processors(tmp_path: Path, options: str) -> None:
+    """The tests of products, with kernels for fewer features or with checks."""
+    compiler = " ".join([*native.find_compiler(), options])
+    variables = os.environ | {"CXX": compiler, native.ENVIRONMENT: str(tmp_path / "made")}
+    test = Path(__file__).with_name("test_products.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", str(test)]
+    run = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert "skipped" not in run.stdout
+
+
 def test_the_command_prints_the_path_or_the_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
