@@ -203,12 +203,13 @@ class EngineCore:
             self._begin_turn()
             with self._lock:
                 self._end_abandoned()
+                idle = not self.scheduler.unfinished
+                while idle and self.in_flight:  # left over from requests that ended
+                    self._process(self.in_flight[0])
                 try:
-                    if self.scheduler.unfinished:
+                    if not idle:
                         hint = "let them end, or close their streams, first"
                         raise RequestError(f"requests are running; {hint}")
-                    while self.in_flight:  # left over from requests that ended
-                        self._process(self.in_flight[0])
                     done = work()
                 except DFlashError:  # refused, and nothing was changed
                     self._interrupted = False
