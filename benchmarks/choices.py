@@ -29,7 +29,7 @@ from benchmarks.environment import environment
 from benchmarks.paired import interleaved, ratio, spread
 from dflash_jax.compiler import jit
 from dflash_jax.native import products as native
-from dflash_jax.native.library import library
+from dflash_jax.native.build import library
 from dflash_jax.nn.attention import attend_pieces, attend_whole, slot_positions, visible
 from dflash_jax.nn.layers import project
 from dflash_jax.quant import products

@@ -20,7 +20,7 @@ from dflash_jax.compiler.resolve import wants_native, wide_block
 from dflash_jax.compiler.roofline import Device, Roofline, roofline
 from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.config import AUTO, DrafterConfig, TargetConfig, paired, window_kinds
-from dflash_jax.native.library import library
+from dflash_jax.native.build import library
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import FloatLayout, Joined, NativePacked, Packed, StructuredWeight
 

@@ -31,10 +31,25 @@ namespace ffi = xla::ffi;
 
 namespace {
 
+constexpr float kSmallest = 1e-36f;  // activations below it are quantised to zero
 constexpr int64_t kGroup = 32;       // weights that share a scale in ggml's blocks
 constexpr int64_t kTile = 32;        // columns that a thread takes at a time
 constexpr int64_t kRows = 64;        // rows whose activations stay in the cache meanwhile
 constexpr int64_t kSerial = 1 << 18; // products with fewer multiplications run on one thread
+
+// Rounds to nearest and treats denormal numbers as zero, as XLA's threads do, on whichever thread a
+// part of a product runs.
+class Arithmetic {
+ public:
+  Arithmetic() : saved_(_mm_getcsr()) {
+    constexpr unsigned kRounding = 0x6000, kDenormalsAreZero = 0x8040;
+    _mm_setcsr((saved_ & ~kRounding) | kDenormalsAreZero);
+  }
+  ~Arithmetic() { _mm_setcsr(saved_); }
+
+ private:
+  const unsigned saved_;
+};
 
 // -- vectors of eight ---------------------------------------------------------------------------
 
@@ -185,6 +200,7 @@ struct Quantised {
   Quantised(const float* x, int64_t rows, int64_t depth, int64_t group, int64_t width)
       : groups(depth / group), width(width),
         codes(rows * groups * width), scale(rows * groups), sum(rows * groups) {
+    const Arithmetic arithmetic;
     for (int64_t i = 0; i < rows * groups; i++) {
       const float* from = x + i * group;
       int8_t* to = codes.data() + i * width;
@@ -194,7 +210,8 @@ struct Quantised {
         most = std::max(most, std::fabs(from[k]));
         finite &= std::fabs(from[k]) <= std::numeric_limits<float>::max();
       }
-      const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
+      // Of smaller numbers the inverse would be infinite; they are as good as zero.
+      const float inverse = most > kSmallest ? 127.0f / most : 0.0f;
       const float unit = finite ? most * (1.0f / 127.0f) : std::numeric_limits<float>::quiet_NaN();
       int32_t total = 0;
       for (int64_t k = 0; finite && k < group; k++) {
@@ -206,7 +223,6 @@ struct Quantised {
       sum[i] = total;
     }
   }
-
 };
 
 // -- tiles --------------------------------------------------------------------------------------
@@ -362,13 +378,17 @@ template <typename Work>
 void Split(ffi::ThreadPool pool, int64_t columns, bool serial, const Work& work) {
   const int64_t parts = (columns + kTile - 1) / kTile;
   const int64_t helpers = serial ? 0 : std::min<int64_t>(pool.num_threads(), parts) - 1;
-  if (helpers <= 0) return work(0, columns);
+  if (helpers <= 0) {
+    const Arithmetic arithmetic;
+    return work(0, columns);
+  }
   struct Shared {
     std::atomic<int64_t> next{0}, done{0};
   };
   auto shared = std::make_shared<Shared>();
   const Work* task = &work;
   auto take = [shared, task, parts, columns] {
+    const Arithmetic arithmetic;
     for (int64_t part; (part = shared->next.fetch_add(1)) < parts;) {
       (*task)(part * kTile, std::min((part + 1) * kTile, columns));
       shared->done.fetch_add(1, std::memory_order_release);

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.native import products
-from dflash_jax.native.library import library
+from dflash_jax.native.build import library
 from dflash_jax.quant import layouts
 from dflash_jax.quant.layouts import ColumnMajor, NativePacked, Packed, dequantise, quantise
 from dflash_jax.quant.products import contract, gather
@@ -43,8 +43,8 @@ def in_int8(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     """Return activations as the kernels quantise them: codes, and the scale of each group."""
     groups = x.reshape(len(x), -1, group)
     most = np.abs(groups).max(axis=2, keepdims=True)
-    with np.errstate(divide="ignore"):
-        inverse = np.where(most > 0, np.float32(127) / most, np.float32(0))
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.where(most > np.float32(1e-36), np.float32(127) / most, np.float32(0))
     return np.rint(groups * inverse).astype(np.int32), most * np.float32(1 / 127)
 
 
@@ -137,6 +137,18 @@ def test_columns_are_gathered_as_floats(kind: str) -> None:
     wanted = (dequantise(w.arrays, kind)).T[np.array([[3, 23], [0, 3]])]
     assert scale is not None
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-36, 1e-38, 1e-41, 1e30])
+def test_activations_may_be_tiny_or_huge(size: float) -> None:
+    for kind in ("float32", *products.KINDS):
+        w: Any = packed(kind, 64, 8) if kind != "float32" else None
+        exact = expected if w else lambda x, w: x.astype(np.float64) @ draw(64, 8, seed=1)
+        native = products.native_packed(w) if w else ColumnMajor(draw(64, 8, seed=1).T, native=True)
+        x = (draw(3, 64) * size).astype(np.float32)
+        found, wanted = np.asarray(MULTIPLY(x, native)), exact(x, w)
+        assert np.isfinite(found).all(), kind
+        np.testing.assert_allclose(found, wanted, atol=max(1e-4 * np.abs(wanted).max(), 1e-32))
 
 
 def test_numbers_that_are_not_finite_reach_their_own_row_only() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from dflash_jax.cli import main
 from dflash_jax.errors import NativeError
-from dflash_jax.native import library as native
+from dflash_jax.native import build as native
 
 COMPILED = bool(native.library())
 needs_compiler = pytest.mark.skipif(not COMPILED, reason=native.library().reason)
@@ -82,7 +82,7 @@ def test_what_the_library_depends_on_names_it(
 def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
     """Compiled without optimisation, to be quick."""
     code = (
-        "from dflash_jax.native import library as native\n"
+        "from dflash_jax.native import build as native\n"
         "native.FLAGS = tuple(x.replace('-O3', '-O0') for x in native.FLAGS)\n"
         "print(native.library().path)"
     )
