@@ -75,7 +75,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first; with several workers, this needs `--no-loadscope-reorder`."""
+    """Put the longest files first, and give soak tests an hour each.
+
+    With several workers, the order needs `--no-loadscope-reorder`.
+    """
+    for item in items:
+        if item.get_closest_marker("soak"):
+            item.add_marker(pytest.mark.timeout(3600))
     place = {ORACLE.parent / f"{name}.py": i for i, name in enumerate(LONGEST.split())}
     items.sort(key=lambda item: place.get(item.path, len(place)))
 

@@ -1,5 +1,6 @@
-"""Segments of a row: what is taken out is put back, whatever a cache is made of."""
+"""State of a row: segments are put back as they were taken, and a new request starts afresh."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,10 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax import Plan
 from dflash_jax.compiler import jit
-from dflash_jax.decode.inputs import SegmentInputs
+from dflash_jax.compiler.models import build_pair
+from dflash_jax.decode.inputs import SegmentInputs, UpdateDrafterInputs
 from dflash_jax.decode.rows import put_segment, take_segment
+from dflash_jax.decode.steps import update_drafter
 from dflash_jax.state import DecodeState, LayerCache, empty_cache
+from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 
 CHUNK, SLOTS, START = 4, 16, 8
 
@@ -47,3 +52,24 @@ def test_a_segment_carries_every_array_of_a_cache(dtype: str, ring: bool) -> Non
         np.testing.assert_array_equal(got[1, :, places], wanted[0, :, places])
         assert (np.delete(np.asarray(got[1]), places, axis=1) == 0).all()
         assert (np.asarray(got[0]) == 0).all()
+
+
+def test_the_context_of_a_new_request_does_not_depend_on_the_row_s_past() -> None:
+    """Of a drafter on a device of its own."""
+    target = tiny_target(num_layers=2)
+    drafter = tiny_drafter(target, target_layer_ids=(0,))
+    engine = random_engine(target, drafter, Plan(max_length=32, chunk=CHUNK, block=2))
+    pair = build_pair(engine.target, engine.drafter)
+    tap = jax.random.normal(jax.random.key(0), (1, CHUNK, target.hidden_size))
+    end, fresh = jnp.array([CHUNK]), jnp.array([True])
+    inputs = UpdateDrafterInputs((tap,) * len(pair.taps), fresh, end, anchor=end)
+    update = jit(functools.partial(update_drafter, pair))
+    first, later = (
+        dataclasses.replace(engine.runner.state, target=(), position=jnp.array([at]))
+        for at in (0, 7)
+    )
+    new, again = (update(engine.params, state, None, inputs)[0] for state in (first, later))
+    assert again.position.tolist() == new.position.tolist() == [CHUNK]
+    for ours, theirs in zip(*map(jax.tree.leaves, (again.draft, new.draft)), strict=True):
+        np.testing.assert_array_equal(ours[:, :, :CHUNK], theirs[:, :, :CHUNK])
+        assert ours[:, :, :CHUNK].any()
