@@ -23,7 +23,9 @@ from dflash_jax.utils.progress import announced
 from dflash_jax.utils.switches import NO, YES
 
 ENVIRONMENT = "DFLASH_NATIVE"  # "off", or a folder for the compiled library
-SOURCE = Path(__file__).with_name("products.cc")
+HERE = Path(__file__).parent
+SOURCES = tuple(sorted(HERE.glob("*.cc")))
+HEADERS = tuple(sorted(HERE.glob("*.h")))
 NAMES = ("float", "int8", "q8_0", "q4_0", "q4_1")  # of the products, each dflash_NAME
 NEEDED = frozenset(["avx2", "fma", "f16c"])
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-ffp-contract=off")
@@ -103,7 +105,8 @@ def build(*, shown: bool = True) -> Path:
 
 
 def _compile(compiler: tuple[str, ...], path: Path) -> None:
-    command = [*compiler, *FLAGS, "-isystem", jax.ffi.include_dir(), str(SOURCE), "-o", str(path)]
+    command = [*compiler, *FLAGS, "-isystem", jax.ffi.include_dir()]
+    command += [*map(str, SOURCES), "-o", str(path)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=PATIENCE, check=False
@@ -142,7 +145,8 @@ def _key(compiler: tuple[str, ...]) -> str:
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeError(f"the C++ compiler {compiler[0]} cannot be run: {error}") from error
-    parts = [SOURCE.read_text(encoding="utf-8"), version, *FLAGS, processor()]
+    parts = [source.read_text(encoding="utf-8") for source in (*HEADERS, *SOURCES)]
+    parts += [version, *FLAGS, processor()]
     parts += [jaxlib.__version__, sysconfig.get_platform()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
