@@ -100,7 +100,7 @@ def part_programs(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> d
     pair = dataclasses.replace(build_pair(target, drafter), block=plan.block)
     declared = declare(plan, target, drafter)
     plain, fused = (ProgramKey(s, Variant.GREEDY) for s in (Step.PLAIN, Step.SPECULATIVE))
-    narrow = declare(dataclasses.replace(plan, exact=False), target, drafter)[plain]
+    narrow = declare(dataclasses.replace(plan, exact=False, plain_width=1), target, drafter)[plain]
     params, state, _, inputs = declared[plain].arguments
     block = jax.ShapeDtypeStruct((plan.rows, plan.block), jnp.int32)
     verify = functools.partial(verify_step, pair)

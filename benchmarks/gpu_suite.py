@@ -239,7 +239,7 @@ def grid(suite: Suite, name: str, params: Any, rows: int, context: int, **fields
 
 def _least_work(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> dict[str, StepWork]:
     """Least bytes and operations of each part; a draft is a fused step less its plain one."""
-    single = dataclasses.replace(plan, exact=False)
+    single = dataclasses.replace(plan, exact=False, plain_width=1)
     fused, plain = (work(plan, target, drafter, s) for s in (Step.SPECULATIVE, Step.PLAIN))
     return {
         "plain1": work(single, target, drafter, Step.PLAIN),

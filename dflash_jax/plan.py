@@ -97,18 +97,23 @@ class Plan:
     )
     kernels: Kernels = plan_field(
         "auto",
-        "kernels for products with packed weights: Pallas on a GPU, compiled ones on a CPU (auto,"
-        " native); Pallas for attention as well (pallas); or none (xla)",
+        "kernels for products with packed weights: Pallas on a GPU, native ones on a CPU (auto);"
+        " for attention as well (pallas); for whole layers (native); or none (xla)",
         "cache",
-        details="Native kernels quantise activations to int8. Pallas attention reads live positions"
-        " only. With xla, packed weights with groups are unpacked in memory.",
+        details="For packed weights, native kernels quantise activations to int8; xla unpacks.",
+    )
+    plain_width: int = plan_field(
+        0,
+        "tokens that a plain step feeds to a row: 1, or block where a token's bits depend on it",
+        "cache",
+        minimum=1,
+        automatic=True,
+        metavar="TOKENS",
     )
     exact: bool = plan_field(
         True,
-        "run plain steps at block width, so that speculative output equals plain output bit for"
-        " bit",
+        "compute tokens alike in plain and drafted steps: speculative output equals plain output",
         "cache",
-        details="False lets plain steps run one token wide.",
     )
     rings: bool = plan_field(
         True,
@@ -303,11 +308,6 @@ class Plan:
     def widest(self) -> int:
         """Tokens of the widest call; caches keep this much room past the longest sequence."""
         return max(self.chunk, self.block)
-
-    @property
-    def plain_width(self) -> int:
-        """Tokens that a plain step feeds to a row."""
-        return self.block if self.exact else 1
 
     @property
     def fed_rows(self) -> int:

@@ -28,8 +28,7 @@ class LayerCache:
     A plain cache holds position p in slot p. A ring holds it in slot p mod S; S must be at
     least the window plus the widest call, so that rejected rows never hide visible keys.
     Slots at or past the row's position are garbage: always masked, later overwritten.
-    Keys and values in int8 have a scale for every slot and head. With `kernel`, GPUs attend to it
-    by the Pallas kernels.
+    Keys and values in int8 have a scale for every slot and head.
     """
 
     k: Num[Array, "B K S H"]
@@ -37,7 +36,6 @@ class LayerCache:
     k_scale: Float[Array, "B K S"] | None = None
     v_scale: Float[Array, "B K S"] | None = None
     ring: bool = struct.field(pytree_node=False, default=False)
-    kernel: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def slots(self) -> int:
@@ -237,12 +235,11 @@ def empty_cache(
     *,
     dtype: DTypeLike,
     ring: bool = False,
-    kernel: bool = False,
 ) -> LayerCache:
     """Return a zeroed cache. Not noise: zero probability times a non-finite value is NaN."""
     shape = (rows, kv_heads, slots, head_dim)
     k, v = (jnp.zeros(shape, dtype) for _ in range(2))
-    cache = LayerCache(k, v, ring=ring, kernel=kernel)
+    cache = LayerCache(k, v, ring=ring)
     if cache.k.dtype != jnp.int8:
         return cache
     k_scale, v_scale = (jnp.zeros(shape[:3], jnp.float32) for _ in range(2))

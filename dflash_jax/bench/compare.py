@@ -38,7 +38,7 @@ class SpeedComparison:
 
     check: LosslessCheck
     speculative: list[float]
-    plain: list[float]  # block-wide steps, whose output is compared
+    plain: list[float]  # plain steps of the engine, whose output is compared
     plain1: list[float]  # one-token steps of the target alone
 
     @property
@@ -64,7 +64,7 @@ def check(
 
 def one_token_engine(engine: Engine) -> Engine:
     """Return an engine of the same target and weights that feeds one token per step."""
-    plan = dataclasses.replace(engine.plan, exact=False)
+    plan = dataclasses.replace(engine.plan, exact=False, plain_width=1)
     params = {"target": engine.params["target"]}
     return Engine(engine.target, None, params, plan, tokenizer=engine.tokenizer)
 
@@ -77,7 +77,7 @@ def compare(
     seconds: float = 1.0,
     **options: Unpack[SamplingOptions],
 ) -> SpeedComparison:
-    """Time speculative, block-wide plain and one-token plain decoding in turn.
+    """Time speculative, plain and one-token plain decoding in turn.
 
     Args:
       repeats: minimum number of repeats.

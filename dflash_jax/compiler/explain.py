@@ -163,7 +163,8 @@ def explain(
 def _about_kernels(plan: Plan) -> str:
     """Return which kernels a CPU multiplies with, if there is a choice, and why."""
     if plan.kernels == "native":
-        return "native kernels multiply, int8 and packed weights by activations in int8"
+        alike = ", one token wide in plain steps" if plan.exact and plan.plain_width == 1 else ""
+        return f"native kernels, with int8 and packed weights by activations in int8{alike}"
     if plan.kernels == "auto" and jax.default_backend() == "cpu" and wants_native(plan):
         return f"XLA multiplies: {library().reason}"
     return ""

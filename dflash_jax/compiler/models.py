@@ -56,7 +56,7 @@ class CacheMaker:
         """Return the cache of an attention layer."""
         plan, ring = self.plan, self.plan.ring_slots(window)
         dtype = jnp.dtype(plan.dtype if plan.kv_dtype == "auto" else plan.kv_dtype)
-        options = {"dtype": dtype, "ring": ring is not None, "kernel": plan.kernels == "pallas"}
+        options = {"dtype": dtype, "ring": ring is not None}
         return empty_cache(plan.rows, kv_heads, ring or plan.slots, head_dim, **options)
 
     def recurrent(self, state: tuple[int, int, int], inputs: tuple[int, int]) -> RecurrentCache:

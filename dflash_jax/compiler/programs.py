@@ -60,7 +60,8 @@ def declare(
 ) -> dict[ProgramKey, Program]:
     """Return the programs of a resolved plan, in the given ones of `STEP_VARIANTS`."""
     pair = models.build_pair(target, drafter, exact=plan.exact, taps_at=plan.taps_at)
-    pair = dataclasses.replace(pair, block=plan.block, min_survival=plan.min_survival)
+    options = {"block": plan.block, "min_survival": plan.min_survival, "kernels": plan.kernels}
+    pair = dataclasses.replace(pair, **options)
     params = models.abstract_params(plan, target, drafter)
     state = models.abstract_state(plan, target, drafter)
     if drafter is None or not plan.two_devices:

@@ -5,10 +5,12 @@ import dataclasses
 
 from dflash_jax.compiler.memory import Budget, budget, gibi
 from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config.family import family_of, target_families
 from dflash_jax.config.rope import BY_LENGTH
 from dflash_jax.device import default_device, free_memory
 from dflash_jax.errors import PlanError
 from dflash_jax.native.build import library
+from dflash_jax.native.products import KINDS
 from dflash_jax.plan import Dtype, Plan, WeightLayout
 from dflash_jax.quant.layouts import MAX_TILED_TOKENS
 from dflash_jax.utils.processor import widest_vectors
@@ -59,6 +61,9 @@ def _completed(
     )
     if plan.kernels == "auto" and cpu and wants_native(plan) and library():
         plan = dataclasses.replace(plan, kernels="native")
+    if not plan.plain_width:
+        wide = plan.exact and not is_alike_at_any_width(plan, target)
+        plan = dataclasses.replace(plan, plain_width=plan.block if wide else 1)
     if plan.weight_layout != "auto":
         return plan
     if plan.kernels == "native":
@@ -80,6 +85,18 @@ def wants_native(plan: Plan) -> bool:
     return plan.weights != "float" and _one_device(plan) and plan.weight_layout in layouts
 
 
+def is_alike_at_any_width(plan: Plan, target: TargetConfig) -> bool:
+    """Return whether a token has the same bits in calls of any width.
+
+    XLA compiles products, sums and even rotations for one token otherwise than for several. Native
+    kernels do not, and no other operation of the families in question rounds.
+    """
+    kinds = {kind for _, (_, parts) in plan.stored for kind, _ in parts if kind}
+    packed = plan.weights != "packed" or kinds.issubset(KINDS)
+    family = target_families()[family_of(target.model_type)]
+    return plan.kernels == "native" and family.any_width and not target.num_experts and packed
+
+
 def _problem(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> str | None:
     """Return why a completed plan cannot be used with these models, or None."""
     if plan.max_length > target.max_length:
@@ -99,6 +116,13 @@ def _problem(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) ->
             f"steps_per_call is {plan.steps_per_call} for mesh {plan.mesh} and devices"
             f" {plan.devices}; calls of more than one step need a single device: leave"
             " steps_per_call at 0"
+        )
+    if plan.plain_width not in (1, plan.block):
+        return f"plain_width is {plan.plain_width}; expected 1 or the block, {plan.block}"
+    if plan.exact and plan.plain_width == 1 and not is_alike_at_any_width(plan, target):
+        return (
+            f"plain_width is 1 for {target.model_type} with kernels {plan.kernels!r}, whose bits"
+            f" depend on the width; use {plan.block} (or 0), or exact=False"
         )
     if plan.two_devices and drafter is None:
         return f"devices is {plan.devices}, but there is no drafter to have one; use (0, 0)"

@@ -27,6 +27,8 @@ class Family:
       defaults: by `model_type`, what transformers takes for absent fields. Sizes that decide
         the shape of most weights have none: files must have them.
       optional_window: whether `sliding_window` counts only with `use_sliding_window`.
+      any_width: whether native kernels give a token the same bits in calls of any width, which
+        `tests/native/test_widths.py` shows. It does without experts only.
     """
 
     config: type[Any]
@@ -35,6 +37,7 @@ class Family:
     gguf: tuple[str, ...] = ()
     defaults: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
     optional_window: bool = False
+    any_width: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

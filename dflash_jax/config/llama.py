@@ -17,6 +17,7 @@ def from_hf(f: Fields) -> TargetConfig:
 FAMILY = Family(
     config=TargetConfig,
     from_hf=from_hf,
+    any_width=True,
     model_types=("llama",),
     gguf=("llama",),
     defaults={"llama": {"max_position_embeddings": 2048}},

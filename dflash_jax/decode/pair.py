@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import LATE
 from dflash_jax.models import Drafter
+from dflash_jax.nn.kernels import using_kernels
 from dflash_jax.state import DecodeState, LayerCache, Logits, Update
 
 Params = dict[str, Any]
@@ -29,6 +30,7 @@ class Pair:
     block: int = 1  # tokens of a decode step
     sampled: bool = False  # rows may draw tokens
     min_survival: float = 0.0  # drafts less likely to be accepted are not verified
+    kernels: str = "xla"  # of layers, as `Plan.kernels`
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -42,12 +44,14 @@ class Pair:
 
     def target_call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """Run the target module, or one of its methods by `method=`."""
-        return self.target.apply({"params": params["target"]}, *args, **kwargs)
+        with using_kernels(self.kernels):
+            return self.target.apply({"params": params["target"]}, *args, **kwargs)
 
     def drafter_call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """Run the drafter module, or one of its methods by `method=`."""
         assert self.drafter is not None
-        return self.drafter.apply({"params": params["drafter"]}, *args, **kwargs)
+        with using_kernels(self.kernels):
+            return self.drafter.apply({"params": params["drafter"]}, *args, **kwargs)
 
 
 def forward(

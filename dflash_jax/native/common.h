@@ -101,6 +101,51 @@ inline Ints Dot(Ints sum, Ints w, Ints x) { return Dot8(sum, w, x); }
 constexpr int64_t kLanes = sizeof(Floats) / sizeof(float);
 constexpr int64_t kCodes = sizeof(Ints);  // int8 numbers in a vector
 
+// -- formats ---------------------------------------------------------------------------------------
+
+// A vector of numbers as float32, from each format.
+struct Float32 {
+  using Stored = float;
+  static Floats Read(const float* at) { return Load(at); }
+};
+
+struct BFloat16 {
+  using Stored = uint16_t;
+  static Floats Read(const uint16_t* at) {
+#if DFLASH_AVX512
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+#else
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+#endif
+  }
+};
+
+struct Float16 {
+  using Stored = uint16_t;
+  static Floats Read(const uint16_t* at) {
+#if DFLASH_AVX512
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+#else
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+#endif
+  }
+};
+
+struct Int8 {
+  using Stored = int8_t;
+  static Floats Read(const int8_t* at) {
+#if DFLASH_AVX512
+    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
+#else
+    const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes));
+#endif
+  }
+};
+
 // -- threads ---------------------------------------------------------------------------------------
 
 // Runs `work(begin, end)` over `count` items, `tile` at a time, on the threads of the runtime that are free. The caller

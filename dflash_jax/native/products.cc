@@ -35,36 +35,6 @@ inline float Half(const uint8_t* at) {
 
 // -- formats ------------------------------------------------------------------------------------
 
-// Eight float weights as float32, from any float format.
-struct Float32 {
-  using Stored = float;
-  static Floats Read(const float* at) { return Load(at); }
-};
-
-struct BFloat16 {
-  using Stored = uint16_t;
-  static Floats Read(const uint16_t* at) {
-#if DFLASH_AVX512
-    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-#else
-    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-#endif
-  }
-};
-
-struct Float16 {
-  using Stored = uint16_t;
-  static Floats Read(const uint16_t* at) {
-#if DFLASH_AVX512
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
-#else
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-#endif
-  }
-};
-
 // ggml's blocks of 32 weights: scale · code + low.
 struct Block {
   __m256i codes;

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int8, Num
 
+from dflash_jax.native.layers import attend_native
+from dflash_jax.nn.kernels import kernels
 from dflash_jax.nn.layers import product
 from dflash_jax.state import LayerCache
 
@@ -113,8 +115,8 @@ def attend(
 ) -> Float[Array, "B T N*H"]:
     """Return softmax(scale q · k) · v over the live slots, for grouped heads, softmax in float32.
 
-    A CPU reads a large buffer in pieces up to the last slot that any row sees. So does an NVIDIA
-    GPU if the cache is made for the Pallas kernels. Otherwise all slots are read at once.
+    Native and Pallas kernels (`using_kernels`) read only slots that are seen. A CPU without them
+    reads a large buffer in pieces up to the last slot that any row sees, a GPU all slots at once.
 
     Args:
       scale: 1 / sqrt(H) by default.
@@ -122,8 +124,10 @@ def attend(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     whole, pieces = (functools.partial(f, scale=scale) for f in (attend_whole, attend_pieces))
+    if kernels() == "native":
+        return attend_native(q, cache, seen, sinks, scale=scale)
     forms = {}
-    if cache.kernel:
+    if kernels() == "pallas":
         from dflash_jax.nn.attention_kernel import attend_kernel, fits  # Pallas
 
         if fits(q.shape[1], cache):

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.native.layers import normalise
+from dflash_jax.nn.kernels import kernels
 from dflash_jax.quant.layouts import StructuredWeight
 from dflash_jax.quant.products import Weight, contract, gather
 
@@ -171,34 +173,39 @@ def rms_norm(
     x: Float[Array, "... D"], w: Float[Array, "*over D"], eps: float
 ) -> Float[Array, "... D"]:
     """Return x / rms(x), rounded to x's dtype, times w, as Llama, Qwen3 and DFlash round."""
-    x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(_mean_square(x32) + jnp.float32(eps))
-    return (x32 * scale).astype(x.dtype) * w.reshape((1,) * (x.ndim - w.ndim) + w.shape)
+    if x.dtype == jnp.float32:
+        return _normalised(x, w, eps)
+    return _normalised(x, None, eps).astype(x.dtype) * _beside(w, x)
 
 
 def rms_norm_from_one(
     x: Float[Array, "... D"], w: Float[Array, " D"], eps: float
 ) -> Float[Array, "... D"]:
     """Return x / rms(x) times 1 + w, computed in float32 and rounded once, as in Qwen3.5."""
-    x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(_mean_square(x32) + jnp.float32(eps))
-    w32 = 1.0 + w.astype(jnp.float32)
-    return (x32 * scale * w32.reshape((1,) * (x.ndim - 1) + w.shape)).astype(x.dtype)
+    return _normalised(x, 1.0 + w.astype(jnp.float32), eps).astype(x.dtype)
 
 
 def rms_norm_wide(
     x: Float[Array, "... D"], w: Float[Array, "*over D"] | None, eps: float
 ) -> Float[Array, "... D"]:
     """Return x / rms(x) times w, computed in float32 and rounded once, as in Gemma 4."""
+    return _normalised(x, w, eps).astype(x.dtype)
+
+
+def _normalised(
+    x: Float[Array, "... D"], w: Float[Array, "*over D"] | None, eps: float
+) -> Float[Array, "... D"]:
+    """Return x / rms(x) times w in float32."""
+    if kernels() == "native":
+        return normalise(x, jnp.ones(x.shape[-1:]) if w is None else w, eps)
     x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(_mean_square(x32) + jnp.float32(eps))
-    if w is not None:
-        normed *= w.reshape((1,) * (x.ndim - w.ndim) + w.shape).astype(jnp.float32)
-    return normed.astype(x.dtype)
+    sums = jnp.expand_dims(jax.lax.reduce_sum(x32 * x32, (x.ndim - 1,)), -1)
+    normed = x32 * jax.lax.rsqrt(sums / jnp.float32(x.shape[-1]) + jnp.float32(eps))
+    return normed if w is None else normed * _beside(w, x).astype(jnp.float32)
 
 
-def _mean_square(x: Float[Array, "... D"]) -> Float[Array, "... 1"]:
-    return jnp.expand_dims(jax.lax.reduce_sum(x * x, (x.ndim - 1,)), -1) / jnp.float32(x.shape[-1])
+def _beside(w: Float[Array, "*over D"], x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    return w.reshape((1,) * (x.ndim - w.ndim) + w.shape)
 
 
 def gelu_tanh(x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -8,6 +8,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import RopeConfig
+from dflash_jax.native.layers import rotate_pairs
+from dflash_jax.nn.kernels import kernels
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> np.ndarray:
@@ -69,6 +71,8 @@ def rotate(
     x: Float[Array, "B T *heads H"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
 ) -> Float[Array, "B T *heads H"]:
     """Rotate pairs (m, m + H/2) of x; cos and sin are rounded to x's dtype first."""
+    if kernels() == "native":
+        return rotate_pairs(x, cos.astype(x.dtype), sin.astype(x.dtype)).astype(x.dtype)
     shape = (*cos.shape[:2], *(1,) * (x.ndim - 3), 1, cos.shape[2])
     cos, sin = (t.astype(x.dtype).reshape(shape) for t in (cos, sin))
     pairs = x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2)

@@ -178,7 +178,7 @@ def test_work_counts_every_weight_once() -> None:
     counted = work(plan, QWEN3_8B, None, Step.PLAIN)
     assert counted.bytes == 2 * layers + caches
     assert counted.flops > 2 * layers * plan.block
-    narrow = work(dataclasses.replace(plan, exact=False), QWEN3_8B, None, Step.PLAIN)
+    narrow = work(dataclasses.replace(plan, exact=False, plain_width=1), QWEN3_8B, None, Step.PLAIN)
     assert counted.bytes == narrow.bytes
     assert counted.flops == plan.block * narrow.flops
 

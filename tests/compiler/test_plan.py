@@ -145,6 +145,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "weight_layout": {"weight_layout": "tiled"},
     "kv_dtype": {"kv_dtype": "int8"},
     "kernels": {"kernels": "xla"},
+    "plain_width": {"plain_width": 2},
     "exact": {"exact": False},
     "rings": {"rings": False},
     "taps_at": {"taps_at": "early"},
@@ -274,7 +275,14 @@ def test_calls_make_more_than_one_step_on_a_single_cpu_device_only() -> None:
 
 
 def test_made_choices_stay() -> None:
-    shape = {"rows": 2, "max_length": 77, "block": 5, "chunk": 9, "steps_per_call": 3}
+    shape = {
+        "rows": 2,
+        "max_length": 77,
+        "block": 5,
+        "plain_width": 5,
+        "chunk": 9,
+        "steps_per_call": 3,
+    }
     layouts: tuple[WeightLayout, ...] = ("row_major", "column_major", "tiled")
     for layout in layouts:
         plan = Plan(dtype="float16", memory_limit=10**9, weight_layout=layout, **shape)

@@ -172,7 +172,7 @@ def test_work_counts_only_the_experts_that_are_used() -> None:
     """Qwen3-Coder-30B-A3B: 3.3 billion weights act on a token; the embedding is only looked up."""
     target = read_target_config(FOLDER / CODER)
     plan = resolve(Plan(block=8), target, None, platform="gpu", memory=H200.memory)
-    one = work(dataclasses.replace(plan, exact=False), target, None, Step.PLAIN)
+    one = work(dataclasses.replace(plan, exact=False, plain_width=1), target, None, Step.PLAIN)
     block, chunk = (work(plan, target, None, step) for step in (Step.PLAIN, Step.PREFILL))
     expert = 3 * 2048 * 768 * 48  # of one number, in all layers
     assert sum(parameters(target, None)["target"].values()) == 30_532_122_624

@@ -328,7 +328,7 @@ def test_chunks_of_any_size_prefill_the_same_state() -> None:
 
 @pytest.mark.parametrize("engine", [("float32", PAIR)], indirect=True, ids=["float32"])
 def test_inexact_plans_commit_from_factors_and_agree_in_float32(engine: Engine) -> None:
-    given, plan = prompt_of(20), dataclasses.replace(engine.plan, exact=False)
+    given, plan = prompt_of(20), dataclasses.replace(engine.plan, exact=False, plain_width=1)
     plain = engine.generate(given, max_tokens=NEW, speculative=False).token_ids
     target = engine.target
     loose = scripted_engine(random_engine(target, tiny_drafter(target), plan))

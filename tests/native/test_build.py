@@ -100,12 +100,14 @@ def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
 @needs_compiler
 @pytest.mark.soak
 @pytest.mark.parametrize("options", ["-mno-avx512f", "-mno-avx512vnni", "-fsanitize=undefined"])
-def test_products_are_right_for_other_processors(tmp_path: Path, options: str) -> None:
-    """The tests of products, with kernels for fewer features or with checks."""
+def test_kernels_are_right_for_other_processors(tmp_path: Path, options: str) -> None:
+    """The tests of the kernels' numbers, with fewer features of the processor or with checks."""
     compiler = " ".join([*native.find_compiler(), options])
     variables = os.environ | {"CXX": compiler, native.ENVIRONMENT: str(tmp_path / "made")}
-    test = Path(__file__).with_name("test_products.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", str(test)]
+    tests = [
+        Path(__file__).with_name(f"test_{name}.py") for name in ("products", "layers", "widths")
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *map(str, tests)]
     run = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-3000:]
     assert "skipped" not in run.stdout

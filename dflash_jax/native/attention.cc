@@ -1,0 +1,360 @@
+// Attention of queries [B, T, K, G, H] to keys and values [B, K, S, H] in several formats, as an XLA
+// FFI handler: softmax(scale q · k) · v over the slots that each query sees.
+//
+// A query's result depends neither on the other queries of a call nor on slots that it does not see:
+// dot products and sums are computed in one order, that of the slots, and slots that only other
+// queries see add zeros.
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "common.h"
+
+namespace dflash {
+namespace {
+
+constexpr int kQueries = 4;              // queries that share the keys and values they load
+constexpr int kSlots = 4;                // slots whose dot products are computed together
+constexpr int64_t kSerial = 1 << 17;     // calls with fewer multiplications run on one thread
+constexpr float kLowest = -87.3f;        // exp of anything less is zero
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// -- vectors ------------------------------------------------------------------------------------
+
+// The sums of four vectors.
+inline __m128 SumsOf4(const Floats (&v)[kSlots]) {
+#if DFLASH_AVX512
+  const Floats first = _mm512_unpacklo_ps(v[0], v[1]) + _mm512_unpackhi_ps(v[0], v[1]);
+  const Floats second = _mm512_unpacklo_ps(v[2], v[3]) + _mm512_unpackhi_ps(v[2], v[3]);
+  const __m512d a = _mm512_castps_pd(first), b = _mm512_castps_pd(second);
+  const Floats quads = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)) +
+                       _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+  const __m256 half = _mm512_castps512_ps256(quads) + _mm512_extractf32x8_ps(quads, 1);
+#else
+  const Floats first = _mm256_unpacklo_ps(v[0], v[1]) + _mm256_unpackhi_ps(v[0], v[1]);
+  const Floats second = _mm256_unpacklo_ps(v[2], v[3]) + _mm256_unpackhi_ps(v[2], v[3]);
+  const __m256d a = _mm256_castps_pd(first), b = _mm256_castps_pd(second);
+  const __m256 half = _mm256_castpd_ps(_mm256_unpacklo_pd(a, b)) +
+                      _mm256_castpd_ps(_mm256_unpackhi_pd(a, b));
+#endif
+  return _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1);
+}
+
+#if DFLASH_AVX512
+inline Floats All(float x) { return _mm512_set1_ps(x); }
+inline Floats Maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline float Greatest(Floats v) { return _mm512_reduce_max_ps(v); }
+inline void Store(float* to, Floats v) { _mm512_storeu_ps(to, v); }
+// The numbers where `seen` is true, `other` elsewhere.
+inline Floats Where(const uint8_t* seen, Floats v, Floats other) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(seen));
+  return _mm512_mask_blend_ps(_mm_test_epi8_mask(bytes, bytes), other, v);
+}
+inline Floats Exp(Floats x) {
+  const Floats n = _mm512_roundscale_ps(_mm512_mul_ps(x, All(1.44269504f)), 0);
+  Floats r = _mm512_fnmadd_ps(n, All(0.693145752f), x);  // the first 16 bits of ln 2, and the rest
+  r = _mm512_fnmadd_ps(n, All(1.42860677e-6f), r);
+  Floats sum = All(1.0f / 5040);
+  for (const float inverse : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    sum = MultiplyAdd(sum, r, All(inverse));
+  const __mmask16 low = _mm512_cmp_ps_mask(x, All(kLowest), _CMP_LT_OQ);
+  return _mm512_mask_blend_ps(low, _mm512_scalef_ps(sum, n), Zeros());
+}
+#else
+inline Floats All(float x) { return _mm256_set1_ps(x); }
+inline Floats Maximum(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+inline float Greatest(Floats v) {
+  __m128 a = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  a = _mm_max_ps(a, _mm_movehl_ps(a, a));
+  return _mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a)));
+}
+inline void Store(float* to, Floats v) { _mm256_storeu_ps(to, v); }
+inline Floats Where(const uint8_t* seen, Floats v, Floats other) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(seen));
+  const __m256i kept = _mm256_cmpgt_epi32(_mm256_cvtepu8_epi32(bytes), _mm256_setzero_si256());
+  return _mm256_blendv_ps(other, v, _mm256_castsi256_ps(kept));
+}
+inline Floats Exp(Floats x) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  const Floats n = _mm256_round_ps(_mm256_mul_ps(x, All(1.44269504f)), kNearest);
+  Floats r = _mm256_fnmadd_ps(n, All(0.693145752f), x);
+  r = _mm256_fnmadd_ps(n, All(1.42860677e-6f), r);
+  Floats sum = All(1.0f / 5040);
+  for (const float inverse : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    sum = MultiplyAdd(sum, r, All(inverse));
+  const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  sum = _mm256_mul_ps(sum, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+  return _mm256_blendv_ps(sum, Zeros(), _mm256_cmp_ps(x, All(kLowest), _CMP_LT_OQ));
+}
+#endif
+
+// Reads a vector of numbers; the last of a head may have fewer, and ends in zeros.
+template <typename Format>
+Floats Read(const typename Format::Stored* at, int64_t count) {
+  if (count >= kLanes) return Format::Read(at);
+  typename Format::Stored part[kLanes] = {};
+  std::copy_n(at, count, part);
+  return Format::Read(part);
+}
+
+// -- the shapes of a call -----------------------------------------------------------------------
+
+struct Range {
+  int64_t begin, end;
+};
+
+template <typename Format>
+struct Call {
+  using Stored = typename Format::Stored;
+  const float* q;
+  const Stored *k, *v;
+  const uint8_t* seen;                  // [B, T, S]
+  const float *k_scale, *v_scale;       // [B, K, S], or null
+  const float* sinks;                   // [K, G], or null
+  float* out;                           // [B, T, K, G, H]
+  float scale;
+  int64_t batch, tokens, heads, groups, width, slots;
+  std::vector<Range> live;              // [B, T]: from the first slot that a query sees to the last
+
+  // The first of a row's tile of queries, in the order of tokens and groups, and their number.
+  int64_t tiles() const { return (tokens * groups + kQueries - 1) / kQueries; }
+};
+
+// Returns the range of the bytes that are not zero, beginning at a multiple of the lanes.
+Range NotZero(const uint8_t* bytes, int64_t count) {
+  auto empty = [bytes](int64_t at) {
+    uint64_t word;
+    std::memcpy(&word, bytes + at, 8);
+    return word == 0;
+  };
+  int64_t begin = 0, end = count;
+  while (begin + 8 <= count && empty(begin)) begin += 8;
+  while (begin < count && !bytes[begin]) begin++;
+  while (end - 8 >= begin && empty(end - 8)) end -= 8;
+  while (end > begin && !bytes[end - 1]) end--;
+  return {begin / kLanes * kLanes, end};
+}
+
+// -- one tile of queries ------------------------------------------------------------------------
+
+template <typename Format, int R>
+class Tile {
+  using Stored = typename Format::Stored;
+
+ public:
+  Tile(const Call<Format>& call, int64_t b, int64_t head, int64_t first, float* scores)
+      : call_(call), b_(b), head_(head), range_{call.slots, 0}, scores_(scores),
+        pitch_((call.slots + kLanes - 1) / kLanes * kLanes) {
+    for (int r = 0; r < R; r++) {
+      const int64_t t = (first + r) / call.groups, g = (first + r) % call.groups;
+      const int64_t at = ((b * call.tokens + t) * call.heads + head) * call.groups + g;
+      q_[r] = call.q + at * call.width;
+      out_[r] = call.out + at * call.width;
+      seen_[r] = call.seen + (b * call.tokens + t) * call.slots;
+      sink_[r] = call.sinks ? call.sinks[head * call.groups + g] : -kInfinity;
+      const Range live = call.live[b * call.tokens + t];
+      range_ = {std::min(range_.begin, live.begin), std::max(range_.end, live.end)};
+    }
+  }
+
+  void Attend() {
+    for (int64_t s = range_.begin; s < range_.end; s += kLanes) Score(s);
+    for (int r = 0; r < R; r++) Normalise(r);
+    const int64_t wide = 4 * kLanes;
+    int64_t h = 0;
+    for (; h + wide <= call_.width; h += wide) Sum<4>(h);
+    for (; h < call_.width; h += kLanes) Sum<1>(h);
+  }
+
+ private:
+  const Stored* Row(const Stored* all, int64_t slot) const {
+    return all + ((b_ * call_.heads + head_) * call_.slots + slot) * call_.width;
+  }
+
+  float* scores(int r, int64_t slot) const { return scores_ + r * pitch_ + slot; }
+
+  // Writes the scaled scores of the slots of one vector, minus infinity where they are not seen.
+  void Score(int64_t s) {
+    alignas(64) float dots[R][kLanes];
+    for (int64_t i = 0; i < kLanes; i += kSlots) Dots(s + i, dots, i);
+    const int64_t count = std::min(kLanes, call_.slots - s);
+    for (int r = 0; r < R; r++) {
+      Floats score = Load(dots[r]) * All(call_.scale);
+      if (call_.k_scale) {
+        const float* scale = call_.k_scale + (b_ * call_.heads + head_) * call_.slots + s;
+        score *= Part(scale, count);
+      }
+      alignas(64) uint8_t seen[kLanes] = {};
+      const uint8_t* bytes = seen_[r] + s;
+      if (count < kLanes) bytes = std::copy_n(bytes, count, seen) - count;
+      Store(scores(r, s), Where(bytes, score, All(-kInfinity)));
+    }
+  }
+
+  static Floats Part(const float* at, int64_t count) {
+    if (count >= kLanes) return Load(at);
+    float part[kLanes] = {};
+    std::copy_n(at, count, part);
+    return Load(part);
+  }
+
+  void Dots(int64_t s, float (&dots)[R][kLanes], int64_t at) const {
+    Floats sums[R][kSlots];
+    for (auto& line : sums)
+      for (auto& sum : line) sum = Zeros();
+    const Stored* keys[kSlots];
+    for (int i = 0; i < kSlots; i++) keys[i] = Row(call_.k, std::min(s + i, call_.slots - 1));
+    for (int64_t h = 0; h < call_.width; h += kLanes) {
+      const int64_t count = call_.width - h;
+      Floats key[kSlots];
+      for (int i = 0; i < kSlots; i++) key[i] = Read<Format>(keys[i] + h, count);
+      for (int r = 0; r < R; r++) {
+        const Floats query = Part(q_[r] + h, count);
+        for (int i = 0; i < kSlots; i++) sums[r][i] = MultiplyAdd(query, key[i], sums[r][i]);
+      }
+    }
+    for (int r = 0; r < R; r++) _mm_storeu_ps(dots[r] + at, SumsOf4(sums[r]));
+  }
+
+  // Makes scores exp(score - greatest), and keeps the inverse of their sum.
+  void Normalise(int r) {
+    Floats greatest = All(sink_[r]);
+    for (int64_t s = range_.begin; s < range_.end; s += kLanes)
+      greatest = Maximum(greatest, Load(scores(r, s)));
+    const float top = Greatest(greatest);
+    Floats total = Zeros();
+    for (int64_t s = range_.begin; s < range_.end; s += kLanes) {
+      const Floats e = Exp(Load(scores(r, s)) - All(top));
+      total += e;
+      Store(scores(r, s), e);
+      if (call_.v_scale) {
+        const float* scale = call_.v_scale + (b_ * call_.heads + head_) * call_.slots + s;
+        Store(scores(r, s), e * Part(scale, call_.slots - s));
+      }
+    }
+    alignas(64) float sink[kLanes];
+    Store(sink, Exp(All(sink_[r] - top)));
+    inverse_[r] = 1.0f / (dflash::Sum(total) + sink[0]);
+  }
+
+  // Writes C vectors of the weighted sums of values.
+  template <int C>
+  void Sum(int64_t h) const {
+    Floats sums[R][C];
+    for (auto& line : sums)
+      for (auto& sum : line) sum = Zeros();
+    const int64_t count = call_.width - h;
+    for (int64_t s = range_.begin; s < range_.end; s++) {
+      const Stored* row = Row(call_.v, s) + h;
+      Floats value[C];
+      for (int c = 0; c < C; c++) value[c] = Read<Format>(row + c * kLanes, count - c * kLanes);
+      for (int r = 0; r < R; r++) {
+        const Floats weight = All(*scores(r, s));
+        for (int c = 0; c < C; c++) sums[r][c] = MultiplyAdd(weight, value[c], sums[r][c]);
+      }
+    }
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < C; c++) {
+        alignas(64) float part[kLanes];
+        Store(part, sums[r][c] * All(inverse_[r]));
+        std::copy_n(part, std::min(kLanes, count - c * kLanes), out_[r] + h + c * kLanes);
+      }
+  }
+
+  const Call<Format>& call_;
+  const int64_t b_, head_;
+  Range range_;
+  float* const scores_;
+  const int64_t pitch_;
+  const float* q_[R];
+  float* out_[R];
+  const uint8_t* seen_[R];
+  float sink_[R], inverse_[R];
+};
+
+template <typename Format, int R = kQueries>
+void AttendTile(const Call<Format>& call, int64_t b, int64_t head, int64_t first, float* scores) {
+  if constexpr (R > 1) {
+    if (call.tokens * call.groups - first < R)
+      return AttendTile<Format, R - 1>(call, b, head, first, scores);
+  }
+  Tile<Format, R>(call, b, head, first, scores).Attend();
+}
+
+template <typename Format>
+void Run(ffi::ThreadPool pool, Call<Format>& call) {
+  int64_t seen = 0;
+  for (int64_t i = 0; i < call.batch * call.tokens; i++) {
+    call.live.push_back(NotZero(call.seen + i * call.slots, call.slots));
+    seen += std::max<int64_t>(call.live.back().end - call.live.back().begin, 0);
+  }
+  const int64_t tiles = call.tiles(), per_row = call.heads * tiles;
+  const bool serial = 2 * seen * call.heads * call.groups * call.width < kSerial;
+  Split(pool, call.batch * per_row, 1, serial, [&](int64_t begin, int64_t end) {
+    std::vector<float> scores(kQueries * ((call.slots + kLanes - 1) / kLanes * kLanes));
+    for (int64_t i = begin; i < end; i++)
+      AttendTile<Format>(call, i / per_row, i % per_row / tiles, i % tiles * kQueries,
+                         scores.data());
+  });
+}
+
+// -- the handler --------------------------------------------------------------------------------
+
+using Queries = ffi::Buffer<ffi::F32, 5>;
+using Mask = ffi::Buffer<ffi::PRED, 3>;
+
+ffi::Error Attend(ffi::ThreadPool pool, Queries q, ffi::AnyBuffer k, ffi::AnyBuffer v, Mask seen,
+                  ffi::Buffer<ffi::F32> k_scale,
+                  ffi::Buffer<ffi::F32> v_scale, ffi::Buffer<ffi::F32> sinks,
+                  ffi::ResultBuffer<ffi::F32> out, float scale) {
+  const auto queries = q.dimensions(), keys = k.dimensions();
+  const bool alike = std::equal(keys.begin(), keys.end(), v.dimensions().begin());
+  if (keys.size() != 4 || v.dimensions().size() != 4 || !alike || k.element_type() != v.element_type() ||
+      keys[0] != queries[0] || keys[1] != queries[2] || keys[3] != queries[4] ||
+      seen.dimensions()[1] != queries[1] || seen.dimensions()[2] != keys[2])
+    return ffi::Error::InvalidArgument("the shapes of queries, keys, values and mask do not fit");
+  auto optional = [](const ffi::Buffer<ffi::F32>& buffer) {
+    return buffer.element_count() ? buffer.typed_data() : nullptr;
+  };
+  auto run = [&](auto format) {
+    using Format = decltype(format);
+    using Stored = typename Format::Stored;
+    Call<Format> call{q.typed_data(), static_cast<const Stored*>(k.untyped_data()),
+                      static_cast<const Stored*>(v.untyped_data()),
+                      reinterpret_cast<const uint8_t*>(seen.typed_data()), optional(k_scale),
+                      optional(v_scale), optional(sinks), out->typed_data(), scale, queries[0],
+                      queries[1], queries[2], queries[3], queries[4], keys[2], {}};
+    Run(pool, call);
+    return ffi::Error::Success();
+  };
+  switch (k.element_type()) {
+    case ffi::F32: return run(Float32{});
+    case ffi::BF16: return run(BFloat16{});
+    case ffi::F16: return run(Float16{});
+    case ffi::S8: return run(Int8{});
+    default: return ffi::Error::InvalidArgument("keys must be floats or int8");
+  }
+}
+
+}  // namespace
+}  // namespace dflash
+
+using namespace dflash;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_attend, Attend,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Queries>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Mask>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("scale"));

@@ -1,0 +1,52 @@
+"""Attention, norms and rotations by native kernels, in float32.
+
+A token has the same bits in any company, which XLA does not promise.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from dflash_jax.state import LayerCache
+
+
+def attend_native(
+    q: Float[Array, "B T K G H"],
+    cache: LayerCache,
+    seen: Bool[Array, "B T S"],
+    sinks: Float[Array, "K G"] | None,
+    *,
+    scale: float,
+) -> Float[Array, "B T N*H"]:
+    """Compute `nn.attention.attend_whole`, reading the slots that queries see only."""
+    b, t, kv, g, h = q.shape
+    absent = jnp.zeros((0,), jnp.float32)
+    optional = (cache.k_scale, cache.v_scale, sinks)
+    scales = (absent if x is None else x.astype(jnp.float32) for x in optional)
+    out = jax.ShapeDtypeStruct((b, t, kv * g * h), jnp.float32)
+    queries = q.astype(jnp.float32)
+    heads = jax.ffi.ffi_call("dflash_attend", out)(
+        queries, cache.k, cache.v, seen, *scales, scale=np.float32(scale)
+    )
+    return heads.astype(q.dtype)
+
+
+def normalise(
+    x: Float[Array, "... D"], w: Float[Array, "*over D"], eps: float
+) -> Float[Array, "... D"]:
+    """Return x / rms(x) times w in float32; w has the last axes of x."""
+    rows, weights = (a.astype(jnp.float32).reshape(-1, x.shape[-1]) for a in (x, w))
+    out = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
+    return jax.ffi.ffi_call("dflash_norm", out)(rows, weights, eps=np.float32(eps)).reshape(x.shape)
+
+
+def rotate_pairs(
+    x: Float[Array, "B T *heads H"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
+) -> Float[Array, "B T *heads H"]:
+    """Return the pairs (m, m + H/2) of x rotated, in float32."""
+    tokens = x.shape[0] * x.shape[1]
+    vectors = x.astype(jnp.float32).reshape(tokens, -1, x.shape[-1])
+    angles = (a.astype(jnp.float32).reshape(tokens, -1) for a in (cos, sin))
+    out = jax.ShapeDtypeStruct(vectors.shape, jnp.float32)
+    return jax.ffi.ffi_call("dflash_rotate", out)(vectors, *angles).reshape(x.shape)

@@ -1,0 +1,90 @@
+// Norms and rotations of rows, as XLA FFI handlers. A row has the same bits in any company, which XLA
+// does not promise: it compiles a loop over one row otherwise than a loop over several.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "common.h"
+
+namespace dflash {
+namespace {
+
+constexpr int64_t kRows = 4;            // rows that a thread takes at a time
+constexpr int64_t kSerial = 1 << 17;    // calls with fewer numbers run on one thread
+
+void NormaliseRow(const float* x, const float* w, int64_t width, float eps, float* out) {
+  const int64_t whole = width / kLanes * kLanes;
+  Floats squares = Zeros();
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const Floats v = Load(x + i);
+    squares = MultiplyAdd(v, v, squares);
+  }
+  float sum = Sum(squares);
+  for (int64_t i = whole; i < width; i++) sum = std::fma(x[i], x[i], sum);
+  const float scale = 1.0f / std::sqrt(sum / static_cast<float>(width) + eps);
+  for (int64_t i = 0; i < width; i++) out[i] = x[i] * scale * w[i];
+}
+
+using Rows = ffi::Buffer<ffi::F32, 2>;
+
+// Weights [W, D] apply to W rows, and again to the next W.
+ffi::Error Norm(ffi::ThreadPool pool, Rows x, Rows w, ffi::Result<Rows> out, float eps) {
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1], kinds = w.dimensions()[0];
+  if (w.dimensions()[1] != width || kinds < 1)
+    return ffi::Error::InvalidArgument("the weights of a norm do not fit its rows");
+  const float *from = x.typed_data(), *weights = w.typed_data();
+  float* to = out->typed_data();
+  Split(pool, rows, kRows, rows * width < kSerial, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+      NormaliseRow(from + i * width, weights + i % kinds * width, width, eps, to + i * width);
+  });
+  return ffi::Error::Success();
+}
+
+// Rotates pairs (m, m + H/2) of vectors by the angles of their row.
+void RotateRow(const float* x, const float* cos, const float* sin, int64_t half, float* out) {
+  for (int64_t i = 0; i < half; i++) {
+    const float a = x[i], b = x[i + half];
+    out[i] = std::fma(a, cos[i], -(b * sin[i]));
+    out[i + half] = std::fma(b, cos[i], a * sin[i]);
+  }
+}
+
+using Vectors = ffi::Buffer<ffi::F32, 3>;
+
+// Vectors [M, N, H] by angles [M, H/2].
+ffi::Error Rotate(ffi::ThreadPool pool, Vectors x, Rows cos, Rows sin, ffi::Result<Vectors> out) {
+  const auto dims = x.dimensions();
+  const int64_t rows = dims[0], heads = dims[1], width = dims[2];
+  if (cos.dimensions()[0] != rows || cos.dimensions()[1] * 2 != width)
+    return ffi::Error::InvalidArgument("the angles of a rotation do not fit its vectors");
+  const float *from = x.typed_data(), *c = cos.typed_data(), *s = sin.typed_data();
+  float* to = out->typed_data();
+  const int64_t half = width / 2;
+  Split(pool, rows, kRows, rows * heads * width < kSerial, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin * heads; i < end * heads; i++)
+      RotateRow(from + i * width, c + i / heads * half, s + i / heads * half, half, to + i * width);
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace dflash
+
+using namespace dflash;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_norm, Norm,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Rows>()
+                                  .Arg<Rows>()
+                                  .Ret<Rows>()
+                                  .Attr<float>("eps"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_rotate, Rotate,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Vectors>()
+                                  .Arg<Rows>()
+                                  .Arg<Rows>()
+                                  .Ret<Vectors>());

@@ -1,0 +1,173 @@
+"""Attention, norms and rotations by native kernels: their numbers, and tokens in any company."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax.native.build import library
+from dflash_jax.native.layers import attend_native, normalise, rotate_pairs
+from dflash_jax.nn import layers
+from dflash_jax.nn.attention import attend, attend_whole, to_int8, write_keys_values
+from dflash_jax.nn.kernels import kernels, using_kernels
+from dflash_jax.nn.rope import rotate
+from dflash_jax.state import LayerCache
+
+pytestmark = pytest.mark.skipif(
+    not library(), reason=f"there are no native kernels: {library().reason}"
+)
+SCALE = 0.3
+ATTEND = jax.jit(functools.partial(attend_native, scale=SCALE))
+WHOLE = jax.jit(functools.partial(attend_whole, scale=SCALE))
+
+
+def draw(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def attention(
+    tokens: int, groups: int, width: int, slots: int, dtype: str = "float32"
+) -> tuple[Any, LayerCache, Any]:
+    """Random queries [2, T, 3, G, H], a cache and a mask; each query sees at least one slot."""
+    q = jnp.asarray(draw(2, tokens, 3, groups, width))
+    k, v = (jnp.asarray(draw(2, 3, slots, width, seed=s)) for s in (1, 2))
+    seen = np.random.default_rng(3).random((2, tokens, slots)) < 0.4
+    seen[:, np.arange(tokens), np.arange(tokens) % slots] = True
+    seen[0, :, slots // 2 :] &= tokens > slots // 2  # nobody sees the end of the first row
+    seen[:, 0] = False
+    seen[:, 0, slots - 1] = True
+    if dtype == "int8":
+        (k, k_scale), (v, v_scale) = to_int8(k), to_int8(v)
+        return q, LayerCache(k, v, k_scale, v_scale), jnp.asarray(seen)
+    return q, LayerCache(k.astype(dtype), v.astype(dtype)), jnp.asarray(seen)
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize(
+    ("tokens", "groups", "width", "slots"),
+    [(1, 1, 64, 32), (5, 3, 4, 33), (3, 2, 20, 7), (8, 5, 128, 64), (2, 1, 72, 1), (9, 1, 256, 40)],
+)
+def test_attention_is_that_of_xla_over_the_slots_that_are_seen(
+    tokens: int, groups: int, width: int, slots: int, dtype: str, sinks: bool
+) -> None:
+    q, cache, seen = attention(tokens, groups, width, slots, dtype)
+    logits = jnp.asarray(draw(3, groups, seed=4)) if sinks else None
+    exact = cache
+    if dtype in ("bfloat16", "float16"):  # the same numbers, but XLA would round the weights
+        exact = LayerCache(cache.k.astype(jnp.float32), cache.v.astype(jnp.float32))
+    wanted = WHOLE(q, exact, seen, logits)
+    np.testing.assert_allclose(ATTEND(q, cache, seen, logits), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_query_attends_alike_in_any_company(dtype: str) -> None:
+    q, cache, seen = attention(9, 5, 40, 70, dtype)
+    together = np.asarray(ATTEND(q, cache, seen, None)).reshape(2, 9, 3, 5, 40)
+    for t in range(9):
+        for heads in (slice(0, 1), slice(1, 5)):
+            alone = ATTEND(q[:, t : t + 1, :, heads], cache, seen[:, t : t + 1], None)
+            same = together[:, t, :, heads].reshape(alone[:, 0].shape)
+            np.testing.assert_array_equal(alone[:, 0], same)
+    one = jax.tree.map(lambda x: x[1:], (q, cache, seen))
+    np.testing.assert_array_equal(ATTEND(*one, None)[0], together[1].reshape(9, -1))
+
+
+def test_slots_that_are_not_seen_are_not_read() -> None:
+    q, cache, seen = attention(4, 2, 32, 48)
+    clean = ATTEND(q, cache, seen, None)
+    hidden = ~seen.any(axis=1)[:, None, :, None]
+    spoilt = LayerCache(jnp.where(hidden, jnp.nan, cache.k), jnp.where(hidden, 1e30, cache.v))
+    np.testing.assert_array_equal(ATTEND(q, spoilt, seen, None), clean)
+
+
+def test_numbers_that_are_not_finite_reach_those_who_see_them_only() -> None:
+    q, cache, _ = attention(4, 2, 32, 48)
+    k, v = (jnp.swapaxes(x[:, :, :4], 1, 2) for x in (cache.k, cache.v))
+    cache = write_keys_values(cache, k, v.at[:, 2].set(jnp.inf), jnp.array([10, 10]))
+    seen = jnp.arange(48)[None, None] <= (10 + jnp.arange(4))[None, :, None]
+    found = np.asarray(ATTEND(q, cache, jnp.broadcast_to(seen, (2, 4, 48)), None))
+    assert np.isfinite(found[:, :2]).all()
+    assert np.isnan(found[:, 2:]).all()
+    q = q.at[0, 1].set(jnp.nan)
+    spoilt = np.asarray(ATTEND(q, cache, jnp.broadcast_to(seen, (2, 4, 48)), None))
+    assert np.isnan(spoilt[0, 1]).all()
+    np.testing.assert_array_equal(spoilt[:, 0], found[:, 0])
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 1e4])
+def test_weights_are_exponentials_of_any_score(spread: float) -> None:
+    """A score far below the greatest has no weight; equal ones share it."""
+    scores = spread * np.array([0, -1, -80, -90, -1e4, -1e30], np.float32)
+    q, k = jnp.ones((1, 1, 1, 1, 2)), np.zeros((1, 1, 6, 2), np.float32)
+    k[0, 0, :, 0] = scores
+    v = jnp.eye(6)[None, None, :, :]
+    k = jnp.asarray(np.concatenate([k, np.zeros((1, 1, 6, 4), np.float32)], axis=3))
+    q = jnp.concatenate([q, jnp.zeros((1, 1, 1, 1, 4))], axis=4)
+    found = attend_native(q, LayerCache(k, v), jnp.ones((1, 1, 6), bool), None, scale=1.0)
+    e = np.exp(scores.astype(np.float64) - scores.max())
+    np.testing.assert_allclose(found[0, 0], e / e.sum(), rtol=5e-7, atol=1e-38)
+
+
+def test_a_query_that_sees_nothing_is_not_finite() -> None:
+    q, cache, seen = attention(2, 1, 16, 24)
+    found = ATTEND(q, cache, seen.at[:, 1].set(False), None)
+    assert np.isfinite(found[:, 0]).all()
+    assert np.isnan(found[:, 1]).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 5), (2, 3, 64), (1, 40, 100), (2, 2, 3, 4, 24)])
+def test_norms_divide_by_the_root_of_the_mean_square(shape: tuple[int, ...]) -> None:
+    x, w = draw(*shape), draw(*shape[2:], seed=1)
+    exact = x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=-1, keepdims=True) + 1e-5) * w
+    found = jax.jit(functools.partial(normalise, eps=1e-5))(x, w)
+    np.testing.assert_allclose(found, exact, rtol=2e-6)
+    for b, t in np.ndindex(*shape[:2]):
+        alone = jax.jit(functools.partial(normalise, eps=1e-5))(x[b : b + 1, t : t + 1], w)
+        np.testing.assert_array_equal(alone[0, 0], found[b, t])
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 3, 4, 6), (1, 30, 2, 3, 64)])
+def test_rotations_turn_pairs_by_their_tokens_angle(shape: tuple[int, ...]) -> None:
+    x, angle = draw(*shape), draw(*shape[:2], shape[-1] // 2, seed=1)
+    cos, sin = np.cos(angle), np.sin(angle)
+    found = rotate_pairs(x, cos, sin)
+    np.testing.assert_allclose(found, rotate(x, cos, sin), atol=2e-6)
+    for b, t in np.ndindex(*shape[:2]):
+        only = np.s_[b : b + 1, t : t + 1]
+        alone = rotate_pairs(x[only], cos[only], sin[only])
+        np.testing.assert_array_equal(alone[0, 0], found[b, t])
+
+
+def test_layers_use_the_kernels_of_the_context_and_of_no_other() -> None:
+    q, cache, seen = attention(2, 1, 16, 24)
+    x = draw(1, 2, 8)
+
+    def lowered(name: str) -> str:
+        def step(q: Any, cache: Any, seen: Any, x: Any) -> Any:
+            norm = layers.rms_norm(x, jnp.ones(8), 1e-6), layers.rms_norm_wide(x, None, 1e-6)
+            return attend(q, cache, seen), norm, rotate(x, x[..., :4], x[..., 4:])
+
+        with using_kernels(name):
+            return jax.jit(step).lower(q, cache, seen, x).as_text()
+
+    assert lowered("native").count("@dflash_") == 4
+    assert "@dflash_" not in lowered("xla")
+    assert kernels() == "xla"
+    assert all(f"@dflash_{name}" in lowered("native") for name in ("attend", "norm", "rotate"))
+
+
+def test_norms_in_a_context_give_each_familys_rounding() -> None:
+    x = jnp.asarray(draw(2, 3, 40)).astype(jnp.bfloat16)
+    w = jnp.asarray(draw(40, seed=1)).astype(jnp.bfloat16)
+    for norm in (layers.rms_norm, layers.rms_norm_from_one, layers.rms_norm_wide):
+        wanted = norm(x, w, 1e-6)
+        with using_kernels("native"):
+            found = norm(x, w, 1e-6)
+        assert found.dtype == wanted.dtype
+        exact = np.asarray(wanted, np.float32)
+        np.testing.assert_allclose(np.asarray(found, np.float32), exact, rtol=2**-7)
+        assert (np.asarray(found, np.float32) == exact).mean() > 0.95

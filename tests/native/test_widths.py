@@ -1,0 +1,122 @@
+"""With native kernels a token has the same bits in calls of any width and any number of rows."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax import Plan
+from dflash_jax.compiler import jit
+from dflash_jax.compiler.models import build_pair, empty_state
+from dflash_jax.compiler.resolve import is_alike_at_any_width
+from dflash_jax.config import TargetConfig
+from dflash_jax.config.family import target_families
+from dflash_jax.decode.pair import forward, logits_of
+from dflash_jax.errors import PlanError
+from dflash_jax.native.build import library
+from dflash_jax.state import DecodeState, commit
+from dflash_jax.testing import random_engine, tiny_drafter, tiny_hybrid, tiny_moe, tiny_target
+
+pytestmark = pytest.mark.skipif(
+    not library(), reason=f"there are no native kernels: {library().reason}"
+)
+BLOCK, BLOCKS, VOCAB = 6, 7, 97
+LLAMA = tiny_target(
+    model_type="llama", qk_norm=False, num_layers=2, windows=(None, None), mlp_bias=True
+)
+QWEN3 = tiny_target(num_layers=2, windows=(None, 20), attention_bias=True)
+# Sizes of which vectors of 8 or 16 leave a rest, and of which XLA may split a loop or a sum.
+ODD = dataclasses.replace(LLAMA, hidden_size=72, intermediate_size=200, num_layers=1, windows=())
+WIDE = dataclasses.replace(QWEN3, hidden_size=576, intermediate_size=1536, head_dim=64)
+CASES = {"llama": LLAMA, "qwen3": QWEN3, "odd": ODD, "wide": WIDE}
+INT8: dict[str, Any] = {"weights": "int8"}
+FLOAT: dict[str, Any] = {"kernels": "native"}
+
+
+def all_steps(
+    target: TargetConfig, plan: Plan, params: Any, tokens: np.ndarray, width: int
+) -> tuple[np.ndarray, Any]:
+    """Logits [B, N, V] of tokens fed `width` at a time, and the keys and values of the last."""
+    pair = dataclasses.replace(build_pair(target, None), kernels=plan.kernels, block=width)
+
+    def step(params: Any, state: DecodeState, tokens: jax.Array) -> Any:
+        caches, draft, hidden = forward(pair, params, state, tokens, chunked=False)
+        fed = jnp.full((plan.rows,), width)
+        logits = logits_of(pair, params, hidden)
+        return commit(state, caches, draft, fed, state.anchor), logits
+
+    run, state, found = jit(step), empty_state(plan, target, None), []
+    for at in range(0, tokens.shape[1], width):
+        state, logits = run(params, state, tokens[:, at : at + width])
+        found.append(np.asarray(logits))
+    return np.concatenate(found, axis=1), jax.tree.leaves(state.target)
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize(
+    ("name", "rows", "changes"),
+    [
+        ("llama", 1, INT8),
+        ("qwen3", 1, FLOAT),
+        ("wide", 1, INT8),
+        ("odd", 3, FLOAT | {"dtype": "bfloat16"}),
+        ("qwen3", 2, INT8 | {"kv_dtype": "int8"}),
+        pytest.param("wide", 1, FLOAT, marks=pytest.mark.soak),
+        pytest.param("wide", 4, INT8, marks=pytest.mark.soak),
+        pytest.param("wide", 1, {"weights": "int4"}, marks=pytest.mark.soak),
+        pytest.param("wide", 1, FLOAT | {"dtype": "float16"}, marks=pytest.mark.soak),
+        pytest.param("odd", 1, INT8, marks=pytest.mark.soak),
+        pytest.param("llama", 1, FLOAT | {"dtype": "bfloat16"}, marks=pytest.mark.soak),
+        pytest.param("qwen3", 1, INT8 | {"dtype": "bfloat16"}, marks=pytest.mark.soak),
+    ],
+)
+def test_a_token_has_the_same_bits_at_any_width(name: str, rows: int, changes: Any) -> None:
+    target = CASES[name]
+    plan = Plan(rows=rows, block=BLOCK, chunk=16, max_length=128, **changes)
+    engine = random_engine(target, None, plan=plan)
+    assert engine.plan.kernels == "native"
+    assert engine.plan.plain_width == 1
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (rows, BLOCK * BLOCKS)).astype(np.int32)
+    ends = tokens.shape[1]
+    found = {
+        width: all_steps(target, engine.plan, engine.params, tokens, width)
+        for width in (1, 2, BLOCK, ends)
+    }
+    logits, caches = found[BLOCK]
+    for width, (others, kept) in found.items():
+        np.testing.assert_array_equal(others, logits, err_msg=f"width {width}")
+        for one, other in zip(caches, kept, strict=True):
+            if one.shape[2] >= ends:  # a ring keeps its last slots only
+                np.testing.assert_array_equal(one[:, :, :ends], other[:, :, :ends])
+
+
+def test_families_whose_other_operations_round_keep_block_wide_steps() -> None:
+    for target in (tiny_hybrid(), tiny_moe()):
+        engine = random_engine(target, None, plan=Plan(block=4, max_length=64, kernels="native"))
+        assert engine.plan.plain_width == 4
+    plan = Plan(block=4, max_length=64, plain_width=1, kernels="native")
+    with pytest.raises(PlanError, match=r"plain_width is 1 for .* use 4 \(or 0\), or exact=False"):
+        random_engine(tiny_moe(), None, plan=plan)
+
+
+def test_packed_kinds_without_a_native_product_keep_block_wide_steps() -> None:
+    how = (("target/layers_0/mlp/down", (1, (("Q4_0", 64),))),)
+    plan = Plan(weights="packed", stored=how, kernels="native")
+    assert is_alike_at_any_width(plan, LLAMA)
+    other = (("target/layers_0/mlp/down", (1, (("Q9_K", 64),))),)
+    assert not is_alike_at_any_width(dataclasses.replace(plan, stored=other), LLAMA)
+
+
+@pytest.mark.parametrize("width", [2, 7])
+def test_a_width_between_one_and_the_block_is_refused(width: int) -> None:
+    drafter = tiny_drafter(LLAMA)
+    with pytest.raises(PlanError, match=f"plain_width is {width}; expected 1 or the block, 4"):
+        random_engine(LLAMA, drafter, plan=Plan(block=4, max_length=64, plain_width=width))
+
+
+def test_every_family_of_any_width_is_tested_here() -> None:
+    tested = {target.model_type for target in CASES.values()}
+    assert {name for name, family in target_families().items() if family.any_width} == tested
