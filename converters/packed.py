@@ -72,7 +72,10 @@ def read(
         how = specs["/".join(slot.path)]
         kinds = [kind for kind, _ in how[1]]
         if not _as_stored(found, slot, kinds):
-            made = pack(fill(slot, np.float32), how)
+            floats = fill(slot, np.float32)
+            if native and kinds == ["int8"]:
+                return interleaved.quantise_int8(floats)
+            made = pack(floats, how)
             return interleaved.interleave(made) if native else made
         if len(kinds) == 1:
             return _uniform(found, slot, kinds[0], native)

@@ -44,6 +44,12 @@ struct Output {
   }
 };
 
+// Prefetches weights for a tile of R rows. With few rows the processor's own prefetching is enough.
+template <int R>
+inline void Prefetch(const void* at) {
+  if constexpr (R > 2) _mm_prefetch(static_cast<const char*>(at) + kAhead, _MM_HINT_T0);
+}
+
 // -- tiles --------------------------------------------------------------------------------------
 // Each computes the products of R rows with C vectors of columns.
 
@@ -69,7 +75,10 @@ struct FloatTile {
     const float* rows = x + row * depth;
     for (int64_t k = 0; k < depth; k++) {
       Floats weights[C];
-      for (int c = 0; c < C; c++) weights[c] = Format::Read(from[c] + k * kStrip);
+      for (int c = 0; c < C; c++) {
+        Prefetch<R>(from[c] + k * kStrip);
+        weights[c] = Format::Read(from[c] + k * kStrip);
+      }
       for (int r = 0; r < R; r++) {
         const Floats activation = All(rows[r * depth + k]);
         for (int c = 0; c < C; c++) sums[r][c] = MultiplyAdd(activation, weights[c], sums[r][c]);
@@ -103,7 +112,10 @@ struct Int8Tile {
     const int8_t* rows = x.codes.get() + row * x.width;
     for (int64_t q = 0; q < quads; q++) {
       Ints weights[C];
-      for (int c = 0; c < C; c++) weights[c] = LoadBytes(from[c] + q * kQuads);
+      for (int c = 0; c < C; c++) {
+        Prefetch<R>(from[c] + q * kQuads);
+        weights[c] = LoadBytes(from[c] + q * kQuads);
+      }
       for (int r = 0; r < R; r++) {
         const Ints activations = Quad(rows + r * x.width + q * 4);
         for (int c = 0; c < C; c++) sums[r][c] = DotBytes(sums[r][c], weights[c], activations);
@@ -153,9 +165,7 @@ struct GroupTile {
     for (int r = 0; r < R; r++)
       for (int part = 0; part < kDots; part++)
         dots[r][part] = AllInts(x.start[((row + r) * x.groups + group) * kDots + part]);
-    if constexpr (R > 2)  // the processor's own prefetching stops while it is busy with many rows
-      for (int64_t i = 0; i < Format::kGroupBytes; i += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead + i), _MM_HINT_T0);
+    for (int64_t i = 0; i < Format::kGroupBytes; i += 64) Prefetch<R>(codes + i);
     for (int i = 0; i < 4; i++) {
       const Pair pair = Format::Codes(codes, i);
       for (int r = 0; r < R; r++) {

@@ -1,6 +1,7 @@
-// Moves the blocks of ggml's formats into strips of 16 columns (see formats.h), for the reader of
-// files, which calls these functions by ctypes.
+// Moves the blocks of ggml's formats into strips of 16 columns (see formats.h), and quantises floats in
+// int8, for the reader of files, which calls these functions by ctypes.
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -133,8 +134,52 @@ void Repack(const uint8_t* const* rows, int64_t columns, int64_t groups, uint8_t
   }
 }
 
+// Quantises kLanes columns of w [K, N], of which `count` exist: round(w / scale), scale = max|w| / 127.
+void QuantiseColumns(const float* w, int64_t depth, int64_t columns, int64_t count, uint8_t* codes,
+                     float* scale) {
+  const auto row = [&](int64_t k) {
+    if (k < depth && count >= kLanes) return Load(w + k * columns);
+    float part[kLanes] = {};
+    if (k < depth) std::copy_n(w + k * columns, count, part);
+    return Load(part);
+  };
+  Ints most = AllInts(0);
+  for (int64_t k = 0; k < depth; k++) most = Max(most, Magnitude(row(k)));
+  float scales[kLanes], divisors[kLanes];
+  std::memcpy(scales, &most, sizeof scales);
+  for (int i = 0; i < kLanes; i++) {
+    scales[i] /= 127.0f;
+    divisors[i] = scales[i] == 0.0f ? 1.0f : scales[i];
+  }
+  std::copy_n(scales, std::min(count, kLanes), scale);
+  const Floats divisor = Load(divisors);
+  for (int64_t k = 0; k < depth; k += 4, codes += kQuads) {
+    int32_t rounded[4][kLanes];
+    for (int i = 0; i < 4; i++) {
+      const Ints code = Rounded(row(k + i) / divisor);
+      std::memcpy(rounded[i], &code, sizeof code);
+    }
+    const int64_t rows = std::min<int64_t>(4, depth - k);
+    for (int64_t lane = 0; lane < std::min(count, kLanes); lane++)
+      for (int64_t i = 0; i < rows; i++)
+        codes[4 * lane + i] = static_cast<uint8_t>(rounded[i][lane]) ^ 0x80;
+  }
+}
+
 }  // namespace
 }  // namespace dflash
+
+// Args:
+//   w: floats [K, N].
+//   codes, scale: the arrays of the strips, zeros.
+extern "C" void dflash_quantise_int8(const float* w, int64_t depth, int64_t columns, uint8_t* codes,
+                                     float* scale) {
+  using namespace dflash;
+  const int64_t strip = (depth + 3) / 4 * kQuads;  // bytes
+  for (int64_t at = 0; at < columns; at += kLanes)
+    QuantiseColumns(w + at, depth, columns, columns - at,
+                    codes + at / kStrip * strip + at % kStrip * 4, scale + at);
+}
 
 // Args:
 //   rows: the blocks of each column.

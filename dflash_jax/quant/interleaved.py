@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, Num, UInt8
+from jaxtyping import Float, Int, Num, UInt8
 
 from dflash_jax.native.build import library
 from dflash_jax.quant.formats import KINDS, RUN
@@ -67,7 +67,7 @@ def interleave(w: Packed) -> Interleaved:
         groups = _quads(split(arrays["high"], 4)).reshape(-1, depth // RUN, 8, 4 * WIDTH)
         parts = (groups[:, :, i : i + 3 : 2] << np.uint8(bit) for bit, i in HIGH)
         codes = np.concatenate([codes, functools.reduce(np.bitwise_or, parts)], axis=2)
-    moved = {"codes": codes.reshape(len(codes), depth // RUN, -1)}
+    moved = {"codes": _aligned(codes.reshape(len(codes), depth // RUN, -1))}
     moved |= {name: _by_strip(arrays[name]) for name in ORDER[1:] if name in arrays}
     return Interleaved(moved, w.kind, w.shape)
 
@@ -118,11 +118,22 @@ def from_blocks(
     return Interleaved(arrays, kind, shape)
 
 
+def quantise_int8(weight: Float[np.ndarray, "D ..."]) -> Interleaved:
+    """Return a float weight in int8, with the numbers of `layouts.quantise`."""
+    flat = np.ascontiguousarray(weight, np.float32).reshape(len(weight), -1)
+    declared = shapes("int8", *flat.shape)
+    arrays = {name: _zeros(*of) for name, of in declared.items()}
+    pointers = [array.ctypes.data for array in arrays.values()]
+    _function("dflash_quantise_int8")(flat.ctypes.data, *flat.shape, *pointers)
+    return Interleaved(arrays, "int8", weight.shape)
+
+
 @functools.cache
 def _function(name: str) -> Any:
     function = getattr(ctypes.CDLL(str(library().path)), name)
+    arrays = 2 if name == "dflash_quantise_int8" else len(ORDER) - 1
+    function.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * arrays]
     function.restype = None
-    function.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 5]
     return function
 
 
@@ -145,6 +156,12 @@ def _by_strip(rows: Num[np.ndarray, "R N"]) -> Num[np.ndarray, "P R 16"]:
 def _rows(strips: Num[np.ndarray, "P R 16"], columns: int) -> Num[np.ndarray, "R N"]:
     rows = strips.swapaxes(0, 1).reshape(strips.shape[1], -1)
     return np.ascontiguousarray(rows[:, :columns])
+
+
+def _aligned(array: np.ndarray) -> np.ndarray:
+    copy = _zeros(array.shape, array.dtype)
+    copy[...] = array
+    return copy
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
