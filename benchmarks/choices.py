@@ -5,8 +5,8 @@
 
 Attention over the whole of a large cache and over its live pieces; products with packed weights
 and with float ones, a few columns at a time and all at once; float matrices in the orders of
-`Plan.weight_layout`; native kernels for quantised weights; the engine with and without lookahead,
-and with int8 weights. Samples are taken in turn; a ratio is
+`Plan.weight_layout`; native kernels for every kind of weight; the engine with and without
+lookahead, and with int8 weights. Samples are taken in turn; a ratio is
 over the first form of its group. Temporaries are those of the compiled program.
 """
 
@@ -28,11 +28,11 @@ import dflash_jax as dj
 from benchmarks.environment import environment
 from benchmarks.paired import interleaved, ratio, spread
 from dflash_jax.compiler import jit
-from dflash_jax.native import products as native
 from dflash_jax.native.build import library
 from dflash_jax.nn.attention import attend_pieces, attend_whole, slot_positions, visible
 from dflash_jax.nn.layers import project
 from dflash_jax.quant import products
+from dflash_jax.quant.interleaved import interleave
 from dflash_jax.quant.layouts import KINDS, Packed
 from dflash_jax.state import LayerCache
 
@@ -40,8 +40,9 @@ Forms = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 # Tokens per call and matrix sizes: shipped pair, 9M, 60M, prompts.
 ORDERS = ((1, 192, 1024), (8, 192, 1024), (8, 512, 192), (16, 256, 1536), (16, 512, 3072))
 ORDERS += ((64, 192, 1024), (64, 512, 3072))
-WIDTHS = ((192, 576), (576, 1536), (576, 49152), (2048, 8192))
-SHAPES = tuple((tokens, *width) for width in WIDTHS for tokens in (1, 8, 64))
+WIDTHS = ((576, 1536), (1536, 576), (576, 49152), (2048, 8192))
+SHAPES = tuple((tokens, *width) for width in WIDTHS for tokens in (1, 8, 16, 64, 512))
+FEW = 8  # tokens of a call that reads more weights than the caches hold
 
 
 def noise(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> jax.Array:
@@ -97,23 +98,50 @@ def orders(tokens: int, depth: int, columns: int) -> Forms:
     return forms
 
 
-def kernels(tokens: int, depth: int, columns: int) -> Forms:
-    """Return x · w by XLA and by the native kernels of a CPU, by kind of weight."""
-    x, shape = noise((tokens, depth), jnp.float32), (depth, columns)
-    forms: Forms = {"float32": (jnp.dot, (x, noise(shape, jnp.float32, 1)))}
-    for kind in native.KINDS:
+def kernels(pairs: int, tokens: int, depth: int, columns: int) -> dict[str, Any]:
+    """Return figures of x · w by XLA in float32 and by native kernels, by kind of weight.
+
+    A call multiplies by several weights, of 32 million numbers in total for few tokens. Figures are
+    milliseconds of a product, GB/s of weights, and billions of multiplications a second.
+    """
+    x, count = noise((tokens, depth), jnp.float32), max(1, (1 << 25) // (depth * columns))
+    count = count if tokens <= FEW else 1
+    forms: Forms = {}
+    sizes = {}
+
+    def add(name: str, weight: Any) -> None:
+        sizes[name] = sum(array.nbytes for array in jax.tree.leaves(weight))
+        copies = [jax.tree.map(partial(jnp.array, copy=True), weight) for _ in range(count)]
+        forms[name] = lambda x, copies: [project(x, w) for w in copies], (x, copies)
+
+    for dtype in ("float32", "bfloat16", "float16"):
+        for layout in ("row_major", "column_major", "tiled", "native"):
+            if dtype == "float32" or layout == "native":
+                tree = {"down": noise((depth, columns), dtype, 1)}
+                native = layout == "native"
+                products.set_weight_layout(tree, "row_major" if native else layout, native=native)
+                add(f"{dtype}, {layout}", tree["down"])
+    for kind, form in KINDS.items():
         arrays = {
-            name: noise((count, columns), dtype, 3)
-            for name, (count, dtype) in KINDS[kind].arrays(depth).items()
+            name: noise((rows, columns), of, 3)
+            for name, (rows, of) in form.arrays(depth).items()
+            if depth % form.unit == 0
         }
-        weight = native.native_packed(Packed(arrays, kind, shape))
-        forms[f"{kind}, XLA"] = (partial(products.multiply_by_slices, kind=kind), (x, arrays))
-        forms[f"{kind}, native"] = native.multiply, (x, jax.device_put(weight))
-    return forms
+        if arrays:
+            add(f"{kind}, native", interleave(Packed(arrays, kind, (depth, columns))))
+    found = compare("", forms, pairs, products=count)
+    medians = {form: spreads["median"] / 1e3 for form, spreads in found["ms"].items()}
+    found["gb_per_s"] = {form: sizes[form] / s / 1e9 for form, s in medians.items()}
+    multiplied = tokens * depth * columns / 1e9
+    return found | {"gmac_per_s": {form: multiplied / s for form, s in medians.items()}}
 
 
-def compare(name: str, forms: Forms, pairs: int) -> dict[str, Any]:
-    """Return milliseconds and temporaries of each form, and ratios over the first."""
+def compare(name: str, forms: Forms, pairs: int, *, products: int = 1) -> dict[str, Any]:
+    """Return milliseconds and temporaries of each form, and ratios over the first.
+
+    Args:
+      products: of a call; milliseconds are those of one.
+    """
     calls, temporary = {}, {}
     for form, (function, args) in forms.items():
         compiled = jit(function).lower(*args).compile()
@@ -122,7 +150,7 @@ def compare(name: str, forms: Forms, pairs: int) -> dict[str, Any]:
         def run(compiled: Any = compiled, args: tuple[Any, ...] = args) -> float:
             started = time.perf_counter()
             jax.block_until_ready(compiled(*args))
-            return (time.perf_counter() - started) * 1e3
+            return (time.perf_counter() - started) * 1e3 / products
 
         calls[form] = run
     return {"name": name, "temporary_bytes": temporary} | _figures(calls, pairs)
@@ -177,9 +205,14 @@ def main() -> int:
         **{f"attention, {n} of 8192 slots live": partial(attention, n) for n in (256, 2048, 8000)},
         **{f"product 4096 x 12288, {rows} rows": partial(product, rows) for rows in (1, 16)},
         **{"order {}: {} x {}".format(*shape): partial(orders, *shape) for shape in ORDERS},
-        **{"kernels, {} tokens: {} x {}".format(*s): partial(kernels, *s) for s in SHAPES},
     }
     decoded: dict[str, Callable[[int], dict[str, Any]]] = {
+        **{
+            "kernels, {} tokens: {} x {}".format(*s): partial(
+                kernels, tokens=s[0], depth=s[1], columns=s[2]
+            )
+            for s in SHAPES
+        },
         "lookahead, shipped pair, a token": partial(decoding, plans=LOOKAHEAD),
         "kernels, shipped pair, a drafted token": partial(decoding, plans=INT8),
         "kernels, shipped pair, a plain token": partial(decoding, plans=INT8, speculative=False),
@@ -190,7 +223,7 @@ def main() -> int:
         if options.only in name
     ]
     found += [
-        {"name": name} | measure(options.pairs)
+        measure(options.pairs) | {"name": name}
         for name, measure in decoded.items()
         if options.only in name
     ]
@@ -200,7 +233,10 @@ def main() -> int:
             over = group["ratio"].get(form, {"median": 1.0})["median"]
             temporary = group.get("temporary_bytes", {}).get(form)
             room = "" if temporary is None else f"  temporaries {temporary / 1e6:.1f} MB"
-            print(f"  {form:14} {ms['median']:9.3f} ms  x {over:.2f}{room}")
+            speed = group.get("gb_per_s", {}).get(form)
+            if speed is not None:
+                room = f"  {speed:.1f} GB/s  {group['gmac_per_s'][form]:.0f} GMAC/s"
+            print(f"  {form:22} {ms['median']:9.3f} ms  x {over:.2f}{room}")
     if options.json:
         result = {"suite": "choices", "environment": environment(), "pairs": options.pairs}
         result |= {"load_average": [load, os.getloadavg()[0]], "groups": found}

@@ -38,6 +38,7 @@ def load(
     *,
     where: str,
     specs: Mapping[str, Spec] | None = None,
+    native: bool = False,
     progress: Progress = lambda name, weights: None,
 ) -> Params:
     """Return the parameter tree of `config`.
@@ -46,6 +47,7 @@ def load(
 
     Args:
       specs: how parameters are packed, by path; their float parts have `dtype`.
+      native: packed parameters are in strips, for the native kernels.
 
     Raises:
       CheckpointError: the tensors do not fit the configuration, or hold non-finite values.
@@ -76,7 +78,9 @@ def load(
             run(job)
         return array
 
-    leaves: dict[tuple[str, ...], Any] = dict(packed.read(found, packing, specs, fill))
+    leaves: dict[tuple[str, ...], Any] = dict(
+        packed.read(found, packing, specs, fill, native=native)
+    )
     return tree(leaves | {slot.path: a for slot, a in zip(slots, arrays, strict=True)})
 
 

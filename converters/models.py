@@ -66,11 +66,13 @@ class StoredModel:
         progress: Progress = lambda name, weights: None,
         *,
         specs: Mapping[str, Spec] | None = None,
+        native: bool = False,
     ) -> Params:
         """Return the parameter tree as NumPy arrays of `dtype`.
 
         Args:
           specs: how parameters are packed, by path.
+          native: packed parameters are in strips, for the native kernels.
 
         Raises:
           CheckpointError: the tensors do not fit the configuration, or hold non-finite values.
@@ -78,8 +80,8 @@ class StoredModel:
         source, origins = self.tensors.source, self.tensors.origins.values()
         if isinstance(source, CheckpointSource) and not specs and all(o.whole for o in origins):
             return source.checkpoint.load(dtype)
-        where = str(self.path)
-        return load(self.tensors, self.config, dtype, where=where, specs=specs, progress=progress)
+        options: dict[str, Any] = {"specs": specs, "native": native, "progress": progress}
+        return load(self.tensors, self.config, dtype, where=str(self.path), **options)
 
     def stored(self) -> dict[str, Spec]:
         """Return how the file packs the matrices that can be used as they are, by path."""

@@ -1,12 +1,14 @@
 """Packed matrices: a file's own codes, rearranged, or floats that are quantised on reading."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from jaxtyping import UInt8
 
 from dflash_jax.config import AttentionConfig
 from dflash_jax.converters import families
@@ -17,6 +19,7 @@ from dflash_jax.converters.names.slots import Keys, Slot, TensorPart
 from dflash_jax.converters.quants.types import BY_NAME
 from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import CheckpointError
+from dflash_jax.quant import interleaved
 from dflash_jax.quant.layouts import (
     FLOAT,
     KINDS,
@@ -24,6 +27,7 @@ from dflash_jax.quant.layouts import (
     STORED,
     TABLE,
     Arrays,
+    Interleaved,
     Joined,
     Packed,
     Spec,
@@ -50,24 +54,36 @@ def stored_specs(found: Canonical, config: AttentionConfig) -> dict[str, Spec]:
 
 
 def read(
-    found: Canonical, slots: list[Slot], specs: Mapping[str, Spec], fill: Fill
-) -> dict[Keys, Packed | Joined]:
+    found: Canonical,
+    slots: list[Slot],
+    specs: Mapping[str, Spec],
+    fill: Fill,
+    *,
+    native: bool = False,
+) -> dict[Keys, Packed | Interleaved | Joined]:
     """Return packed parameters by path.
 
     Args:
       fill: reads parameters that are quantised here or stay float.
+      native: in strips, for the native kernels.
     """
 
-    def one(slot: Slot) -> Packed | Joined:
+    def one(slot: Slot) -> Packed | Interleaved | Joined:
         how = specs["/".join(slot.path)]
         kinds = [kind for kind, _ in how[1]]
         if not _as_stored(found, slot, kinds):
-            return pack(fill(slot, np.float32), how)
+            floats = fill(slot, np.float32)
+            if native and kinds == ["int8"]:
+                return interleaved.quantise_int8(floats)
+            made = pack(floats, how)
+            return interleaved.interleave(made) if native else made
         if len(kinds) == 1:
-            return _uniform(found, slot, kinds[0])
-        parts = zip(slot.parts, how[1], strict=True)
-        made = tuple(_alone(found, slot, part, how[0], *kept, fill) for part, kept in parts)
-        return Joined(made, how[0], slot.shape)
+            return _uniform(found, slot, kinds[0], native)
+        parts = tuple(
+            _alone(found, slot, part, how[0], *kept, fill, native)
+            for part, kept in zip(slot.parts, how[1], strict=True)
+        )
+        return Joined(parts, how[0], slot.shape)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         return dict(zip((s.path for s in slots), pool.map(one, slots), strict=True))
@@ -119,9 +135,11 @@ def _place(slot: Slot, part: TensorPart) -> tuple[int, int]:
     raise CheckpointError(f"{part.name} fills all of {'/'.join(slot.path)}")
 
 
-def _uniform(found: Canonical, slot: Slot, kind: str) -> Packed:
-    """Return all parts as one array, in the order of the parameter's columns."""
+def _uniform(found: Canonical, slot: Slot, kind: str, native: bool) -> Packed | Interleaved:
+    """Return all parts as one weight, in the order of the parameter's columns."""
     columns = slot.shape[1:]
+    if native and isinstance(found.source, GgufFile):
+        return _interleaved(found, slot, kind)
     arrays = {
         name: np.empty((rows, *columns), dtype)
         for name, (rows, dtype) in KINDS[kind].arrays(slot.shape[0]).items()
@@ -131,17 +149,37 @@ def _uniform(found: Canonical, slot: Slot, kind: str) -> Packed:
             view = part.view(arrays[name])
             view[...] = values.T.reshape(view.shape)
     flat = {name: a.reshape(len(a), -1) for name, a in arrays.items()}
-    return Packed(flat, kind, slot.shape)
+    made = Packed(flat, kind, slot.shape)
+    return interleaved.interleave(made) if native else made
+
+
+def _interleaved(found: Canonical, slot: Slot, kind: str) -> Interleaved:
+    """Return all parts as one weight in strips, moved there from the file."""
+    numbers = np.arange(math.prod(slot.shape[1:])).reshape(1, *slot.shape[1:])
+    blocks = [
+        (_blocks(found.source, found.origins[part.name], kind), part.view(numbers).reshape(-1))
+        for part in slot.parts
+    ]
+    made = interleaved.from_blocks(blocks, kind, slot.shape)
+    _check_finite(made.arrays, "/".join(slot.path))
+    return made
 
 
 def _alone(
-    found: Canonical, slot: Slot, part: TensorPart, axis: int, kind: str, width: int, fill: Fill
+    found: Canonical,
+    slot: Slot,
+    part: TensorPart,
+    axis: int,
+    kind: str,
+    width: int,
+    fill: Fill,
+    native: bool,
 ) -> Any:
     """Return one part of a parameter as a separate weight."""
     shape = (*slot.shape[:axis], width, *slot.shape[axis + 1 :])
     select = tuple(0 if isinstance(s, int) else slice(None) for s in part.select)
     own = Slot(slot.path, shape, (dataclasses.replace(part, select=select),))
-    return _uniform(found, own, kind) if kind else fill(own, None)
+    return _uniform(found, own, kind, native) if kind else fill(own, None)
 
 
 def _stored_arrays(found: Canonical, part: TensorPart, kind: str) -> Arrays:
@@ -154,16 +192,20 @@ def _stored_arrays(found: Canonical, part: TensorPart, kind: str) -> Arrays:
     if isinstance(source, GroupedSource):
         arrays = source.packed(origin.name)
     else:
-        arrays = _blocks(source, origin, kind)
-    for name in ("scale", "low"):
-        if name in arrays and not np.isfinite(arrays[name]).all():
-            raise CheckpointError(
-                f"{part.name} holds scales that are NaN or infinite; fetch the file again"
-            )
+        arrays = unpack_blocks(_blocks(source, origin, kind), kind)
+    _check_finite(arrays, part.name)
     return arrays
 
 
-def _blocks(source: TensorSource, origin: Origin, kind: str) -> Arrays:
+def _check_finite(arrays: Arrays, name: str) -> None:
+    for scale in ("scale", "low"):
+        if scale in arrays and not np.isfinite(arrays[scale]).all():
+            raise CheckpointError(
+                f"{name} holds scales that are NaN or infinite; fetch the file again"
+            )
+
+
+def _blocks(source: TensorSource, origin: Origin, kind: str) -> UInt8[np.ndarray, "rows bytes"]:
     assert isinstance(source, GgufFile)
     raw = source.raw(origin.name)
     rows = origin.rows
@@ -172,4 +214,4 @@ def _blocks(source: TensorSource, origin: Origin, kind: str) -> Arrays:
     if origin.columns is not None:
         size = BY_NAME[kind].block_bytes
         raw = raw.reshape(len(raw), -1, size)[:, _moved(origin.columns, kind)]
-    return unpack_blocks(raw, kind)
+    return raw.reshape(len(raw), -1)

@@ -118,8 +118,10 @@ class OpenModel(Protocol):
     def config(self) -> Config:
         """Config of the model."""
 
-    def load(self, dtype: str, *, specs: Mapping[str, Spec] | None = None) -> dict[str, Any]:
-        """Return the parameters as NumPy arrays, those in `specs` packed."""
+    def load(
+        self, dtype: str, *, specs: Mapping[str, Spec] | None = None, native: bool = False
+    ) -> dict[str, Any]:
+        """Return the parameters as NumPy arrays, those in `specs` packed, for native kernels."""
 
     def stored(self) -> dict[str, Spec]:
         """Return how the file packs its matrices, by path."""
@@ -159,7 +161,7 @@ class OpenPair:
     def _engine(self, plan: Plan, *, progress: bool) -> Engine:
         target, drafter = self.configs
         plan = resolve_here(self.with_stored(plan), target, drafter)
-        specs = weight_specs(plan, target, drafter)
+        specs, native = weight_specs(plan, target, drafter), plan.kernels == "native"
         params = {}
         for role, model in self._models.items():
             start = role + "/"
@@ -168,8 +170,8 @@ class OpenPair:
                 for path, how in specs.items()
                 if path.startswith(start)
             }
-            params[role] = model.load(plan.dtype, specs=own)
-        set_weight_layout(params, plan.weight_layout, native=plan.kernels == "native")
+            params[role] = model.load(plan.dtype, specs=own, native=native)
+        set_weight_layout(params, plan.weight_layout, native=native)
         params = with_kernel(params, plan.kernels != "xla")
         mesh = device_mesh(plan)
         axes = model_axes(target, drafter)

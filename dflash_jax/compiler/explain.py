@@ -22,7 +22,7 @@ from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.config import AUTO, DrafterConfig, TargetConfig, paired, window_kinds
 from dflash_jax.native.build import library
 from dflash_jax.plan import Plan
-from dflash_jax.quant.layouts import FloatLayout, Joined, NativePacked, Packed, StructuredWeight
+from dflash_jax.quant.layouts import FLOAT, Interleaved, Joined, Packed, StructuredWeight
 
 MOST_RUNS = 8
 COLUMNS = 80  # of a terminal
@@ -190,9 +190,9 @@ def _stored_as(leaf: Any) -> str:
     """Return a dtype, or the kinds of a packed weight's parts."""
     if isinstance(leaf, Joined):
         return "+".join(dict.fromkeys(_stored_as(part) for part in leaf.parts))
-    if isinstance(leaf, FloatLayout):
-        return str(jax.tree.leaves(leaf)[0].dtype)
-    return leaf.kind if isinstance(leaf, Packed | NativePacked) else str(leaf.dtype)
+    if isinstance(leaf, Packed | Interleaved) and leaf.kind != FLOAT:
+        return leaf.kind
+    return str(jax.tree.leaves(leaf)[0].dtype)
 
 
 def _shared_layers(target: TargetConfig, drafter: DrafterConfig, plan: Plan) -> str:

@@ -10,7 +10,6 @@ from dflash_jax.config.rope import BY_LENGTH
 from dflash_jax.device import default_device, free_memory
 from dflash_jax.errors import PlanError
 from dflash_jax.native.build import library
-from dflash_jax.native.products import KINDS
 from dflash_jax.plan import Dtype, Plan, WeightLayout
 from dflash_jax.quant.layouts import MAX_TILED_TOKENS
 from dflash_jax.utils.processor import widest_vectors
@@ -91,10 +90,8 @@ def is_alike_at_any_width(plan: Plan, target: TargetConfig) -> bool:
     XLA compiles products, sums and even rotations for one token otherwise than for several. Native
     kernels do not, and no other operation of the families in question rounds.
     """
-    kinds = {kind for _, (_, parts) in plan.stored for kind, _ in parts if kind}
-    packed = plan.weights != "packed" or kinds.issubset(KINDS)
     family = target_families()[family_of(target.model_type)]
-    return plan.kernels == "native" and family.any_width and not target.num_experts and packed
+    return plan.kernels == "native" and family.any_width and not target.num_experts
 
 
 def _problem(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> str | None:

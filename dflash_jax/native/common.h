@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <thread>
 
@@ -47,59 +48,27 @@ inline float SumOf8(__m256 v) {
   return _mm_cvtss_f32(a);
 }
 
-inline int32_t SumOf8(__m256i v) {
-  __m128i a = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
-  a = _mm_add_epi32(a, _mm_shuffle_epi32(a, 0x4e));
-  a = _mm_add_epi32(a, _mm_shuffle_epi32(a, 0xb1));
-  return _mm_cvtsi128_si32(a);
-}
-
-// Adds products of int8 numbers, four to a lane: |w| <= 128 and |x| <= 127.
-inline __m256i Dot8(__m256i sum, __m256i w, __m256i x) {
-  const __m256i magnitude = _mm256_abs_epi8(w), signed_x = _mm256_sign_epi8(x, w);
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-  return _mm256_dpbusd_epi32(sum, magnitude, signed_x);
-#else
-  const __m256i pairs = _mm256_maddubs_epi16(magnitude, signed_x);
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-#endif
-}
-
 // -- vectors ------------------------------------------------------------------------------------
-// The widest that the processor has: float32 numbers, and int32 sums of products of int8 numbers.
+// Of float32 numbers, the widest that the processor has.
 
 #if DFLASH_AVX512
 using Floats = __m512;
-using Ints = __m512i;
 inline Floats Zeros() { return _mm512_setzero_ps(); }
-inline Ints IntZeros() { return _mm512_setzero_si512(); }
 inline Floats Load(const float* at) { return _mm512_loadu_ps(at); }
-inline Ints LoadInts(const int8_t* at) { return _mm512_loadu_si512(at); }
 inline Floats MultiplyAdd(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
 inline float Sum(Floats v) { return _mm512_reduce_add_ps(v); }
-inline int32_t Sum(Ints v) { return _mm512_reduce_add_epi32(v); }
-// Weights are made unsigned by adding kShift; kShift times the sum of activations is taken off again.
-constexpr int32_t kShift = 128;
-inline Ints Prepared(Ints w) { return _mm512_xor_si512(w, _mm512_set1_epi8(-128)); }
-inline Ints Dot(Ints sum, Ints w, Ints x) { return _mm512_dpbusd_epi32(sum, w, x); }
+inline Floats All(float value) { return _mm512_set1_ps(value); }
+inline void Store(float* at, Floats v) { _mm512_storeu_ps(at, v); }
 #else
 using Floats = __m256;
-using Ints = __m256i;
 inline Floats Zeros() { return _mm256_setzero_ps(); }
-inline Ints IntZeros() { return _mm256_setzero_si256(); }
 inline Floats Load(const float* at) { return _mm256_loadu_ps(at); }
-inline Ints LoadInts(const int8_t* at) {
-  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
-}
 inline Floats MultiplyAdd(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
 inline float Sum(Floats v) { return SumOf8(v); }
-inline int32_t Sum(Ints v) { return SumOf8(v); }
-constexpr int32_t kShift = 0;
-inline Ints Prepared(Ints w) { return w; }
-inline Ints Dot(Ints sum, Ints w, Ints x) { return Dot8(sum, w, x); }
+inline Floats All(float value) { return _mm256_set1_ps(value); }
+inline void Store(float* at, Floats v) { _mm256_storeu_ps(at, v); }
 #endif
 constexpr int64_t kLanes = sizeof(Floats) / sizeof(float);
-constexpr int64_t kCodes = sizeof(Ints);  // int8 numbers in a vector
 
 // -- formats ---------------------------------------------------------------------------------------
 
@@ -148,8 +117,8 @@ struct Int8 {
 
 // -- threads ---------------------------------------------------------------------------------------
 
-// Runs `work(begin, end)` over `count` items, `tile` at a time, on the threads of the runtime that are free. The caller
-// takes part, and waits only for parts that have begun, so that a busy pool cannot block it.
+// Runs `work(begin, end)` over `count` items, `tile` at a time, on the threads of the runtime that
+// are free. The caller takes part, and waits only for parts that have begun, so that a busy pool cannot block it.
 template <typename Work>
 void Split(ffi::ThreadPool pool, int64_t count, int64_t tile, bool serial, const Work& work) {
   const int64_t parts = (count + tile - 1) / tile;

@@ -1,106 +1,68 @@
-"""Weights in the layouts of the native kernels, and products with them."""
+"""Products with weights in strips by the native kernels, and columns of these weights."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int, Num, UInt8
+from jaxtyping import Array, Float, Int, UInt8
 
-from dflash_jax.quant.layouts import Arrays, NativePacked, Packed, split, unpack_blocks
-
-BLOCK_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}  # of 32 weights, by kind
-KINDS = ("int8", *BLOCK_BYTES)
+from dflash_jax.quant.formats import KINDS, RUN
+from dflash_jax.quant.interleaved import ORDER, WIDTH
+from dflash_jax.quant.layouts import FLOAT, Interleaved
 
 
-def multiply(x: Float[Array, "... D"], w: Any) -> Float[Array, "..."]:
+def multiply(x: Float[Array, "... D"], w: Interleaved) -> Float[Array, "..."]:
     """Return x · w in float32; each row of x has the same result in any company.
 
-    With int8 weights each row of x is quantised to int8 first, with ggml's blocks each 32 numbers
-    of a row. Float weights, of any width, are multiplied in float32.
-
-    Args:
-      w: a `NativePacked`, or a `ColumnMajor`.
+    With int8 weights each row of x is quantised to int8 first, with other packed weights each 32
+    numbers of a row. Float weights, of any width, are multiplied in float32.
     """
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    if isinstance(w, NativePacked):
-        name, arrays = w.kind.lower(), list(w.arrays.values())
-    else:
-        name, arrays = "float", [w.array.reshape(-1, x.shape[-1])]
+    name = "float" if w.kind == FLOAT else w.kind.lower()
+    arrays = [w.arrays[array] for array in ("values", *ORDER) if array in w.arrays]
     out = jax.ShapeDtypeStruct((len(rows), math.prod(w.shape[1:])), jnp.float32)
     # Callers differ in what they do with the result; their fusions must not reach into it.
     product = jax.ffi.ffi_call(f"dflash_{name}", out)(rows, *arrays)
     return product.reshape(*x.shape[:-1], *w.shape[1:])
 
 
-def gather(w: NativePacked, ids: Int[Array, " P"]) -> Float[Array, "P D"]:
-    """Return columns of a packed weight [D, N] as float32."""
-    arrays = {name: jnp.take(a, ids, axis=0, mode="clip") for name, a in w.arrays.items()}
-    if w.kind == "int8":
-        return arrays["codes"].astype(jnp.float32) * arrays["scale"][:, None]
-    return _unpack(arrays["codes"], w.kind)
+def gather(w: Interleaved, ids: Int[Array, " P"]) -> Float[Array, "P D"]:
+    """Return columns of a weight [D, N], packed ones as float32."""
+    ids = jnp.clip(ids, 0, w.shape[1] - 1)
+    strip, place = ids // WIDTH, ids % WIDTH
+
+    def column(name: str) -> Array:
+        return w.arrays[name].reshape(len(w.arrays[name]), -1, WIDTH)[strip, :, place]
+
+    if w.kind == FLOAT:
+        return column("values")
+    k, depth = KINDS[w.kind], w.shape[0]
+    quads = w.arrays["codes"].reshape(len(w.arrays["codes"]), -1, WIDTH, 4)[strip, :, place]
+    codes = quads.reshape(len(ids), -1)[:, :depth] if k.spread == 1 else _split(quads, depth)
+    zero = 128 if k.classes == 1 else k.zero
+    values = codes.astype(jnp.float32) - zero
+
+    def of_weights(name: str, sub: str) -> Float[Array, "P D"]:
+        factor = column(name).astype(jnp.float32)
+        if k.sub:
+            factor = jnp.repeat(factor, k.group // k.sub, axis=1)
+            factor *= column(sub).astype(jnp.float32)
+        return jnp.repeat(factor, depth // factor.shape[1], axis=1)
+
+    if k.zeros:
+        values -= jnp.repeat(column("zero").astype(jnp.float32), RUN, axis=1)
+    values *= of_weights("scale", "sub")
+    return values - of_weights("low", "sub_low") if k.low else values
 
 
-def _unpack(blocks: UInt8[Array, "P bytes"], kind: str) -> Float[Array, "P D"]:
-    blocks = blocks.reshape(len(blocks), -1, BLOCK_BYTES[kind])
-
-    def half(at: int) -> Float[Array, "P blocks 1"]:
-        pair = blocks[:, :, at : at + 2]
-        return jax.lax.bitcast_convert_type(pair, jnp.float16)[:, :, None].astype(jnp.float32)
-
-    if kind == "Q8_0":
-        codes = jax.lax.bitcast_convert_type(blocks[:, :, 2:], jnp.int8).astype(jnp.float32)
-        return (half(0) * codes).reshape(len(blocks), -1)
-    both = blocks[:, :, -16:]
-    codes = jnp.concatenate([both & 15, both >> 4], axis=2).astype(jnp.float32)
-    values = half(0) * (codes - 8) if kind == "Q4_0" else half(0) * codes + half(2)
-    return values.reshape(len(blocks), -1)
-
-
-def native_packed(w: Packed | NativePacked) -> NativePacked | Packed:
-    """Return a packed weight in the layout of the native kernels; kinds without one stay.
-
-    Arrays are moved by NumPy.
-    """
-    if isinstance(w, NativePacked) or w.kind not in KINDS:
-        return w
-    arrays = {name: np.asarray(a) for name, a in w.arrays.items()}
-    if w.kind == "int8":
-        moved = {"codes": np.ascontiguousarray(arrays["codes"].T), "scale": arrays["scale"][0]}
-        return NativePacked(moved, w.kind, w.shape)
-    return NativePacked({"codes": _blocks(arrays, w.kind)}, w.kind, w.shape)
-
-
-def packed(w: NativePacked | Packed) -> Packed:
-    """Return a packed weight in the layout for XLA, the inverse of `native_packed`."""
-    if isinstance(w, Packed):
-        return w
-    arrays = {name: np.asarray(a) for name, a in w.arrays.items()}
-    if w.kind == "int8":
-        moved = {"codes": np.ascontiguousarray(arrays["codes"].T), "scale": arrays["scale"][None]}
-        return Packed(moved, w.kind, w.shape)
-    return Packed(unpack_blocks(arrays["codes"], w.kind), w.kind, w.shape)
-
-
-def abstract(w: Packed) -> NativePacked | Packed:
-    """Return the shapes of what `native_packed` returns."""
-    if w.kind not in KINDS:
-        return w
-    depth, columns = w.shape[0], math.prod(w.shape[1:])
-    if w.kind == "int8":
-        codes = jax.ShapeDtypeStruct((columns, depth), jnp.int8)
-        scale = jax.ShapeDtypeStruct((columns,), jnp.float32)
-        return NativePacked({"codes": codes, "scale": scale}, w.kind, w.shape)
-    codes = jax.ShapeDtypeStruct((columns, depth // 32 * BLOCK_BYTES[w.kind]), jnp.uint8)
-    return NativePacked({"codes": codes}, w.kind, w.shape)
-
-
-def _blocks(arrays: Arrays, kind: str) -> Num[np.ndarray, "N bytes"]:
-    """Return rows of ggml's blocks, the inverse of `layouts.unpack_blocks`."""
-    codes = arrays["codes"] if kind == "Q8_0" else split(arrays["codes"], 2)
-    runs = np.moveaxis(codes.reshape(-1, 32, codes.shape[1]), 2, 0)  # [N, blocks, 32]
-    halves = [arrays["scale"]] + ([-arrays["low"]] if kind == "Q4_1" else [])
-    heads = [np.ascontiguousarray(h.T)[:, :, None].view(np.uint8) for h in halves]
-    body = runs.view(np.uint8) if kind == "Q8_0" else runs[:, :, :16] | runs[:, :, 16:] << 4
-    return np.concatenate([*heads, body], axis=2).reshape(len(runs), -1)
+def _split(quads: UInt8[Array, "P Q 4"], depth: int) -> UInt8[Array, "P D"]:
+    """Return codes of 4 or 6 bits from the bytes of groups."""
+    groups = quads.reshape(len(quads), depth // RUN, -1, 4)
+    low = groups[:, :, :4]
+    codes = jnp.concatenate([low & 15, low >> 4], axis=2)  # [P, groups, 8, 4]
+    if groups.shape[2] > 4:
+        high = groups[:, :, 4:]
+        pairs = jnp.stack([high, high >> 4], axis=3), jnp.stack([high >> 2, high >> 6], axis=3)
+        bits = [pair.reshape(*low.shape) & 3 for pair in pairs]  # of quads 0 to 3, and 4 to 7
+        codes |= jnp.concatenate(bits, axis=2) << 4
+    return codes.reshape(len(quads), depth)

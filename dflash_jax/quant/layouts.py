@@ -35,16 +35,21 @@ class Packed:
 
 
 @dataclasses.dataclass(frozen=True)
-class NativePacked:
-    """A packed weight for the native kernels, each column in one piece.
+class Interleaved:
+    """A weight in strips of 16 columns, for the native kernels.
 
-    The arrays are `codes`, int8 [N, D], with `scale` [N]; or `codes`, rows of ggml's blocks, uint8
-    [N, bytes].
+    `quant.interleaved` describes the arrays; floats are an array `values` [strips, D, 16].
     """
 
     arrays: Arrays
-    kind: str
+    kind: str  # FLOAT if it is not packed
     shape: tuple[int, ...]  # of the weight
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return a float weight [D, ...]."""
+        assert self.kind == FLOAT, self.kind
+        rows = np.asarray(self.arrays["values"]).swapaxes(0, 1).reshape(self.shape[0], -1)
+        return np.array(rows[:, : math.prod(self.shape[1:])].reshape(self.shape), dtype, copy=copy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +66,6 @@ class ColumnMajor:
     """A float weight [D, ...] stored as [..., D], so that it can come first in its products."""
 
     array: Any
-    native: bool = False  # whether native kernels multiply
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -96,7 +100,7 @@ class Tiled:
 
 
 FloatLayout = ColumnMajor | Tiled
-StructuredWeight = Packed | NativePacked | Joined | FloatLayout  # weights that are not one array
+StructuredWeight = Packed | Interleaved | Joined | FloatLayout  # weights that are not one array
 
 
 def layout_of(weight_layout: str, shape: tuple[int, ...]) -> type[FloatLayout] | None:

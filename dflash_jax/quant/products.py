@@ -18,7 +18,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.native import products as native_products
+from dflash_jax.quant import interleaved
 from dflash_jax.quant.layouts import (
+    FLOAT,
     KINDS,
     MAX_TILED_TOKENS,
     RUN,
@@ -26,8 +28,8 @@ from dflash_jax.quant.layouts import (
     Arrays,
     ColumnMajor,
     FloatLayout,
+    Interleaved,
     Joined,
-    NativePacked,
     Packed,
     Spec,
     StructuredWeight,
@@ -40,10 +42,8 @@ jax.tree_util.register_dataclass(
     Packed, data_fields=["arrays"], meta_fields=["kind", "shape", "kernel"]
 )
 jax.tree_util.register_dataclass(Joined, data_fields=["parts"], meta_fields=["axis", "shape"])
-jax.tree_util.register_dataclass(
-    NativePacked, data_fields=["arrays"], meta_fields=["kind", "shape"]
-)
-jax.tree_util.register_dataclass(ColumnMajor, data_fields=["array"], meta_fields=["native"])
+jax.tree_util.register_dataclass(Interleaved, data_fields=["arrays"], meta_fields=["kind", "shape"])
+jax.tree_util.register_dataclass(ColumnMajor, data_fields=["array"], meta_fields=[])
 jax.tree_util.register_dataclass(Tiled, data_fields=["row_major", "tiles"], meta_fields=[])
 
 SLICE_SIZE = 1 << 19  # weights that a CPU unpacks at a time
@@ -54,7 +54,7 @@ Axes = tuple[int, ...]
 
 def contract(x: Float[Array, "... D"], w: StructuredWeight) -> Float[Array, "..."]:
     """Return x · w over the last axis of x and the first of w, in float32."""
-    if isinstance(w, NativePacked) or (isinstance(w, ColumnMajor) and w.native):
+    if isinstance(w, Interleaved):
         return native_products.multiply(x, w)
     if isinstance(w, ColumnMajor):
         return _multiply_column_major(x, w)
@@ -86,7 +86,7 @@ def gather(w: Weight, ids: Int[Array, "*places"], dtype: jnp.dtype) -> Array:
     if isinstance(w, Tiled) or not isinstance(w, StructuredWeight):
         table = w.row_major if isinstance(w, Tiled) else w
         return jnp.moveaxis(jnp.take(table, ids, axis=1, mode="clip"), 0, -1)
-    if isinstance(w, NativePacked):
+    if isinstance(w, Interleaved):
         table = native_products.gather(w, ids.ravel())
         return table.astype(dtype).reshape(*ids.shape, w.shape[0])
     assert isinstance(w, Packed), "a table has one part"
@@ -259,29 +259,29 @@ def set_weight_layout(params: dict[str, Any], layout: str, *, native: bool = Fal
 
     Args:
       layout: of float matrices: "row_major", "column_major" or "tiled", as `Plan.weight_layout`.
-      native: whether the native kernels multiply; float matrices must be column-major then.
+      native: whether the native kernels multiply; all matrices are in strips then.
     """
     for name, leaf in params.items():
         if isinstance(leaf, dict):
             set_weight_layout(leaf, layout, native=native)
         elif is_matrix(name):
-            params[name] = _relaid(leaf, layout, native)
+            params[name] = _relaid(leaf, Interleaved if native else layout_of(layout, leaf.shape))
 
 
-def _relaid(leaf: Any, layout: str, native: bool) -> Any:
+def _relaid(leaf: Any, wanted: type[FloatLayout] | type[Interleaved] | None) -> Any:
     if isinstance(leaf, Joined):
-        parts = (_relaid(part, layout, native) for part in leaf.parts)
-        return dataclasses.replace(leaf, parts=tuple(parts))
-    if isinstance(leaf, Packed | NativePacked):
-        return native_products.native_packed(leaf) if native else native_products.packed(leaf)
-    wanted = layout_of(layout, leaf.shape)
-    if wanted is None and not isinstance(leaf, FloatLayout):
+        return dataclasses.replace(leaf, parts=tuple(_relaid(part, wanted) for part in leaf.parts))
+    if isinstance(leaf, Packed):
+        return interleaved.interleave(leaf) if wanted is Interleaved else leaf
+    if wanted and isinstance(leaf, wanted):
         return leaf
-    if wanted is None or not isinstance(leaf, wanted):
-        small = isinstance(leaf, np.ndarray) and leaf.nbytes <= SMALL
-        matrix = leaf if small else _row_major(leaf)
-        leaf = jax.block_until_ready(_laid_out(matrix, wanted))
-    return dataclasses.replace(leaf, native=native) if isinstance(leaf, ColumnMajor) else leaf
+    if isinstance(leaf, Interleaved) and leaf.kind != FLOAT:
+        return interleaved.deinterleave(leaf)
+    if wanted is None and not isinstance(leaf, StructuredWeight):
+        return leaf
+    small = isinstance(leaf, np.ndarray) and leaf.nbytes <= SMALL
+    matrix = leaf if small else _row_major(leaf)
+    return jax.block_until_ready(_laid_out(matrix, wanted))
 
 
 def abstract_layout(w: Any, layout: str, *, native: bool = False) -> Any:
@@ -289,25 +289,34 @@ def abstract_layout(w: Any, layout: str, *, native: bool = False) -> Any:
     if isinstance(w, Joined):
         parts = (abstract_layout(part, layout, native=native) for part in w.parts)
         return dataclasses.replace(w, parts=tuple(parts))
-    if isinstance(w, Packed):
-        return native_products.abstract(w) if native else w
-    wanted = layout_of(layout, w.shape)
-    w = jax.eval_shape(functools.partial(_laid_out, wanted=wanted), w) if wanted else w
-    return dataclasses.replace(w, native=native) if isinstance(w, ColumnMajor) else w
+    if isinstance(w, Packed) and native:
+        declared = interleaved.shapes(w.kind, w.shape[0], math.prod(w.shape[1:]))
+        arrays = {name: jax.ShapeDtypeStruct(*of) for name, of in declared.items()}
+        return Interleaved(arrays, w.kind, w.shape)
+    wanted = Interleaved if native else layout_of(layout, w.shape)
+    if isinstance(w, Packed) or wanted is None:
+        return w
+    return jax.eval_shape(functools.partial(_laid_out, wanted=wanted), w)
 
 
-def _laid_out(w: Array | np.ndarray, wanted: type[FloatLayout] | None) -> Any:
+def _laid_out(
+    w: Array | np.ndarray, wanted: type[FloatLayout] | type[Interleaved] | None
+) -> Array | np.ndarray | FloatLayout | Interleaved:
     module: Any = np if isinstance(w, np.ndarray) else jnp
     if wanted is ColumnMajor:
         return ColumnMajor(module.moveaxis(w, 0, -1))
-    if wanted is Tiled:
-        flat = w.reshape(len(w), -1)
-        flat = module.pad(flat, ((0, 0), (0, -flat.shape[1] % TILE_WIDTH)))
-        return Tiled(w, flat.reshape(len(w), -1, TILE_WIDTH).swapaxes(0, 1))
-    return w
+    if wanted is None:
+        return w
+    flat = w.reshape(len(w), -1)
+    flat = module.pad(flat, ((0, 0), (0, -flat.shape[1] % TILE_WIDTH)))
+    tiles = flat.reshape(len(w), -1, TILE_WIDTH).swapaxes(0, 1)
+    return Tiled(w, tiles) if wanted is Tiled else Interleaved({"values": tiles}, FLOAT, w.shape)
 
 
 def _row_major(w: Any) -> Float[Array, "D ..."]:
     if isinstance(w, ColumnMajor):
         return jnp.moveaxis(w.array, -1, 0)
+    if isinstance(w, Interleaved):
+        rows = w.arrays["values"].swapaxes(0, 1).reshape(w.shape[0], -1)
+        return rows[:, : math.prod(w.shape[1:])].reshape(w.shape)
     return w.row_major if isinstance(w, Tiled) else jnp.asarray(w)

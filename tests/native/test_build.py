@@ -99,17 +99,34 @@ def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
 
 @needs_compiler
 @pytest.mark.soak
-@pytest.mark.parametrize("options", ["-mno-avx512f", "-mno-avx512vnni", "-fsanitize=undefined"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "-mno-avx512f",
+        "-mno-avx512bw",  # vectors of 256 bits with dot products of bytes
+        "-fsanitize=undefined -fno-sanitize-recover=all",
+        "-fsanitize=address",
+    ],
+)
 def test_kernels_are_right_for_other_processors(tmp_path: Path, options: str) -> None:
     """The tests of the kernels' numbers, with fewer features of the processor or with checks."""
-    compiler = " ".join([*native.find_compiler(), options])
-    variables = os.environ | {"CXX": compiler, native.ENVIRONMENT: str(tmp_path / "made")}
+    compiler = [*native.find_compiler(), *options.split()]
+    variables = os.environ | {
+        "CXX": " ".join(compiler),
+        native.ENVIRONMENT: str(tmp_path / "made"),
+    }
+    if "address" in options:
+        query = [*compiler, "-print-file-name=libasan.so"]
+        found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+        if not Path(found).is_file():
+            pytest.skip(f"{compiler[0]} has no address sanitizer")
+        variables |= {"LD_PRELOAD": found, "ASAN_OPTIONS": "detect_leaks=0"}
     tests = [
         Path(__file__).with_name(f"test_{name}.py") for name in ("products", "layers", "widths")
     ]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *map(str, tests)]
     run = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout[-3000:]
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     assert "skipped" not in run.stdout
 
 

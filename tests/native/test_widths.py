@@ -11,7 +11,6 @@ import pytest
 from dflash_jax import Plan
 from dflash_jax.compiler import jit
 from dflash_jax.compiler.models import build_pair, empty_state
-from dflash_jax.compiler.resolve import is_alike_at_any_width
 from dflash_jax.config import TargetConfig
 from dflash_jax.config.family import target_families
 from dflash_jax.decode.pair import forward, logits_of
@@ -100,14 +99,6 @@ def test_families_whose_other_operations_round_keep_block_wide_steps() -> None:
     plan = Plan(block=4, max_length=64, plain_width=1, kernels="native")
     with pytest.raises(PlanError, match=r"plain_width is 1 for .* use 4 \(or 0\), or exact=False"):
         random_engine(tiny_moe(), None, plan=plan)
-
-
-def test_packed_kinds_without_a_native_product_keep_block_wide_steps() -> None:
-    how = (("target/layers_0/mlp/down", (1, (("Q4_0", 64),))),)
-    plan = Plan(weights="packed", stored=how, kernels="native")
-    assert is_alike_at_any_width(plan, LLAMA)
-    other = (("target/layers_0/mlp/down", (1, (("Q9_K", 64),))),)
-    assert not is_alike_at_any_width(dataclasses.replace(plan, stored=other), LLAMA)
 
 
 @pytest.mark.parametrize("width", [2, 7])

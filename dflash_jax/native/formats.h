@@ -1,0 +1,223 @@
+// Packed weights in strips of 16 columns, and activations quantised for them.
+//
+// Weights share a scale in groups of 32 along K. Numbers of the columns of a strip lie side by side,
+// so that one vector holds a number of every column, or four codes of every column: a quad. The codes
+// of a group are eight quads. Of 4-bit codes, a byte holds one of quad i and, in its high half, one
+// of quad i + 4. The two high bits of 6-bit codes are apart: a byte holds, from its lowest bits on,
+// those of quads i, i + 4, i + 1 and i + 5, for i = 0 and 2.
+
+#ifndef DFLASH_NATIVE_FORMATS_H_
+#define DFLASH_NATIVE_FORMATS_H_
+
+#include <limits>
+#include <memory>
+
+#include "integers.h"
+
+namespace dflash {
+
+constexpr int64_t kStrip = 16;       // columns of a strip
+constexpr int64_t kQuads = 4 * kStrip;  // bytes of a quad of each column
+constexpr int64_t kGroup = 32;       // weights that share a scale
+constexpr int64_t kSuper = 8;        // groups of a super-block, which share the scale of their scales
+constexpr float kSmallest = 1e-36f;  // activations below it are quantised to zero
+
+// -- weights ------------------------------------------------------------------------------------
+
+// The arrays of a weight, in the order in which handlers take those that a format has.
+enum Part { kCodes, kScale, kLow, kZero, kSub, kSubLow, kParts };
+
+struct Arrays {
+  const void* data[kParts];
+  int64_t groups;  // of a column
+
+  template <typename T = uint16_t>
+  const T* At(Part part, int64_t strip, int64_t size, int64_t offset) const {
+    return static_cast<const T*>(data[part]) + strip * size + offset;
+  }
+};
+
+struct Pair {
+  Ints first, second;  // quads i and i + 4 of a group
+};
+
+inline Pair Nibbles(const uint8_t* at) {
+  const Ints both = LoadBytes(at), mask = AllBytes(15);
+  return {And(both, mask), And(Right<4>(both), mask)};
+}
+
+// The scales of a vector of columns: a weight is scale * (code - kZeroPoint) - low. With kHalves, the
+// first and the last 16 weights of a group have a scale each.
+struct Scales {
+  Floats first, second, low;
+};
+
+// A place among the arrays [groups, 16] of a strip.
+struct Spot {
+  int64_t strip, group, lane;
+};
+
+struct Grouped {
+  static constexpr bool kBytewise = false;    // whether codes are whole bytes
+  static constexpr bool kHalves = false, kHasLow = false;
+  static constexpr int64_t kScaled = 1;       // groups that share a `scale` and a `low`
+  static constexpr int64_t kGroupBytes = 4 * kQuads;  // of the codes of 16 columns
+
+  static Pair Codes(const uint8_t* at, int i) { return Nibbles(at + i * kQuads); }
+  static Scales Read(const Arrays& w, Spot at) { return {Half(w, kScale, at), Zeros(), Zeros()}; }
+
+  static Floats Half(const Arrays& w, Part part, Spot at, int64_t scaled = 1) {
+    const int64_t offset = at.group / scaled * kStrip + at.lane;
+    return Float16::Read(w.At(part, at.strip, w.groups / scaled * kStrip, offset));
+  }
+  static Floats Byte(const Arrays& w, Part part, Spot at) {
+    const int64_t offset = at.group * kStrip + at.lane;
+    return UInt8::Read(w.At<uint8_t>(part, at.strip, w.groups * kStrip, offset));
+  }
+};
+
+struct Q8_0 : Grouped {
+  static constexpr Part kArrays[] = {kCodes, kScale};
+  static constexpr bool kBytewise = true;
+  static constexpr int32_t kZeroPoint = 128;
+  static constexpr int64_t kGroupBytes = 8 * kQuads;
+
+  static Pair Codes(const uint8_t* at, int i) {
+    return {LoadBytes(at + i * kQuads), LoadBytes(at + (i + 4) * kQuads)};
+  }
+};
+
+struct Q4_0 : Grouped {
+  static constexpr Part kArrays[] = {kCodes, kScale};
+  static constexpr int32_t kZeroPoint = 8;
+};
+
+struct Q4_1 : Grouped {
+  static constexpr Part kArrays[] = {kCodes, kScale, kLow};
+  static constexpr int32_t kZeroPoint = 0;
+  static constexpr bool kHasLow = true;
+
+  static Scales Read(const Arrays& w, Spot at) {
+    return {Half(w, kScale, at), Zeros(), Half(w, kLow, at)};
+  }
+};
+
+struct Int4Z : Grouped {
+  static constexpr Part kArrays[] = {kCodes, kScale, kZero};
+  static constexpr int32_t kZeroPoint = 0;
+  static constexpr bool kHasLow = true;
+
+  static Scales Read(const Arrays& w, Spot at) {
+    const Floats scale = Half(w, kScale, at);
+    return {scale, Zeros(), Multiply(scale, Byte(w, kZero, at))};
+  }
+};
+
+struct Q4_K : Grouped {
+  static constexpr Part kArrays[] = {kCodes, kScale, kLow, kSub, kSubLow};
+  static constexpr int32_t kZeroPoint = 0;
+  static constexpr bool kHasLow = true;
+  static constexpr int64_t kScaled = kSuper;
+
+  static Scales Read(const Arrays& w, Spot at) {
+    return {Multiply(Half(w, kScale, at, kSuper), Byte(w, kSub, at)), Zeros(),
+            Multiply(Half(w, kLow, at, kSuper), Byte(w, kSubLow, at))};
+  }
+};
+
+struct Q6_K : Grouped {
+  static constexpr Part kArrays[] = {kCodes, kScale, kSub};
+  static constexpr int32_t kZeroPoint = 32;
+  static constexpr bool kHalves = true;
+  static constexpr int64_t kScaled = kSuper, kGroupBytes = 6 * kQuads;
+
+  static Pair Codes(const uint8_t* at, int i) {
+    const Ints high = LoadBytes(at + (4 + i / 2) * kQuads), mask = AllBytes(0x30);
+    const Pair low = Nibbles(at + i * kQuads);
+    const Ints first = i % 2 ? high : Left<4>(high), second = i % 2 ? Right<2>(high) : Left<2>(high);
+    return {Or(low.first, And(first, mask)), Or(low.second, And(second, mask))};
+  }
+  static Scales Read(const Arrays& w, Spot at) {
+    const Floats scale = Half(w, kScale, at, kSuper);
+    const int64_t offset = 2 * at.group * kStrip + at.lane;
+    const int8_t* sub = w.At<int8_t>(kSub, at.strip, 2 * w.groups * kStrip, offset);
+    return {Multiply(scale, Int8::Read(sub)), Multiply(scale, Int8::Read(sub + kStrip)), Zeros()};
+  }
+};
+
+// The numbers of one of a format's arrays, for a strip.
+template <typename Format>
+constexpr int64_t PerStrip(Part part, int64_t groups) {
+  switch (part) {
+    case kCodes: return groups * Format::kGroupBytes;
+    case kScale: case kLow: return groups / Format::kScaled * kStrip;
+    case kSub: return groups * kStrip * (Format::kHalves ? 2 : 1);
+    default: return groups * kStrip;
+  }
+}
+
+// -- activations --------------------------------------------------------------------------------
+
+// Activations in int8, each group of a row with a scale: max|x| / 127, as in ggml.
+struct Quantised {
+  const int64_t depth, group;        // K, and the activations that share a scale
+  const int64_t groups, width;       // groups of a row, and codes stored for it
+  const int64_t parts;               // equal parts of a group, each with a start
+  const int32_t zero;                // zero point of the weights
+  const std::unique_ptr<int8_t[]> codes;   // [M, width]
+  const std::unique_ptr<float[]> scale;    // [M, groups]
+  const std::unique_ptr<float[]> total;    // [M, groups]: the sum of the quantised activations
+  const std::unique_ptr<int32_t[]> start;  // [M, groups, parts]: - zero * the sum of the codes
+
+  Quantised(int64_t rows, int64_t depth, int64_t group, int64_t parts, int32_t zero)
+      : depth(depth), group(group), groups(group ? depth / group : 0),
+        width((depth + kStrip - 1) / kStrip * kStrip), parts(parts), zero(zero),
+        codes(new int8_t[rows * width]), scale(new float[rows * groups]),
+        total(new float[rows * groups]), start(new int32_t[rows * groups * parts]) {}
+
+  // Quantises rows of x [M, K].
+  void Fill(const float* x, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++)
+      for (int64_t g = 0; g < groups; g++)
+        FillGroup(x + row * depth + g * group, codes.get() + row * width + g * group,
+                  row * groups + g);
+  }
+
+ private:
+  void FillGroup(const float* x, int8_t* to, int64_t at) {
+    Ints most = AllInts(0);
+    Each(x, [&](int64_t, Floats v) { most = Max(most, Magnitude(v)); });
+    const int32_t bits = Max(most);
+    float largest;
+    std::memcpy(&largest, &bits, sizeof largest);
+    const bool finite = largest <= std::numeric_limits<float>::max();  // false of NaN, too
+    // Of smaller numbers the inverse would be infinite; they are as good as zero.
+    const Floats inverse = All(finite && largest > kSmallest ? 127.0f / largest : 0.0f);
+    Ints sums[2] = {AllInts(0), AllInts(0)};
+    Each(x, [&](int64_t k, Floats v) {
+      const Ints rounded = finite ? Rounded(Multiply(v, inverse)) : AllInts(0);
+      Ints& sum = sums[parts == 2 && k >= group / 2];
+      sum = Add(sum, rounded);
+      StoreBytes(to + k, rounded);
+    });
+    const int32_t first = Sum(sums[0]), second = Sum(sums[1]);
+    scale[at] = finite ? largest * (1.0f / 127.0f) : std::numeric_limits<float>::quiet_NaN();
+    total[at] = scale[at] * static_cast<float>(first + second);
+    start[at * parts] = -zero * first;
+    if (parts == 2) start[at * parts + 1] = -zero * second;
+  }
+
+  template <typename Use>
+  void Each(const float* x, const Use& use) const {
+    int64_t k = 0;
+    for (; k + kLanes <= group; k += kLanes) use(k, Load(x + k));
+    if (k == group) return;
+    float rest[kLanes] = {};
+    std::copy_n(x + k, group - k, rest);
+    use(k, Load(rest));
+  }
+};
+
+}  // namespace dflash
+
+#endif  // DFLASH_NATIVE_FORMATS_H_

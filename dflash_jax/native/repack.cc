@@ -1,0 +1,198 @@
+// Moves the blocks of ggml's formats into strips of 16 columns (see formats.h), and quantises floats in
+// int8, for the reader of files, which calls these functions by ctypes.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "formats.h"
+
+namespace dflash {
+namespace {
+
+// The arrays of one column, each at the column's place in its strip: a number every 16, a quad every 64.
+struct Column {
+  uint8_t* codes;
+  uint16_t *scale, *low;
+  uint8_t *sub, *sub_low;
+};
+
+uint16_t Half(const uint8_t* at) {
+  uint16_t bits;
+  std::memcpy(&bits, at, sizeof bits);
+  return bits;
+}
+
+// Moves codes, four to a quad.
+void PutQuads(uint8_t* to, const uint8_t* codes, int quads) {
+  for (int i = 0; i < quads; i++) std::memcpy(to + i * kQuads, codes + 4 * i, 4);
+}
+
+// Joins the low halves of 32 codes in bytes, and moves them.
+void PutNibbles(uint8_t* to, const uint8_t (&codes)[kGroup]) {
+  uint8_t joined[16];
+  for (int k = 0; k < 16; k++) joined[k] = (codes[k] & 15) | codes[k + 16] << 4;
+  PutQuads(to, joined, 4);
+}
+
+// Each moves the block at the start of group `g`.
+struct Q8_0Block {
+  using Format = Q8_0;
+  static constexpr int64_t kBytes = 34;
+  static void Move(const uint8_t* block, const Column& to, int64_t g) {
+    uint8_t codes[kGroup];
+    for (int k = 0; k < kGroup; k++) codes[k] = block[2 + k] ^ 0x80;
+    to.scale[g * kStrip] = Half(block);
+    PutQuads(to.codes + g * Format::kGroupBytes, codes, 8);
+  }
+};
+
+struct Q4_0Block {
+  using Format = Q4_0;
+  static constexpr int64_t kBytes = 18;
+  static void Move(const uint8_t* block, const Column& to, int64_t g) {
+    to.scale[g * kStrip] = Half(block);
+    PutQuads(to.codes + g * Format::kGroupBytes, block + 2, 4);
+  }
+};
+
+struct Q4_1Block {
+  using Format = Q4_1;
+  static constexpr int64_t kBytes = 20;
+  static void Move(const uint8_t* block, const Column& to, int64_t g) {
+    to.scale[g * kStrip] = Half(block);
+    to.low[g * kStrip] = Half(block + 2) ^ 0x8000;  // ggml adds it
+    PutQuads(to.codes + g * Format::kGroupBytes, block + 4, 4);
+  }
+};
+
+struct Q4_KBlock {
+  using Format = Q4_K;
+  static constexpr int64_t kBytes = 144;
+  static void Move(const uint8_t* block, const Column& to, int64_t g) {
+    to.scale[g / kSuper * kStrip] = Half(block);
+    to.low[g / kSuper * kStrip] = Half(block + 2);
+    const uint8_t* bits = block + 4;
+    for (int j = 0; j < kSuper; j++) {
+      const int high = j >= 4;
+      const int64_t at = (g + j) * kStrip;
+      to.sub[at] = high ? (bits[j + 4] & 15) | bits[j - 4] >> 6 << 4 : bits[j] & 63;
+      to.sub_low[at] = high ? bits[j + 4] >> 4 | bits[j] >> 6 << 4 : bits[j + 4] & 63;
+      uint8_t codes[kGroup];
+      for (int k = 0; k < kGroup; k++) codes[k] = block[16 + j / 2 * 32 + k] >> 4 * (j % 2) & 15;
+      PutNibbles(to.codes + (g + j) * Format::kGroupBytes, codes);
+    }
+  }
+};
+
+struct Q6_KBlock {
+  using Format = Q6_K;
+  static constexpr int64_t kBytes = 210;
+  static void Move(const uint8_t* block, const Column& to, int64_t g) {
+    to.scale[g / kSuper * kStrip] = Half(block + 208);
+    for (int j = 0; j < kSuper; j++) {
+      for (int half = 0; half < 2; half++)
+        to.sub[(2 * (g + j) + half) * kStrip] = block[192 + 2 * j + half];
+      const int run = j % 4;
+      const uint8_t* low = block + 64 * (j / 4) + 32 * (run % 2);
+      const uint8_t* high = block + 128 + 32 * (j / 4);
+      uint8_t codes[kGroup], top[kGroup];
+      for (int k = 0; k < kGroup; k++) {
+        codes[k] = low[k] >> 4 * (run / 2) & 15;
+        top[k] = high[k] >> 2 * run & 3;
+      }
+      uint8_t* quads = to.codes + (g + j) * Format::kGroupBytes;
+      PutNibbles(quads, codes);
+      uint8_t joined[8];
+      for (int k = 0; k < 8; k++) {
+        const uint8_t* at = top + k / 4 * 8 + k % 4;
+        joined[k] = at[0] | at[16] << 2 | at[4] << 4 | at[20] << 6;
+      }
+      PutQuads(quads + 4 * kQuads, joined, 2);
+    }
+  }
+};
+
+template <typename T>
+T* After(T* array, int64_t count) { return array ? array + count : nullptr; }
+
+template <typename Block>
+void Repack(const uint8_t* const* rows, int64_t columns, int64_t groups, uint8_t* codes,
+            uint16_t* scale, uint16_t* low, uint8_t* sub, uint8_t* sub_low) {
+  using Format = typename Block::Format;
+  const auto size = [&](Part part) { return PerStrip<Format>(part, groups); };
+  for (int64_t first = 0; first < columns; first += kStrip) {
+    const int64_t strip = first / kStrip, count = std::min(kStrip, columns - first);
+    for (int64_t g = 0; g < groups; g += Format::kScaled)
+      for (int64_t lane = 0; lane < count; lane++) {
+        const Column to{After(codes, strip * size(kCodes) + 4 * lane),
+                        After(scale, strip * size(kScale) + lane),
+                        After(low, strip * size(kLow) + lane), After(sub, strip * size(kSub) + lane),
+                        After(sub_low, strip * size(kSubLow) + lane)};
+        Block::Move(rows[first + lane] + g / Format::kScaled * Block::kBytes, to, g);
+      }
+  }
+}
+
+// Quantises kLanes columns of w [K, N], of which `count` exist: round(w / scale), scale = max|w| / 127.
+void QuantiseColumns(const float* w, int64_t depth, int64_t columns, int64_t count, uint8_t* codes,
+                     float* scale) {
+  const auto row = [&](int64_t k) {
+    if (k < depth && count >= kLanes) return Load(w + k * columns);
+    float part[kLanes] = {};
+    if (k < depth) std::copy_n(w + k * columns, count, part);
+    return Load(part);
+  };
+  Ints most = AllInts(0);
+  for (int64_t k = 0; k < depth; k++) most = Max(most, Magnitude(row(k)));
+  float scales[kLanes], divisors[kLanes];
+  std::memcpy(scales, &most, sizeof scales);
+  for (int i = 0; i < kLanes; i++) {
+    scales[i] /= 127.0f;
+    divisors[i] = scales[i] == 0.0f ? 1.0f : scales[i];
+  }
+  std::copy_n(scales, std::min(count, kLanes), scale);
+  const Floats divisor = Load(divisors);
+  for (int64_t k = 0; k < depth; k += 4, codes += kQuads) {
+    int32_t rounded[4][kLanes];
+    for (int i = 0; i < 4; i++) {
+      const Ints code = Rounded(row(k + i) / divisor);
+      std::memcpy(rounded[i], &code, sizeof code);
+    }
+    const int64_t rows = std::min<int64_t>(4, depth - k);
+    for (int64_t lane = 0; lane < std::min(count, kLanes); lane++)
+      for (int64_t i = 0; i < rows; i++)
+        codes[4 * lane + i] = static_cast<uint8_t>(rounded[i][lane]) ^ 0x80;
+  }
+}
+
+}  // namespace
+}  // namespace dflash
+
+// Args:
+//   w: floats [K, N].
+//   codes, scale: the arrays of the strips, zeros.
+extern "C" void dflash_quantise_int8(const float* w, int64_t depth, int64_t columns, uint8_t* codes,
+                                     float* scale) {
+  using namespace dflash;
+  const int64_t strip = (depth + 3) / 4 * kQuads;  // bytes
+  for (int64_t at = 0; at < columns; at += kLanes)
+    QuantiseColumns(w + at, depth, columns, columns - at,
+                    codes + at / kStrip * strip + at % kStrip * 4, scale + at);
+}
+
+// Args:
+//   rows: the blocks of each column.
+//   groups: of 32 weights of a column.
+//   codes, ...: the arrays of the strips, zeros; null if the format does not have them.
+#define REPACK(name, Block)                                                                          \
+  extern "C" void name(const uint8_t* const* rows, int64_t columns, int64_t groups, uint8_t* codes,  \
+                       uint16_t* scale, uint16_t* low, uint8_t* sub, uint8_t* sub_low) {             \
+    dflash::Repack<dflash::Block>(rows, columns, groups, codes, scale, low, sub, sub_low);           \
+  }
+
+REPACK(dflash_repack_q8_0, Q8_0Block)
+REPACK(dflash_repack_q4_0, Q4_0Block)
+REPACK(dflash_repack_q4_1, Q4_1Block)
+REPACK(dflash_repack_q4_k, Q4_KBlock)
+REPACK(dflash_repack_q6_k, Q6_KBlock)
