@@ -79,9 +79,8 @@ def _one_device(plan: Plan) -> bool:
 
 
 def wants_native(plan: Plan) -> bool:
-    """Return whether native kernels are faster than XLA on a CPU: not for float weights."""
-    layouts = ("auto", "column_major")
-    return plan.weights != "float" and _one_device(plan) and plan.weight_layout in layouts
+    """Return whether a plan leaves a CPU free to use native kernels."""
+    return _one_device(plan) and plan.weight_layout in ("auto", "column_major")
 
 
 def is_alike_at_any_width(plan: Plan, target: TargetConfig) -> bool:

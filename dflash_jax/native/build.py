@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -29,7 +30,7 @@ HEADERS = tuple(sorted(HERE.glob("*.h")))
 PRODUCTS = ("float", "int8", "q8_0", "q4_0", "q4_1", "int4z", "q4_k", "q6_k")
 NAMES = (*PRODUCTS, "attend", "norm", "rotate")  # of the handlers, each dflash_NAME
 NEEDED = frozenset(["avx2", "fma", "f16c"])
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-ffp-contract=off")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-ffp-contract=off")
 FLAGS += ("-fno-math-errno", "-DNDEBUG")
 PATIENCE = 300.0  # seconds after which compiling is given up
 _lock = threading.Lock()
@@ -106,8 +107,20 @@ def build(*, shown: bool = True) -> Path:
 
 
 def _compile(compiler: tuple[str, ...], path: Path) -> None:
-    command = [*compiler, *FLAGS, "-isystem", jax.ffi.include_dir()]
-    command += [*map(str, SOURCES), "-o", str(path)]
+    """Compile each source in a process of its own, and link them."""
+    including = [*compiler, *FLAGS, "-isystem", jax.ffi.include_dir(), "-c"]
+    with (
+        tempfile.TemporaryDirectory(dir=path.parent) as folder,
+        ThreadPoolExecutor(len(SOURCES)) as pool,
+    ):
+        objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
+        pairs = zip(SOURCES, objects, strict=True)
+        commands = ([*including, str(source), "-o", made] for source, made in pairs)
+        list(pool.map(_run, commands))
+        _run([*compiler, *FLAGS, "-shared", *objects, "-o", str(path)])
+
+
+def _run(command: list[str]) -> None:
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=PATIENCE, check=False
@@ -116,7 +129,7 @@ def _compile(compiler: tuple[str, ...], path: Path) -> None:
         raise NativeError(f"the native kernels could not be compiled: {error}") from error
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
-        raise NativeError(f"{compiler[0]} cannot compile the native kernels: {lines[0][:300]}")
+        raise NativeError(f"{command[0]} cannot compile the native kernels: {lines[0][:300]}")
 
 
 def find_compiler() -> tuple[str, ...]:
