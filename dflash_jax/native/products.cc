@@ -60,7 +60,7 @@ struct FloatTile {
   int64_t depth;
 
   template <int R>
-  static constexpr int kColumns = R == 1 ? 4 : 2;
+  static constexpr int kColumns = 2;
 
   template <int R, int C>
   void Multiply(int64_t row, int64_t vector, const Output& out) const {
@@ -96,7 +96,7 @@ struct Int8Tile {
   int64_t depth;
 
   template <int R>
-  static constexpr int kColumns = R == 1 ? 4 : 2;
+  static constexpr int kColumns = R == 1 ? 1 : 2;  // one row is read fastest strip by strip
 
   template <int R, int C>
   void Multiply(int64_t row, int64_t vector, const Output& out) const {
@@ -137,22 +137,15 @@ struct GroupTile {
   const Arrays& w;
 
   template <int R>
-  static constexpr int kColumns = R == 1 ? 2 : 1;
+  static constexpr int kColumns = 1;
 
   template <int R, int C>
   void Multiply(int64_t row, int64_t vector, const Output& out) const {
-    Floats sums[R][C];
-    for (auto& line : sums)
-      for (auto& sum : line) sum = Zeros();
-    for (int64_t g = 0; g < x.groups; g++)
-      for (int c = 0; c < C; c++) {
-        Floats column[R];
-        for (int r = 0; r < R; r++) column[r] = sums[r][c];
-        AddGroup<R>(row, Place(vector + c), g, column);
-        for (int r = 0; r < R; r++) sums[r][c] = column[r];
-      }
-    for (int r = 0; r < R; r++)
-      for (int c = 0; c < C; c++) out.Put(row + r, vector + c, sums[r][c]);
+    static_assert(C == 1);
+    Floats sums[R];
+    for (auto& sum : sums) sum = Zeros();
+    for (int64_t g = 0; g < x.groups; g++) AddGroup<R>(row, Place(vector), g, sums);
+    for (int r = 0; r < R; r++) out.Put(row + r, vector, sums[r]);
   }
 
   template <int R>
