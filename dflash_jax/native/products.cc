@@ -51,7 +51,8 @@ inline void Prefetch(const void* at) {
 }
 
 // -- tiles --------------------------------------------------------------------------------------
-// Each computes the products of R rows with C vectors of columns.
+// Each computes the products of R rows with C vectors of columns, C = kColumns or 1. Packed weights are
+// read fastest strip by strip, as they lie in memory.
 
 template <typename Format>
 struct FloatTile {
@@ -59,8 +60,7 @@ struct FloatTile {
   const typename Format::Stored* w;  // [strips, K, 16]
   int64_t depth;
 
-  template <int R>
-  static constexpr int kColumns = R == 1 ? 4 : 2;
+  static constexpr int kColumns = 2;
 
   template <int R, int C>
   void Multiply(int64_t row, int64_t vector, const Output& out) const {
@@ -95,38 +95,27 @@ struct Int8Tile {
   const float* scale;  // [strips, 16]
   int64_t depth;
 
-  template <int R>
-  static constexpr int kColumns = R == 1 ? 4 : 2;
+  static constexpr int kColumns = 1;
 
   template <int R, int C>
   void Multiply(int64_t row, int64_t vector, const Output& out) const {
-    Ints sums[R][C];
-    const uint8_t* from[C];
+    static_assert(C == 1);
     const int64_t quads = (depth + 3) / 4;
-    for (int r = 0; r < R; r++)
-      for (int c = 0; c < C; c++) sums[r][c] = AllInts(x.start[row + r]);
-    for (int c = 0; c < C; c++) {
-      const Place place(vector + c);
-      from[c] = w + place.strip * quads * kQuads + place.lane * 4;
-    }
+    const Place place(vector);
+    const uint8_t* from = w + place.strip * quads * kQuads + place.lane * 4;
     const int8_t* rows = x.codes.get() + row * x.width;
+    Ints sums[R];
+    for (int r = 0; r < R; r++) sums[r] = AllInts(x.start[row + r]);
     for (int64_t q = 0; q < quads; q++) {
-      Ints weights[C];
-      for (int c = 0; c < C; c++) {
-        Prefetch<R>(from[c] + q * kQuads);
-        weights[c] = LoadBytes(from[c] + q * kQuads);
-      }
-      for (int r = 0; r < R; r++) {
-        const Ints activations = Quad(rows + r * x.width + q * 4);
-        for (int c = 0; c < C; c++) sums[r][c] = DotBytes(sums[r][c], weights[c], activations);
-      }
+      Prefetch<R>(from + q * kQuads);
+      const Ints weights = LoadBytes(from + q * kQuads);
+      for (int r = 0; r < R; r++)
+        sums[r] = DotBytes(sums[r], weights, Quad(rows + r * x.width + q * 4));
     }
-    for (int c = 0; c < C; c++) {
-      const Floats scales = Load(scale + (vector + c) * kLanes);
-      for (int r = 0; r < R; r++) {
-        const Floats factor = dflash::Multiply(All(x.scale[row + r]), scales);
-        out.Put(row + r, vector + c, dflash::Multiply(ToFloats(sums[r][c]), factor));
-      }
+    const Floats scales = Load(scale + vector * kLanes);
+    for (int r = 0; r < R; r++) {
+      const Floats factor = dflash::Multiply(All(x.scale[row + r]), scales);
+      out.Put(row + r, vector, dflash::Multiply(ToFloats(sums[r]), factor));
     }
   }
 };
@@ -136,23 +125,15 @@ struct GroupTile {
   const Quantised& x;
   const Arrays& w;
 
-  template <int R>
-  static constexpr int kColumns = R == 1 ? 2 : 1;
+  static constexpr int kColumns = 1;
 
   template <int R, int C>
   void Multiply(int64_t row, int64_t vector, const Output& out) const {
-    Floats sums[R][C];
-    for (auto& line : sums)
-      for (auto& sum : line) sum = Zeros();
-    for (int64_t g = 0; g < x.groups; g++)
-      for (int c = 0; c < C; c++) {
-        Floats column[R];
-        for (int r = 0; r < R; r++) column[r] = sums[r][c];
-        AddGroup<R>(row, Place(vector + c), g, column);
-        for (int r = 0; r < R; r++) sums[r][c] = column[r];
-      }
-    for (int r = 0; r < R; r++)
-      for (int c = 0; c < C; c++) out.Put(row + r, vector + c, sums[r][c]);
+    static_assert(C == 1);
+    Floats sums[R];
+    for (auto& sum : sums) sum = Zeros();
+    for (int64_t g = 0; g < x.groups; g++) AddGroup<R>(row, Place(vector), g, sums);
+    for (int r = 0; r < R; r++) out.Put(row + r, vector, sums[r]);
   }
 
   template <int R>
@@ -196,7 +177,7 @@ struct GroupTile {
 
 template <int R, typename Tile>
 void MultiplyRows(const Tile& tile, int64_t row, int64_t begin, int64_t end, const Output& out) {
-  constexpr int kColumns = Tile::template kColumns<R>;
+  constexpr int kColumns = Tile::kColumns;
   int64_t vector = begin;
   for (; vector + kColumns <= end; vector += kColumns)
     tile.template Multiply<R, kColumns>(row, vector, out);

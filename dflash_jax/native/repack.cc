@@ -1,5 +1,5 @@
-// Moves the blocks of ggml's formats into strips of 16 columns (see formats.h), and quantises floats in
-// int8, for the reader of files, which calls these functions by ctypes.
+// Moves weights into strips of 16 columns (see formats.h): floats, floats quantised in int8, and blocks
+// of ggml's formats. The reader of files calls these functions by ctypes.
 
 #include <algorithm>
 #include <cstdint>
@@ -168,6 +168,20 @@ void QuantiseColumns(const float* w, int64_t depth, int64_t columns, int64_t cou
 
 }  // namespace
 }  // namespace dflash
+
+// Moves rows of numbers into strips.
+// Args:
+//   w: K rows of `row` bytes.
+//   strip: bytes of the numbers of a row in a strip.
+//   out: [strips, K, strip], zeros.
+extern "C" void dflash_interleave(const uint8_t* w, int64_t depth, int64_t row, int64_t strip,
+                                  uint8_t* out) {
+  const int64_t several = 16 * strip;  // few enough to be written at once
+  for (int64_t first = 0; first < row; first += several)
+    for (int64_t k = 0; k < depth; k++)
+      for (int64_t at = first; at < std::min(first + several, row); at += strip)
+        std::memcpy(out + (at / strip * depth + k) * strip, w + k * row + at, std::min(strip, row - at));
+}
 
 // Args:
 //   w: floats [K, N].

@@ -14,7 +14,6 @@ All arrays of a weight [D, N] begin with its strips, the last of which is padded
 import ctypes
 import functools
 import math
-import mmap
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,18 +21,27 @@ import numpy as np
 from jaxtyping import Float, Int, Num, UInt8
 
 from dflash_jax.native.build import library
+from dflash_jax.native.pages import zeros
 from dflash_jax.quant.formats import KINDS, RUN
-from dflash_jax.quant.layouts import Interleaved, Packed, join, split
+from dflash_jax.quant.layouts import FLOAT, Arrays, Interleaved, Packed, join, split
 
 WIDTH = 16  # columns of a strip
 ORDER = ("codes", "scale", "low", "zero", "sub", "sub_low")  # of the kernels' arguments
 HIGH = ((0, 0), (2, 4), (4, 1), (6, 5))  # bit of a byte of high bits, and its first quad of two
-LARGE = 1 << 21  # bytes of arrays that begin at a page, and may have huge ones
 
 
-def shapes(kind: str, depth: int, columns: int) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Return the shape and dtype of each array of a packed weight [D, N], in `ORDER`."""
-    format_, strips = KINDS[kind], -(-columns // WIDTH)
+def shapes(
+    kind: str, depth: int, columns: int, dtype: Any = None
+) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Return the shape and dtype of each array of a weight [D, N], in `ORDER`.
+
+    Args:
+      dtype: of floats.
+    """
+    strips = -(-columns // WIDTH)
+    if kind == FLOAT:
+        return {"values": ((strips, depth, WIDTH), dtype)}
+    format_ = KINDS[kind]
     if kind == "int8":
         codes = (strips, -(-depth // 4), 4 * WIDTH)
         return {"codes": (codes, np.uint8), "scale": ((strips, WIDTH), np.float32)}
@@ -44,8 +52,8 @@ def shapes(kind: str, depth: int, columns: int) -> dict[str, tuple[tuple[int, ..
     arrays = format_.arrays(depth)
     for name in ORDER[1:]:
         if name in arrays:
-            rows, dtype = arrays[name]
-            found[name] = ((strips, rows, WIDTH), dtype)
+            rows, stored = arrays[name]
+            found[name] = ((strips, rows, WIDTH), stored)
     return found
 
 
@@ -55,9 +63,7 @@ def interleave(w: Packed) -> Interleaved:
     format_, depth = KINDS[w.kind], w.shape[0]
     if w.kind == "int8":
         codes = _quads(arrays["codes"].view(np.uint8) ^ np.uint8(128))
-        return Interleaved(
-            {"codes": codes, "scale": _by_strip(arrays["scale"])[:, 0]}, w.kind, w.shape
-        )
+        return _placed({"codes": codes, "scale": _by_strip(arrays["scale"])[:, 0]}, w)
     if format_.classes == 1:
         codes = _quads(arrays["codes"].view(np.uint8) ^ np.uint8(128))
     else:
@@ -67,9 +73,9 @@ def interleave(w: Packed) -> Interleaved:
         groups = _quads(split(arrays["high"], 4)).reshape(-1, depth // RUN, 8, 4 * WIDTH)
         parts = (groups[:, :, i : i + 3 : 2] << np.uint8(bit) for bit, i in HIGH)
         codes = np.concatenate([codes, functools.reduce(np.bitwise_or, parts)], axis=2)
-    moved = {"codes": _aligned(codes.reshape(len(codes), depth // RUN, -1))}
+    moved = {"codes": codes.reshape(len(codes), depth // RUN, -1)}
     moved |= {name: _by_strip(arrays[name]) for name in ORDER[1:] if name in arrays}
-    return Interleaved(moved, w.kind, w.shape)
+    return _placed(moved, w)
 
 
 def deinterleave(w: Interleaved) -> Packed:
@@ -111,30 +117,45 @@ def from_blocks(
         addresses[places] = rows.ctypes.data + rows.strides[0] * np.arange(len(rows))
         kept.append(rows)
     assert addresses.all(), "columns are missing"
-    arrays = {n: _zeros(*declared) for n, declared in shapes(kind, shape[0], columns).items()}
-    pointers = [arrays[n].ctypes.data if n in arrays else None for n in ORDER if n != "zero"]
-    move = _function(f"dflash_repack_{kind.lower()}")
-    move(addresses.ctypes.data, columns, shape[0] // RUN, *pointers)
+    arrays = {n: zeros(*declared) for n, declared in shapes(kind, shape[0], columns).items()}
+    found = [arrays.get(name) for name in ORDER if name != "zero"]
+    _call(f"repack_{kind.lower()}", addresses, columns, shape[0] // RUN, *found)
     return Interleaved(arrays, kind, shape)
+
+
+def from_floats(weight: Float[np.ndarray, "D ..."]) -> Interleaved:
+    """Return a float weight in strips."""
+    flat = np.ascontiguousarray(weight).reshape(len(weight), -1)
+    [(shape, dtype)] = shapes(FLOAT, *flat.shape, flat.dtype).values()
+    strips = zeros(shape, dtype)
+    row, strip = flat.shape[1] * flat.itemsize, WIDTH * flat.itemsize
+    _call("interleave", flat, len(flat), row, strip, strips)
+    return Interleaved({"values": strips}, FLOAT, weight.shape)
 
 
 def quantise_int8(weight: Float[np.ndarray, "D ..."]) -> Interleaved:
     """Return a float weight in int8, with the numbers of `layouts.quantise`."""
     flat = np.ascontiguousarray(weight, np.float32).reshape(len(weight), -1)
     declared = shapes("int8", *flat.shape)
-    arrays = {name: _zeros(*of) for name, of in declared.items()}
-    pointers = [array.ctypes.data for array in arrays.values()]
-    _function("dflash_quantise_int8")(flat.ctypes.data, *flat.shape, *pointers)
+    arrays = {name: zeros(*of) for name, of in declared.items()}
+    _call("quantise_int8", flat, *flat.shape, *arrays.values())
     return Interleaved(arrays, "int8", weight.shape)
 
 
+def _call(name: str, *arguments: np.ndarray | int | None) -> None:
+    """Call a function of the native library with arrays, which may be absent, and numbers."""
+
+    def passed(argument: np.ndarray | int | None) -> ctypes.c_int64 | ctypes.c_void_p:
+        if isinstance(argument, int):
+            return ctypes.c_int64(argument)
+        return ctypes.c_void_p(None if argument is None else argument.ctypes.data)
+
+    _library()[f"dflash_{name}"](*map(passed, arguments))
+
+
 @functools.cache
-def _function(name: str) -> Any:
-    function = getattr(ctypes.CDLL(str(library().path)), name)
-    arrays = 2 if name == "dflash_quantise_int8" else len(ORDER) - 1
-    function.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * arrays]
-    function.restype = None
-    return function
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(library().path))
 
 
 def _quads(codes: UInt8[np.ndarray, "D N"]) -> UInt8[np.ndarray, "P Q 64"]:
@@ -158,18 +179,8 @@ def _rows(strips: Num[np.ndarray, "P R 16"], columns: int) -> Num[np.ndarray, "R
     return np.ascontiguousarray(rows[:, :columns])
 
 
-def _aligned(array: np.ndarray) -> np.ndarray:
-    copy = _zeros(array.shape, array.dtype)
-    copy[...] = array
-    return copy
-
-
-def _zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return an array of zeros that JAX can use in place; a large one may have huge pages."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    if size < LARGE:
-        return np.zeros(shape, dtype)
-    memory = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype).reshape(shape)
+def _placed(arrays: Arrays, w: Packed) -> Interleaved:
+    copies = {name: zeros(array.shape, array.dtype) for name, array in arrays.items()}
+    for name, array in arrays.items():
+        copies[name][...] = array
+    return Interleaved(copies, w.kind, w.shape)

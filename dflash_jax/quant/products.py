@@ -268,7 +268,7 @@ def set_weight_layout(params: dict[str, Any], layout: str, *, native: bool = Fal
             params[name] = _relaid(leaf, Interleaved if native else layout_of(layout, leaf.shape))
 
 
-def _relaid(leaf: Any, wanted: type[FloatLayout] | type[Interleaved] | None) -> Any:
+def _relaid(leaf: Any, wanted: type[Any] | None) -> Any:
     if isinstance(leaf, Joined):
         return dataclasses.replace(leaf, parts=tuple(_relaid(part, wanted) for part in leaf.parts))
     if isinstance(leaf, Packed):
@@ -279,6 +279,8 @@ def _relaid(leaf: Any, wanted: type[FloatLayout] | type[Interleaved] | None) -> 
         return interleaved.deinterleave(leaf)
     if wanted is None and not isinstance(leaf, StructuredWeight):
         return leaf
+    if wanted is Interleaved:
+        return interleaved.from_floats(np.asarray(leaf))
     small = isinstance(leaf, np.ndarray) and leaf.nbytes <= SMALL
     matrix = leaf if small else _row_major(leaf)
     return jax.block_until_ready(_laid_out(matrix, wanted))
@@ -289,34 +291,32 @@ def abstract_layout(w: Any, layout: str, *, native: bool = False) -> Any:
     if isinstance(w, Joined):
         parts = (abstract_layout(part, layout, native=native) for part in w.parts)
         return dataclasses.replace(w, parts=tuple(parts))
-    if isinstance(w, Packed) and native:
-        declared = interleaved.shapes(w.kind, w.shape[0], math.prod(w.shape[1:]))
+    if native:
+        kind = w.kind if isinstance(w, Packed) else FLOAT
+        dtype = None if kind else w.dtype
+        declared = interleaved.shapes(kind, w.shape[0], math.prod(w.shape[1:]), dtype)
         arrays = {name: jax.ShapeDtypeStruct(*of) for name, of in declared.items()}
-        return Interleaved(arrays, w.kind, w.shape)
-    wanted = Interleaved if native else layout_of(layout, w.shape)
+        return Interleaved(arrays, kind, w.shape)
+    wanted = layout_of(layout, w.shape)
     if isinstance(w, Packed) or wanted is None:
         return w
     return jax.eval_shape(functools.partial(_laid_out, wanted=wanted), w)
 
 
-def _laid_out(
-    w: Array | np.ndarray, wanted: type[FloatLayout] | type[Interleaved] | None
-) -> Array | np.ndarray | FloatLayout | Interleaved:
+def _laid_out(w: Array | np.ndarray, wanted: type[FloatLayout] | None) -> Any:
     module: Any = np if isinstance(w, np.ndarray) else jnp
     if wanted is ColumnMajor:
         return ColumnMajor(module.moveaxis(w, 0, -1))
-    if wanted is None:
-        return w
-    flat = w.reshape(len(w), -1)
-    flat = module.pad(flat, ((0, 0), (0, -flat.shape[1] % TILE_WIDTH)))
-    tiles = flat.reshape(len(w), -1, TILE_WIDTH).swapaxes(0, 1)
-    return Tiled(w, tiles) if wanted is Tiled else Interleaved({"values": tiles}, FLOAT, w.shape)
+    if wanted is Tiled:
+        flat = w.reshape(len(w), -1)
+        flat = module.pad(flat, ((0, 0), (0, -flat.shape[1] % TILE_WIDTH)))
+        return Tiled(w, flat.reshape(len(w), -1, TILE_WIDTH).swapaxes(0, 1))
+    return w
 
 
 def _row_major(w: Any) -> Float[Array, "D ..."]:
     if isinstance(w, ColumnMajor):
         return jnp.moveaxis(w.array, -1, 0)
     if isinstance(w, Interleaved):
-        rows = w.arrays["values"].swapaxes(0, 1).reshape(w.shape[0], -1)
-        return rows[:, : math.prod(w.shape[1:])].reshape(w.shape)
+        return jnp.asarray(np.asarray(w))
     return w.row_major if isinstance(w, Tiled) else jnp.asarray(w)

@@ -116,11 +116,13 @@ def test_kernels_are_right_for_other_processors(tmp_path: Path, options: str) ->
         native.ENVIRONMENT: str(tmp_path / "made"),
     }
     if "address" in options:
-        query = [*compiler, "-print-file-name=libasan.so"]
-        found = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-        if not Path(found).is_file():
+        query = [[*compiler, f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so")]
+        ran = [subprocess.run(q, capture_output=True, text=True, check=True) for q in query]
+        preloaded = [run.stdout.strip() for run in ran]
+        if not all(Path(path).is_file() for path in preloaded):
             pytest.skip(f"{compiler[0]} has no address sanitizer")
-        variables |= {"LD_PRELOAD": found, "ASAN_OPTIONS": "detect_leaks=0"}
+        variables |= {"LD_PRELOAD": " ".join(preloaded), "ASAN_OPTIONS": "detect_leaks=0"}
+        variables["JAX_PLATFORMS"] = "cpu"
     tests = [
         Path(__file__).with_name(f"test_{name}.py") for name in ("products", "layers", "widths")
     ]
