@@ -119,7 +119,7 @@ def kernels(pairs: int, tokens: int, depth: int, columns: int) -> dict[str, Any]
             if dtype == "float32" or layout == "native":
                 tree = {"down": noise((depth, columns), dtype, 1)}
                 native = layout == "native"
-                products.set_weight_layout(tree, "row_major" if native else layout, native=native)
+                products.set_weight_layout(tree, "interleaved" if native else layout)
                 add(f"{dtype}, {layout}", tree["down"])
     for kind, form in KINDS.items():
         arrays = {

@@ -161,7 +161,7 @@ class OpenPair:
     def _engine(self, plan: Plan, *, progress: bool) -> Engine:
         target, drafter = self.configs
         plan = resolve_here(self.with_stored(plan), target, drafter)
-        specs, native = weight_specs(plan, target, drafter), plan.kernels == "native"
+        specs, native = weight_specs(plan, target, drafter), plan.weight_layout == "interleaved"
         params = {}
         for role, model in self._models.items():
             start = role + "/"
@@ -171,7 +171,7 @@ class OpenPair:
                 if path.startswith(start)
             }
             params[role] = model.load(plan.dtype, specs=own, native=native)
-        set_weight_layout(params, plan.weight_layout, native=native)
+        set_weight_layout(params, plan.weight_layout)
         params = with_kernel(params, plan.kernels != "xla")
         mesh = device_mesh(plan)
         axes = model_axes(target, drafter)

@@ -7,14 +7,20 @@ plan before JAX starts.
 """
 
 import dataclasses
-import functools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from dflash_jax.errors import PlanError
-from dflash_jax.plan_fields import PlanField, as_number, check_field, documentation, plan_field
+from dflash_jax.plan_fields import (
+    PlanField,
+    check_field,
+    documentation,
+    plain_value,
+    plan_field,
+    with_deprecated_names,
+)
 from dflash_jax.quant.formats import Stored
 from dflash_jax.utils.deprecation import current_fields, deprecated_value, warn_renamed
 
@@ -23,7 +29,7 @@ DTYPES = get_args(Dtype)
 Weights = Literal["float", "int8", "int4", "packed"]
 Kernels = Literal["auto", "xla", "pallas", "native"]
 KvDtype = Literal["auto", "int8"]
-WeightLayout = Literal["auto", "row_major", "column_major", "tiled"]
+WeightLayout = Literal["auto", "row_major", "column_major", "tiled", "interleaved"]
 TapsAt = Literal["auto", "early", "late", "upstream"]
 
 
@@ -62,8 +68,8 @@ class Plan:
     )
     dtype: Dtype = plan_field(
         "auto",
-        "dtype of weights, activations and caches: float32, bfloat16 or float16; by default"
-        " float32 on a CPU, else bfloat16",
+        "dtype of weights, activations and caches (of matrices only, with native kernels): float32,"
+        " bfloat16 or float16; by default float32 on a CPU, else bfloat16",
         "cache",
         automatic=True,
     )
@@ -80,14 +86,13 @@ class Plan:
     )
     weight_layout: WeightLayout = plan_field(
         "auto",
-        "memory layout of float matrices: row_major, column_major or tiled; by default the"
-        " fastest on the processor",
+        "memory layout of matrices: interleaved (for native kernels), or of float matrices"
+        " row_major, column_major or tiled; by default the fastest on the processor",
         "cache",
         details="A matrix [D, N] of a product x · w is stored as [D, N] (row_major), as [N, D]"
-        " (column_major), or with a copy in tiles [N/16, D, 16] (tiled; column_major above 4096"
-        " columns). On a CPU with 256-bit vectors, a decode step then takes half to four fifths"
-        ' of the time. "auto" changes the layout on a single CPU device with AVX2 and without'
-        " AVX-512 only: tiled for float32 models narrower than 512, column_major for wider ones.",
+        " (column_major), with a copy in tiles [N/16, D, 16] (tiled; column_major above 4096"
+        " columns), or in such tiles only (interleaved). Without native kernels, one device with AVX2"
+        " but not AVX-512 takes tiled for float32 models narrower than 512, else column_major.",
         automatic=True,
     )
     kv_dtype: KvDtype = plan_field(
@@ -139,8 +144,7 @@ class Plan:
         "most decode steps per call; by default 4 on a single CPU device, else 1",
         "program",
         details="If more than 1, their number is tuned to about 0.1 s per call, and is 1 while"
-        " requests wait for a row; a call ends early once no row can continue. This is faster"
-        " where a step takes less than a few milliseconds, but tokens arrive in bursts.",
+        " requests wait for a row. Steps of few milliseconds are faster, tokens arrive in bursts.",
         minimum=1,
         automatic=True,
         metavar="N",
@@ -214,10 +218,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = as_number(getattr(self, field.name))
-            if isinstance(value, os.PathLike):
-                value = os.fspath(value)
-            object.__setattr__(self, field.name, value)
+            object.__setattr__(self, field.name, plain_value(getattr(self, field.name)))
         for field in dataclasses.fields(self):
             check_field(field.name, getattr(self, field.name), field.type, FIELDS[field.name])
         if self.prefix_folder and not self.prefix_cache:
@@ -319,6 +320,11 @@ class Plan:
         return self.rows if self.two_devices or self.mesh[0] > 1 else 1
 
     @property
+    def compute_dtype(self) -> str:
+        """Dtype of activations and caches; native kernels compute in float32."""
+        return "float32" if self.kernels == "native" else self.dtype
+
+    @property
     def slots(self) -> int:
         """Slots of a plain cache; `dynamic_update_slice` would clamp a write past its end."""
         return -(-(self.max_length + self.widest) // 16) * 16
@@ -334,15 +340,7 @@ class Plan:
 FIELDS: Mapping[str, PlanField] = {f.name: f.metadata["plan"] for f in dataclasses.fields(Plan)}
 
 
-def _with_deprecated_names(init: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(init)
-    def accept(self: Plan, **fields: Any) -> None:
-        init(self, **current_fields(fields))
-
-    return accept
-
-
-Plan.__init__ = _with_deprecated_names(Plan.__init__)  # type: ignore[method-assign]
+Plan.__init__ = with_deprecated_names(Plan.__init__)  # type: ignore[method-assign]
 Plan.__doc__ = documentation(Plan.__doc__ or "", FIELDS)
 
 

@@ -1,13 +1,16 @@
 """How the fields of a plan are declared, checked and documented."""
 
 import dataclasses
+import functools
 import math
+import os
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any, Literal, get_args, get_origin
 
 from dflash_jax.errors import PlanError
+from dflash_jax.utils.deprecation import current_fields
 
 Scope = Literal["cache", "program", "host"]
 
@@ -87,12 +90,24 @@ def documentation(summary: str, fields: Mapping[str, PlanField]) -> str:
     return "\n".join(lines)
 
 
-def as_number(value: Any) -> Any:
-    """Return NumPy numbers as Python's, in tuples and lists too, and other values unchanged."""
+def plain_value(value: Any) -> Any:
+    """Return NumPy numbers as Python's, in tuples and lists too, and paths as text."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     if isinstance(value, bool):
         return value
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
         return float(value)
-    return tuple(map(as_number, value)) if isinstance(value, tuple | list) else value
+    return tuple(map(plain_value, value)) if isinstance(value, tuple | list) else value
+
+
+def with_deprecated_names(init: Callable[..., None]) -> Callable[..., None]:
+    """Return an initialiser that accepts deprecated names of fields, with a warning."""
+
+    @functools.wraps(init)
+    def accept(self: Any, **fields: Any) -> None:
+        init(self, **current_fields(fields))
+
+    return accept

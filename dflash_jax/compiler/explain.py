@@ -99,7 +99,7 @@ class Explanation:
             f"plan     rows {p.rows}  max length {p.max_length}  slots {p.slots}  block {p.block}"
             f"  chunk {p.chunk}  {p.dtype}"
             + f"  {p.weights} weights" * (p.weights != "float")
-            + f"  {p.weight_layout} matrices" * (p.weight_layout in ("column_major", "tiled"))
+            + f"  {p.weight_layout} matrices" * (p.weight_layout not in ("auto", "row_major"))
             + f"  {p.kv_dtype} keys and values" * (p.kv_dtype != "auto")
             + f"  {'exact' if p.exact else 'inexact'}"
             f"  lookahead {p.lookahead}  steps per call {p.steps_per_call}"
@@ -200,7 +200,7 @@ def _shared_layers(target: TargetConfig, drafter: DrafterConfig, plan: Plan) -> 
     used = paired(target, drafter)
     scale, cap = used.input_embedding_scale or 1.0, used.final_logit_softcapping or 0.0
     if used.rounded_embedding_scale:
-        scale = float(jax.numpy.dtype(plan.dtype).type(scale))
+        scale = float(jax.numpy.dtype(plan.compute_dtype).type(scale))
     pairs = (drafter.input_embedding_scale, scale), (drafter.final_logit_softcapping, cap)
     whose = [" (the target's)" * (own is None and value not in (0, 1)) for own, value in pairs]
     return f"embedding x{scale:g}{whose[0]}  softcap {f'{cap:g}' if cap else 'none'}{whose[1]}"

@@ -69,7 +69,7 @@ def budget(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> B
     keys, corrections and decays until the commit.
     """
     weights = sum(sum(sizes.values()) for sizes in weight_bytes(plan, target, drafter).values())
-    state, item = abstract_state(plan, target, drafter), jnp.dtype(plan.dtype).itemsize
+    state, item = abstract_state(plan, target, drafter), jnp.dtype(plan.compute_dtype).itemsize
     wide = max(plan.rows * plan.block, plan.fed_rows * plan.chunk)
     scores = 3 * 4 * wide * target.num_heads * plan.slots
     hidden = 8 * item * wide * (target.hidden_size + target.intermediate_size)

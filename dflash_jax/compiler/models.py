@@ -14,7 +14,7 @@ from dflash_jax.decode.pair import Pair, Params
 from dflash_jax.models import build_drafter, build_target, drafter_caches, target_caches
 from dflash_jax.nn.layers import MODEL_AXES, ModelAxis
 from dflash_jax.plan import Plan
-from dflash_jax.quant.layouts import Spec, is_matrix, spec
+from dflash_jax.quant.layouts import Spec, is_matrix, is_widened, spec
 from dflash_jax.quant.products import abstract, abstract_layout
 from dflash_jax.state import (
     CHOICES,
@@ -55,13 +55,15 @@ class CacheMaker:
     def __call__(self, kv_heads: int, head_dim: int, window: int | None) -> LayerCache:
         """Return the cache of an attention layer."""
         plan, ring = self.plan, self.plan.ring_slots(window)
-        dtype = jnp.dtype(plan.dtype if plan.kv_dtype == "auto" else plan.kv_dtype)
+        dtype = jnp.dtype(plan.compute_dtype if plan.kv_dtype == "auto" else plan.kv_dtype)
         options = {"dtype": dtype, "ring": ring is not None}
         return empty_cache(plan.rows, kv_heads, ring or plan.slots, head_dim, **options)
 
     def recurrent(self, state: tuple[int, int, int], inputs: tuple[int, int]) -> RecurrentCache:
         """Return the cache of a recurrent layer: state [N, P, Q] and convolution inputs [W, C]."""
-        return empty_recurrent(self.plan.rows, state, inputs, dtype=jnp.dtype(self.plan.dtype))
+        return empty_recurrent(
+            self.plan.rows, state, inputs, dtype=jnp.dtype(self.plan.compute_dtype)
+        )
 
 
 def empty_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> DecodeState:
@@ -104,19 +106,19 @@ def abstract_params(
     Token ids stay integers, and parameters in `ALWAYS_FLOAT32` stay float32.
     """
     dtype, kernel = jnp.dtype(plan.dtype), plan.kernels != "xla"
-    native = plan.kernels == "native"
     specs = weight_specs(plan, target, drafter)
 
     def planned(path: Any, x: jax.ShapeDtypeStruct) -> Any:
         name = path_name(path)
         if name in specs:
             packed = abstract(x.shape, specs[name], dtype, kernel=kernel)
-            return abstract_layout(packed, plan.weight_layout, native=native)
+            return abstract_layout(packed, plan.weight_layout)
         kept = jnp.issubdtype(x.dtype, jnp.integer) or path[-1].key in ALWAYS_FLOAT32
-        stored = jax.ShapeDtypeStruct(x.shape, x.dtype if kept else dtype)
+        chosen = jnp.dtype(plan.compute_dtype) if is_widened(path[-1].key) else dtype
+        stored = jax.ShapeDtypeStruct(x.shape, x.dtype if kept else chosen)
         if not is_matrix(path[-1].key):
             return stored
-        return abstract_layout(stored, plan.weight_layout, native=native)
+        return abstract_layout(stored, plan.weight_layout)
 
     return jax.tree_util.tree_map_with_path(planned, _variables(target, drafter, "params"))
 

@@ -32,7 +32,7 @@ def place_params(
     """Return the parameters in the layout and on the devices of the plan."""
     params = jax.tree.map(lambda x: x, params, is_leaf=lambda x: isinstance(x, StructuredWeight))
     # In the copy of the tree.
-    set_weight_layout(params, plan.weight_layout, native=plan.kernels == "native")
+    set_weight_layout(params, plan.weight_layout)
     if plan.two_devices and drafter is not None:
         return two_devices.place_params(plan, params)
     mesh = device_mesh(plan)

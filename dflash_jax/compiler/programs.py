@@ -114,7 +114,7 @@ class _Declaration:
         plan, b, width = self.plan, self.plan.rows, self.pair.target.config.hidden_size
         found = {}
         for fed in sorted({plan.chunk, plan.block, plan.plain_width}):
-            tap = jax.ShapeDtypeStruct((b, fed, width), plan.dtype)
+            tap = jax.ShapeDtypeStruct((b, fed, width), plan.compute_dtype)
             taps = (tap,) * len(self.pair.taps)
             inputs = given.UpdateDrafterInputs(taps, _flags(b), _int32(b), _int32(b))
             found[fed] = self._model(Step.UPDATE_DRAFTER, None, steps.update_drafter, inputs)

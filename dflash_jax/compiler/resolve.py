@@ -66,7 +66,7 @@ def _completed(
     if plan.weight_layout != "auto":
         return plan
     if plan.kernels == "native":
-        return dataclasses.replace(plan, weight_layout="column_major")
+        return dataclasses.replace(plan, weight_layout="interleaved")
     layout: WeightLayout = "row_major"
     if cpu and _one_device(plan) and plan.weights == "float":
         tokens = plan.rows * (plan.block if drafter else plan.plain_width)  # per step
@@ -80,7 +80,7 @@ def _one_device(plan: Plan) -> bool:
 
 def wants_native(plan: Plan) -> bool:
     """Return whether a plan leaves a CPU free to use native kernels."""
-    return _one_device(plan) and plan.weight_layout in ("auto", "column_major")
+    return _one_device(plan) and plan.weight_layout in ("auto", "interleaved")
 
 
 def is_alike_at_any_width(plan: Plan, target: TargetConfig) -> bool:
@@ -146,12 +146,14 @@ def _problem(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) ->
 def _kernel_problem(plan: Plan, platform: str) -> str | None:
     """Return why the native kernels that a plan asks for cannot be used, or None."""
     if plan.kernels != "native":
-        return None
+        interleaved = plan.weight_layout == "interleaved"
+        absent = f": {library().reason}" * (not library())
+        return f"weight_layout 'interleaved' is for native kernels{absent}" if interleaved else None
     reason = "" if library() else library().reason
     if platform != "cpu" or not _one_device(plan):
         reason = f"they are for a single CPU device, not for {platform} or several"
-    if plan.weight_layout != "column_major":
-        reason = f"they multiply by column-major matrices, not by {plan.weight_layout!r} ones"
+    if plan.weight_layout != "interleaved":
+        reason = f"they multiply by interleaved matrices, not by {plan.weight_layout!r} ones"
     return f"kernels='native' cannot be used: {reason}; leave it 'auto'" if reason else None
 
 

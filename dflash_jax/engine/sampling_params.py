@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.errors import RequestError
-from dflash_jax.plan import as_number
+from dflash_jax.plan_fields import plain_value
 
 Structure = Mapping[str, Any]  # see `SamplingParams.structured`
 
@@ -113,7 +113,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (low, high, expected) in _RANGES.items():
             if type(value := getattr(self, name)) not in _PLAIN:
-                object.__setattr__(self, name, value := as_number(value))
+                object.__setattr__(self, name, value := plain_value(value))
             kinds = (int,) if name in _INTEGERS else (int, float)
             fits = type(value) in kinds and low <= value <= high
             check(fits or (value is None and name in _OPTIONAL), name, value, expected)

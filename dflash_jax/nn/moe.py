@@ -150,6 +150,7 @@ def by_tile(
         at = i * tiles.height
         rows = jnp.take(x, jax.lax.dynamic_slice_in_dim(tiles.tokens, at, tiles.height), axis=0)
         one = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, expert, keepdims=False), w)
+        one = jax.tree.map(lambda a: a.astype(x.dtype), one)
         gate_up = _dot("nd,dgf->ngf", rows, one.gate_up)
         if one.gate_up_bias is not None:
             gate_up += one.gate_up_bias[None]

@@ -21,6 +21,7 @@ QUANTISED = {"int8": "int8", "int4": "Q4_0"}  # kind for each value of `Plan.wei
 
 # Matrices that are multiplied by `nn.layers.dot`. Other parameters are never packed.
 MATRICES = frozenset(["qkv", "q", "kv", "o", "gate_up", "down", "in_proj", "out", "fc", "head"])
+STACKS = frozenset(["experts_gate_up", "experts_down"])  # of matrices, cast as they are used
 TABLE = "embed"  # gathered from; packed only if the file has it packed
 
 
@@ -103,11 +104,20 @@ FloatLayout = ColumnMajor | Tiled
 StructuredWeight = Packed | Interleaved | Joined | FloatLayout  # weights that are not one array
 
 
-def layout_of(weight_layout: str, shape: tuple[int, ...]) -> type[FloatLayout] | None:
+def layout_of(
+    weight_layout: str, shape: tuple[int, ...]
+) -> type[FloatLayout] | type[Interleaved] | None:
     """Return the class that stores a float matrix [D, ...] in a layout; None is a plain array."""
+    if weight_layout == "interleaved":
+        return Interleaved
     if weight_layout == "tiled" and math.prod(shape[1:]) <= MAX_TILED_COLUMNS:
         return Tiled
     return ColumnMajor if weight_layout in ("column_major", "tiled") else None
+
+
+def is_widened(name: str) -> bool:
+    """Whether native kernels need a float parameter of this name in float32."""
+    return not is_matrix(name) and name not in STACKS
 
 
 def is_matrix(name: str) -> bool:

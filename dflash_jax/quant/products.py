@@ -35,6 +35,7 @@ from dflash_jax.quant.layouts import (
     StructuredWeight,
     Tiled,
     is_matrix,
+    is_widened,
     layout_of,
 )
 
@@ -251,21 +252,27 @@ def with_kernel(params: Any, kernel: bool) -> Any:
     return jax.tree.map(choose, params, is_leaf=lambda leaf: isinstance(leaf, Packed))
 
 
-def set_weight_layout(params: dict[str, Any], layout: str, *, native: bool = False) -> None:
+def set_weight_layout(params: dict[str, Any], layout: str) -> None:
     """Store the matrices [D, ...] of a parameter tree in a layout, in place.
 
     One matrix at a time, so that no more memory is needed than for the largest. NumPy transposes
     small matrices, as compiling an operation for their shape takes longer.
 
     Args:
-      layout: of float matrices: "row_major", "column_major" or "tiled", as `Plan.weight_layout`.
-      native: whether the native kernels multiply; all matrices are in strips then.
+      layout: `Plan.weight_layout`. Packed matrices have a layout of their own, or are interleaved;
+        then parameters that are not matrices become float32.
     """
     for name, leaf in params.items():
         if isinstance(leaf, dict):
-            set_weight_layout(leaf, layout, native=native)
+            set_weight_layout(leaf, layout)
         elif is_matrix(name):
-            params[name] = _relaid(leaf, Interleaved if native else layout_of(layout, leaf.shape))
+            params[name] = _relaid(leaf, layout_of(layout, leaf.shape))
+        elif (
+            layout == "interleaved"
+            and is_widened(name)
+            and jnp.issubdtype(leaf.dtype, jnp.floating)
+        ):
+            params[name] = leaf.astype(jnp.float32)
 
 
 def _relaid(leaf: Any, wanted: type[Any] | None) -> Any:
@@ -286,18 +293,18 @@ def _relaid(leaf: Any, wanted: type[Any] | None) -> Any:
     return jax.block_until_ready(_laid_out(matrix, wanted))
 
 
-def abstract_layout(w: Any, layout: str, *, native: bool = False) -> Any:
+def abstract_layout(w: Any, layout: str) -> Any:
     """Return the shapes of a matrix [D, ...] stored in a layout; arguments as above."""
     if isinstance(w, Joined):
-        parts = (abstract_layout(part, layout, native=native) for part in w.parts)
+        parts = (abstract_layout(part, layout) for part in w.parts)
         return dataclasses.replace(w, parts=tuple(parts))
-    if native:
+    wanted = layout_of(layout, w.shape)
+    if wanted is Interleaved:
         kind = w.kind if isinstance(w, Packed) else FLOAT
         dtype = None if kind else w.dtype
         declared = interleaved.shapes(kind, w.shape[0], math.prod(w.shape[1:]), dtype)
         arrays = {name: jax.ShapeDtypeStruct(*of) for name, of in declared.items()}
         return Interleaved(arrays, kind, w.shape)
-    wanted = layout_of(layout, w.shape)
     if isinstance(w, Packed) or wanted is None:
         return w
     return jax.eval_shape(functools.partial(_laid_out, wanted=wanted), w)

@@ -253,7 +253,7 @@ def test_deprecated_names_of_fields_and_values_are_accepted_with_a_warning(
 def test_open_choices_are_made_for_the_platform_and_the_drafter(
     platform: str, dtype: str, chunk: int, length: int
 ) -> None:
-    plan = complete(Plan(), platform=platform)
+    plan = complete(Plan(kernels="xla"), platform=platform)
     assert (plan.dtype, plan.chunk, plan.max_length) == (dtype, chunk, length)
     assert plan.block == DRAFTER.block_size == 8
     assert plan.memory_limit == AMPLE
@@ -298,7 +298,7 @@ def test_float_matrices_are_laid_out_for_blocks_where_vectors_are_256_bits(
         monkeypatch.setattr(
             sys.modules["dflash_jax.compiler.resolve"], "widest_vectors", lambda: vectors
         )
-        plan = Plan(**fields)
+        plan = Plan(**{"kernels": "xla"} | fields)
         return resolve(plan, target, None, platform=platform, memory=AMPLE).weight_layout
 
     assert chosen("avx2") == "column_major"
@@ -319,7 +319,7 @@ def test_float_matrices_are_laid_out_for_blocks_where_vectors_are_256_bits(
         chosen("avx2", weights="int8", weight_layout="tiled")
 
 
-def test_native_kernels_are_chosen_for_quantised_weights_where_they_can_be_compiled(
+def test_native_kernels_are_chosen_where_they_can_be_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def chosen(platform: str = "cpu", **fields: Any) -> tuple[str, str]:
@@ -328,21 +328,24 @@ def test_native_kernels_are_chosen_for_quantised_weights_where_they_can_be_compi
 
     module = sys.modules["dflash_jax.compiler.resolve"]
     monkeypatch.setattr(module, "library", lambda: Library(Path("made.so")))
-    for weights in ("int8", "int4"):
-        assert chosen(weights=weights) == ("native", "column_major")
+    for weights in ("float", "int8", "int4"):
+        assert chosen(weights=weights) == ("native", "interleaved")
         assert chosen(weights=weights, kernels="xla") == ("xla", "row_major")
         assert chosen(weights=weights, platform="gpu") == ("auto", "row_major")
-    assert chosen() == chosen(dtype="bfloat16") == ("auto", "row_major")
-    assert chosen(kernels="native") == ("native", "column_major")
+    assert chosen(dtype="bfloat16") == chosen(kernels="native") == ("native", "interleaved")
+    for layout in ("row_major", "column_major", "tiled"):  # layouts for XLA
+        assert chosen(weight_layout=layout) == ("auto", layout)
+    with pytest.raises(PlanError, match="weight_layout 'interleaved' is for native kernels"):
+        chosen(weight_layout="interleaved", kernels="xla")
     for wrong, message in (
-        ({"weight_layout": "tiled"}, "column-major matrices, not by 'tiled' ones; leave it 'auto'"),
+        ({"weight_layout": "tiled"}, "interleaved matrices, not by 'tiled' ones; leave it 'auto'"),
         ({"mesh": (1, 2)}, "for a single CPU device, not for cpu or several"),
         ({"platform": "gpu"}, "for a single CPU device, not for gpu or several"),
     ):
         with pytest.raises(PlanError, match=f"kernels='native' cannot be used: .*{message}"):
             chosen(kernels="native", **wrong)
     monkeypatch.setattr(module, "library", lambda: Library(None, "there is no compiler"))
-    assert chosen(weights="int8") == ("auto", "row_major")
+    assert chosen(weights="int8") == chosen(weights="float") == ("auto", "row_major")
     with pytest.raises(PlanError, match="'native' cannot be used: there is no compiler; leave it"):
         chosen(weights="int8", kernels="native")
 

@@ -29,6 +29,8 @@ from dflash_jax.compiler.models import empty_state, idle_rules
 from dflash_jax.decode import steps
 from dflash_jax.decode.inputs import ForcedTokensInputs, PrefillInputs
 from dflash_jax.decode.pair import forward
+from dflash_jax.native.build import library
+from dflash_jax.plan import Kernels
 from dflash_jax.state import DecodeState, read_output
 from dflash_jax.testing import AMPLE, random_params, tiny_drafter, tiny_target
 
@@ -54,8 +56,9 @@ DRAFTER = tiny_drafter(
 )
 
 
-def plan(rows: int, *, exact: bool = True) -> Plan:
+def plan(rows: int, *, exact: bool = True, kernels: Kernels = "xla") -> Plan:
     made = Plan(rows=rows, max_length=2000, block=BLOCK, chunk=CHUNK, dtype="float32", exact=exact)
+    made = dataclasses.replace(made, kernels=kernels)
     return resolve(made, TARGET, DRAFTER, platform="cpu", memory=AMPLE)
 
 
@@ -94,6 +97,17 @@ def test_the_programs_are_few_and_known_from_the_plan() -> None:
             for step in (Step.PREFILL, Step.PLAIN, Step.DRAFT, Step.VERIFY)
         ),
     }
+
+
+@pytest.mark.skipif(not library(), reason=f"no native kernels: {library().reason}")
+def test_with_native_kernels_steps_need_less_memory_and_still_copy_no_state(
+    built: dict[tuple[int, ProgramKey], Executable],
+) -> None:
+    programs = declare(plan(3, kernels="native"), TARGET, DRAFTER)
+    native = compile_programs(programs[key] for key in (PREFILL, PLAIN, SPECULATIVE))
+    for key, program in native.items():
+        assert program.aliased_bytes == built[3, key].aliased_bytes
+        assert program.temporary_bytes < built[3, key].temporary_bytes
 
 
 def test_the_width_of_plain_steps_follows_from_the_plan() -> None:
@@ -188,7 +202,7 @@ def test_programs_read_their_parts_by_name(built: dict[tuple[int, ProgramKey], E
 @pytest.mark.parametrize("weights", [pytest.param("int8", marks=pytest.mark.soak), "int4"])
 def test_no_step_has_room_for_an_unpacked_matrix(weights: str) -> None:
     target = tiny_target(num_layers=1, hidden_size=256, intermediate_size=4096)
-    made = Plan(max_length=64, block=4, chunk=16, dtype="bfloat16", weights=weights)
+    made = Plan(max_length=64, block=4, chunk=16, dtype="bfloat16", weights=weights, kernels="xla")
     made = resolve(made, target, None, platform="cpu", memory=AMPLE)
     programs = declare(made, target, None)
     largest = 256 * 2 * 4096 * 2  # bytes of gate and up in bfloat16
