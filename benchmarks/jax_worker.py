@@ -66,7 +66,8 @@ class JaxWorker:
 
             self.engine = scripted_engine(self.engine)
         self.forced = options.forced
-        self.engine.warm_up()
+        if options.warm_up:
+            self.engine.warm_up()
         self._phase("warm_up")
 
     def _phase(self, name: str) -> None:
@@ -154,6 +155,7 @@ def main() -> None:
     parser.add_argument("--drafter")
     parser.add_argument("--plan", default="{}", metavar="JSON")
     parser.add_argument("--forced", action="store_true", help="replace drafts as requests say")
+    parser.add_argument("--no-warm-up", dest="warm_up", action="store_false")
     worker = JaxWorker(parser.parse_args())
     serve(worker.answer, worker.describe())
 

@@ -118,7 +118,7 @@ def capacity(tokens: int) -> int:
 def prompts(setting: Setting) -> list[list[int]]:
     """Return the prompts of a model: questions, or one long prompt of words or random ids."""
     if not setting.accepted:
-        tokenizer = _tokenizer(setting.target)
+        tokenizer = tokenizer_of(setting.target)
         return [tokenizer.chat([{"role": "user", "content": text}]) for text in QUESTIONS]
     return [long_prompt(setting, PROMPT)]
 
@@ -126,13 +126,14 @@ def prompts(setting: Setting) -> list[list[int]]:
 def long_prompt(setting: Setting, count: int) -> list[int]:
     """Return `count` token ids: of a text if the model has words, else random ones."""
     if setting.model in ("tiny", "smollm2"):
-        return (_tokenizer(setting.target).encode(TEXT) * 4)[:count]
+        return (tokenizer_of(setting.target).encode(TEXT) * 4)[:count]
     import numpy as np
 
     return np.random.default_rng(count).integers(3, 1000, count).tolist()
 
 
-def _tokenizer(target: Path) -> Any:
+def tokenizer_of(target: Path) -> Any:
+    """Return the tokenizer in a GGUF file."""
     from dflash_jax.converters.models import open_model
     from dflash_jax.tokenizer import Tokenizer
 

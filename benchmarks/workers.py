@@ -17,6 +17,8 @@ from typing import Any, Self
 
 ROOT = Path(__file__).parents[1]
 SOURCE = Path(__file__).parent / "llama_worker.cpp"
+# Bytecode is cached, as in an installation.
+INHERITED = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
 PATIENCE = 900.0  # seconds for loading and compiling, and for an answer
 LIBRARIES = (
     "common/libllama-common.a", "src/libllama.a", "ggml/src/libggml.a", "ggml/src/libggml-cpu.a",
@@ -116,7 +118,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             cwd=ROOT,
-            env=os.environ | dict(environment or {}),
+            env=INHERITED | dict(environment or {}),
         )
         try:
             self.first = self._read()
