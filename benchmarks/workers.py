@@ -107,16 +107,17 @@ class Worker:
         Raises:
           WorkerError: it ended instead.
         """
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         chosen = sorted(os.sched_getaffinity(0))[:cores]
         if len(chosen) < cores:
             raise WorkerError(f"{cores} cores were asked for; this process has {len(chosen)}")
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         started = time.perf_counter()
         self._process = subprocess.Popen(
             ["taskset", "-c", ",".join(map(str, chosen)), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
+            bufsize=0,  # `select` sees no lines that Python has read already
             cwd=ROOT,
             env=INHERITED | dict(environment or {}),
         )
