@@ -12,6 +12,7 @@ and our modes only. A mode of the F32 file quantises on loading; "packed" keeps 
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -30,6 +31,7 @@ from benchmarks.llama_cpp import (
     about,
     case_parser,
     chosen_settings,
+    merge,
     tokenizer_of,
 )
 from benchmarks.workers import Worker
@@ -42,7 +44,7 @@ FLOAT_MODES = {
     "int8": {"weights": "int8"},
     "int4": {"weights": "int4"},
 }
-REFERENCE = "float32"
+REFERENCE, STAGE = "float32", "accuracy"
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "DFLASH_PROGRESS": "off"}
 
 
@@ -212,6 +214,28 @@ def line(model: str, name: str, figures: dict[str, Any]) -> str:
     return f"{model:10} {name:24} {'  '.join(shown)}"
 
 
+def table(cases: dict[str, Any]) -> list[str]:
+    """Return the table of docs/benchmarks.md: every mode, and llama.cpp's types, by model."""
+    out = [
+        "| model | mode | relative error | KL divergence | same greedy token | perplexity | τ |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for model, case in cases.items():
+        for name, found in case[STAGE]["modes"].items():
+            perplexity, length = found["perplexity"], found.get("acceptance_length")
+            cells = [
+                model,
+                name,
+                f"{found['relative_error']:.1e}",
+                f"{found['kl_divergence']:.1e}",
+                f"{100 * found['greedy_agreement']:.1f} %",
+                "" if perplexity is None else f"{perplexity:.2f}",
+                "" if length is None else f"{length:.2f}",
+            ]
+            out.append(" ".join(f"| {cell}" for cell in cells).rstrip() + " |")
+    return out
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Measure every model, printing each mode when it is done."""
     types = "f32,bf16,q8_0,q4_0,q4_1"
@@ -221,13 +245,19 @@ def main(words: Sequence[str] | None = None) -> int:
     by_model: dict[str, list[Setting]] = {}
     for _, setting in chosen_settings(parser, options):
         by_model.setdefault(setting.model, []).append(setting)
-    load = os.getloadavg()[0]
-    cases = {model: measure(model, settings) for model, settings in by_model.items()}
-    cases |= {folder.name: measure_folder(folder) for folder in options.folder}
-    if options.json:
-        result = {"suite": "accuracy", "load": [load, os.getloadavg()[0]], "cases": cases}
-        text = json.dumps(result | about(options), indent=1) + "\n"
-        options.json.write_text(text, encoding="utf-8")
+    measures: dict[str, Callable[[], dict[str, Any]]] = {
+        model: functools.partial(measure, model, settings) for model, settings in by_model.items()
+    }
+    measures |= {
+        folder.name: functools.partial(measure_folder, folder) for folder in options.folder
+    }
+    for model, figures in measures.items():
+        load = os.getloadavg()[0]
+        found = figures() | {"load": [load, os.getloadavg()[0]]} | about(options)
+        del found["rounds"]  # nothing is timed
+        print("\n".join(table({model: {STAGE: found}})), flush=True)
+        if options.json:
+            merge(options.json, model, STAGE, found)
     return 0
 
 

@@ -30,7 +30,8 @@ HOW_TO_BUILD = """\
   pip download --no-deps --no-binary :all: llama-cpp-python==0.3.36
   tar xf llama_cpp_python-0.3.36.tar.gz
   cmake -S llama_cpp_python-0.3.36/vendor/llama.cpp -B FOLDER -DCMAKE_BUILD_TYPE=Release \\
-    -DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF
+    -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF \\
+    -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_MTMD=OFF
   cmake --build FOLDER --config Release -j"""
 
 

@@ -157,10 +157,10 @@ def test_our_worker_accepts_as_many_drafts_as_requests_say(tmp_path: Path) -> No
     )
     with warnings.catch_warnings(action="ignore"):
         worker = JaxWorker(options)
-    plain = worker.answer("plain 25 5,6,7 0")
-    drafted = worker.answer("drafted 25 5,6,7 3,0,6,3")
+    plain = worker.answer("plain 33 5,6,7 0")
+    drafted = worker.answer("drafted 33 5,6,7 3,0,6,3")
     assert drafted["tokens"] == plain["tokens"]
-    assert (plain["rounds"], drafted["rounds"]) == (24, 6)
+    assert (plain["rounds"], drafted["rounds"]) == (32, 8)
     out = tmp_path / "logits"
     assert worker.answer(f"logits {out} 5,6,7") == {"rows": 3}
     logits = np.fromfile(out, np.float32).reshape(3, RANDOM["2m"].vocabulary)
