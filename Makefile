@@ -6,7 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 LOWEST := .venv-lowest/bin
 
-.PHONY: demo smollm2 check test test-lowest lint fix soak bench clean
+.PHONY: demo smollm2 check test test-lowest lint fix soak bench llama-cpp clean
 
 # Stream text from the shipped pair, then time it against plain decoding.
 demo: .venv/installed
@@ -63,6 +63,14 @@ soak: .venv/installed-dev
 
 bench: .venv/installed-dev
 	$(BIN)/python -m benchmarks.decode
+
+# Measure speed, start-up and accuracy beside llama.cpp, which takes hours. LLAMA_CPP is the folder
+# in which it was built; without one, the command says how to build it.
+LLAMA_CPP ?= llama.cpp/build
+llama-cpp: .venv/installed-dev
+	$(BIN)/python -m benchmarks.llama_cpp --llama-cpp $(LLAMA_CPP) --json benchmarks/results/llama_cpp.json
+	$(BIN)/python -m benchmarks.startup --llama-cpp $(LLAMA_CPP) --json benchmarks/results/startup.json
+	$(BIN)/python -m benchmarks.accuracy --llama-cpp $(LLAMA_CPP) --json benchmarks/results/accuracy.json
 
 clean:
 	rm -rf .venv .venv-lowest

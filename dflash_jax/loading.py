@@ -40,7 +40,7 @@ from dflash_jax.quant.layouts import Spec
 from dflash_jax.quant.products import set_weight_layout, with_kernel
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.utils.allocator import fewer_collections, tune_allocator
+from dflash_jax.utils.allocator import fewer_collections, release_freed, tune_allocator
 from dflash_jax.utils.deprecation import renamed_argument
 from dflash_jax.utils.forking import check_not_forked
 from dflash_jax.utils.progress import announced, is_shown
@@ -146,6 +146,7 @@ class OpenPair:
 
     @isolated_jax_config()
     @fewer_collections()
+    @release_freed()
     def engine(self, plan: Plan | None = None, *, progress: bool = False) -> Engine:
         """Complete the plan, read the weights, and return an engine.
 

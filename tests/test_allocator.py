@@ -152,3 +152,45 @@ def test_threads_release_the_free_ends_of_their_heaps_on_request() -> None:
     released, later = map(int, found.stdout.split())
     assert released > 40_000_000  # of 80
     assert later < 20_000_000  # memory stays in the process again
+
+
+LOADING = (
+    TUNED
+    + """
+import contextlib, sys
+from dflash_jax.utils.allocator import release_freed
+
+def read(_):
+    both.wait(30)  # a thread each, with heaps of its own
+    pieces = [libc.malloc(100_000) for _ in range(400)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, 100_000)
+    return pieces
+
+both = threading.Barrier(2)
+with release_freed() if sys.argv[1:] else contextlib.nullcontext():
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        pieces = sum(pool.map(read, range(2)), [])
+    full = resident()
+    for piece in pieces:
+        libc.free(piece)
+print(full - resident())
+kept = resident()
+for again in range(2):
+    piece = libc.malloc(50_000_000)
+    ctypes.memset(piece, 1, 50_000_000)
+    libc.free(piece)
+print(resident() - kept)
+"""
+)
+
+
+@ON_GLIBC
+@pytest.mark.parametrize("released", [True, False])
+def test_memory_of_threads_that_ended_is_released_after_loading(released: bool) -> None:
+    command = [sys.executable, "-c", LOADING, *(["released"] if released else [])]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    given, later = map(int, found.stdout.split())
+    assert (given > 40_000_000) == released  # of 80
+    assert later > 30_000_000  # later, freed memory stays in the process

@@ -3,6 +3,7 @@
 Layout and limits follow the published format; the limits on counts are ours.
 """
 
+import functools
 import math
 import mmap
 import struct
@@ -54,12 +55,17 @@ class GgufArray:
         Raises:
           CheckpointError: a string is not UTF-8.
         """
-        if self.kind != STRING:
-            dtype = np.dtype(SCALARS[self.kind])
-            return np.frombuffer(self._buffer, dtype, self.count, self._start).tolist()
-        values, position = [], self._start
+        if self.kind == STRING:
+            return list(self._strings)
+        dtype = np.dtype(SCALARS[self.kind])
+        return np.frombuffer(self._buffer, dtype, self.count, self._start).tolist()
+
+    @functools.cached_property
+    def _strings(self) -> tuple[str, ...]:
+        """The strings, decoded once: a vocabulary of 50,000 takes 50 ms, and has three readers."""
+        values, position, length_at = [], self._start, struct.Struct("<Q").unpack_from
         for _ in range(self.count):
-            (length,) = struct.unpack_from("<Q", self._buffer, position)
+            (length,) = length_at(self._buffer, position)
             raw = self._buffer[position + 8 : position + 8 + length]
             try:
                 values.append(raw.decode())
@@ -69,7 +75,7 @@ class GgufArray:
                     " the file is damaged: fetch it again"
                 ) from None
             position += 8 + length
-        return values
+        return tuple(values)
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,8 @@ def _merges(
     for line in lines:
         space = line.find(" ", 1)  # a left part may itself begin with one
         left, right = line[:space], line[space + 1 :]
-        if space < 0 or not vocabulary.keys() >= {left, right, left + right}:
+        known = left in vocabulary and right in vocabulary and left + right in vocabulary
+        if space < 0 or not known:
             raise CheckpointError(
                 f"the merge {line!r} is not two tokens of the vocabulary that make a third; fetch"
                 " the file again"

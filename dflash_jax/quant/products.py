@@ -27,7 +27,6 @@ from dflash_jax.quant.layouts import (
     TILE_WIDTH,
     Arrays,
     ColumnMajor,
-    FloatLayout,
     Interleaved,
     Joined,
     Packed,
@@ -310,7 +309,7 @@ def abstract_layout(w: Any, layout: str) -> Any:
     return jax.eval_shape(functools.partial(_laid_out, wanted=wanted), w)
 
 
-def _laid_out(w: Array | np.ndarray, wanted: type[FloatLayout] | None) -> Any:
+def _laid_out(w: Array | np.ndarray, wanted: type[Any] | None) -> Any:
     module: Any = np if isinstance(w, np.ndarray) else jnp
     if wanted is ColumnMajor:
         return ColumnMajor(module.moveaxis(w, 0, -1))

@@ -20,7 +20,10 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 _HEAP = 1 << 26  # bytes of a heap in the arena of a thread
 _SETTINGS = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, _HEAP))
 _RELEASED = 2**20  # bytes; smaller free ends are kept
+_LEFT = 2**25  # bytes; ends that `release_freed` keeps, as faulting them in again takes time
 _tuned: list[bool] = []  # result of each call of tune_allocator
+_releasing: list[int] = []  # largest free end of a heap that is kept, by active block
+_changing = threading.Lock()  # of malloc's settings
 _RARE = (100_000, 50, 100)  # thresholds of Python's garbage collector
 _raised: list[tuple[int, int, int]] = []  # original thresholds, one entry per active block
 _raising = threading.Lock()
@@ -31,8 +34,46 @@ def tune_allocator() -> bool:
     libc = _glibc()
     if libc is None:
         return False
-    _tuned.append(all([bool(libc.mallopt(*setting)) for setting in _SETTINGS]))
+    with _changing:
+        _tuned.append(all([bool(libc.mallopt(*setting)) for setting in _settings()]))
     return _tuned[-1]
+
+
+@contextlib.contextmanager
+def release_freed(kept: int = _LEFT) -> Iterator[None]:
+    """Return freed memory to the kernel while the block runs, and what is free at its end.
+
+    For work that leaves much less memory than it used, like loading: the heaps of its threads
+    would keep all of it, also after the threads ended. Blocks may overlap, also across threads.
+
+    Args:
+      kept: bytes up to which a heap keeps its free end while the block runs.
+    """
+    libc = _glibc()
+    if libc is None or not any(_tuned):
+        yield
+        return
+    with _changing:
+        _releasing.append(kept)
+        _apply(libc)
+    try:
+        yield
+    finally:
+        with _changing:
+            _releasing.remove(kept)
+            _apply(libc)
+        libc.malloc_trim(0)
+
+
+def _settings() -> tuple[tuple[int, int], ...]:
+    if not _releasing:
+        return _SETTINGS
+    return (*_SETTINGS, (_M_TRIM_THRESHOLD, min(_releasing)), (_M_TOP_PAD, 0))  # the last count
+
+
+def _apply(libc: ctypes.CDLL) -> None:
+    for setting in _settings():
+        libc.mallopt(*setting)
 
 
 def give_back(pools: Mapping[ThreadPoolExecutor, int] | None = None) -> None:
@@ -50,14 +91,9 @@ def give_back(pools: Mapping[ThreadPoolExecutor, int] | None = None) -> None:
     libc.malloc_trim(0)
     if not (any(_tuned) and pools):
         return
-    libc.mallopt(_M_TRIM_THRESHOLD, _RELEASED)
-    libc.mallopt(_M_TOP_PAD, 0)
-    try:
+    with release_freed(_RELEASED):
         tasks = [pool.submit(_release, libc) for pool, count in pools.items() for _ in range(count)]
         wait(tasks, timeout=1.0)  # threads that are busy for longer keep their heap
-    finally:
-        for setting in _SETTINGS:
-            libc.mallopt(*setting)
 
 
 def _release(libc: ctypes.CDLL) -> None:

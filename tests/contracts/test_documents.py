@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import dflash_jax as dj
+from benchmarks import accuracy
 from dflash_jax import server
 from dflash_jax.cli import parser
 
@@ -101,6 +102,11 @@ def test_speeds_are_those_of_the_results() -> None:
         kept = ratios(name)[pair.removeprefix("| ").lower().replace("shipped", "tiny")]
         assert official == kept.get("official", "not run")
         assert plain == kept["plain"]
+
+
+def test_accuracies_are_those_of_the_results() -> None:
+    kept = json.loads((RESULTS / "accuracy.json").read_text(encoding="utf-8"))["cases"]
+    assert "\n".join(accuracy.table(kept)) in DOCUMENTS["docs/benchmarks.md"]
 
 
 def test_speeds_by_steps_per_call_are_those_of_the_results() -> None:

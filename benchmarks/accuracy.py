@@ -1,0 +1,265 @@
+"""Error of every mode against float32: logits, greedy tokens, perplexity, and acceptance length.
+
+    python -m benchmarks.accuracy --llama-cpp BUILD [--models tiny,smollm2] [--types q8_0]
+        [--folder MODEL ...] [--json benchmarks/results/accuracy.json]
+
+Texts are held-out programs for the shipped target and English prose for SmolLM2, in windows that
+are scored from an empty cache. The reference is our float32 of the F32 file; llama.cpp computes the
+same type on the same ids. Acceptance lengths are those of the shipped pair on held-out prompts,
+both models in the mode. Models of `--folder`, such as small ones of other families, get random ids
+and our modes only. A mode of the F32 file quantises on loading; "packed" keeps a file's blocks.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import dflash_jax as dj
+from benchmarks.llama_cpp import (
+    DRAFTED,
+    LLAMA,
+    Setting,
+    about,
+    case_parser,
+    chosen_settings,
+    merge,
+    tokenizer_of,
+)
+from benchmarks.workers import Worker
+
+WINDOW, MOST_WINDOWS = 128, 40  # tokens of a window, and windows of a model
+PROMPTS, TOKENS, LENGTH = 24, 96, 1024  # of the acceptance length, and room for them
+ENGLISH = Path(__file__).with_name("heldout_english.txt")
+FLOAT_MODES = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"weights": "int8"},
+    "int4": {"weights": "int4"},
+}
+REFERENCE, STAGE = "float32", "accuracy"
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "DFLASH_PROGRESS": "off"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Figures of logits over all positions of some windows, against a reference."""
+
+    max_error: float
+    relative_error: float  # of the root mean squares of errors and of logits
+    kl_divergence: float  # mean over positions, from the reference, in nats
+    greedy_agreement: float
+    perplexity: float | None  # of the tokens of the windows; None if these are random
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Return log-probabilities [..., V] in float64."""
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def scores(
+    logits: np.ndarray, reference: np.ndarray, windows: np.ndarray, *, text: bool = True
+) -> Scores:
+    """Return the scores of logits [W, T, V] of windows [W, T].
+
+    Args:
+      text: whether the windows are of a text, so that a perplexity has a meaning.
+    """
+    sums, count = np.zeros(5), windows.size
+    largest = 0.0
+    for ours, theirs, ids in zip(logits, reference, windows, strict=True):
+        log_p, log_q = log_softmax(theirs), log_softmax(ours)
+        error = ours.astype(np.float64) - theirs
+        largest = max(largest, float(np.abs(error).max()))
+        sums += (
+            np.square(error).sum(),
+            np.square(theirs.astype(np.float64)).sum(),
+            (np.exp(log_p) * (log_p - log_q)).sum(),
+            (ours.argmax(-1) == theirs.argmax(-1)).sum(),
+            -log_q[np.arange(len(ids) - 1), ids[1:]].sum(),
+        )
+    predicted = count - len(windows)
+    return Scores(
+        largest,
+        float(np.sqrt(sums[0] / sums[1])),
+        sums[2] / count,
+        sums[3] / count,
+        float(np.exp(sums[4] / predicted)) if text else None,
+    )
+
+
+def windows_of(model: str, target: Path) -> np.ndarray:
+    """Return windows of held-out text as ids [W, T]."""
+    encode = tokenizer_of(target).encode
+    if model == "tiny":
+        texts = [row["text"] for row in heldout() if "text" in row]
+    else:
+        texts = [ENGLISH.read_text(encoding="utf-8")]
+    ids = [i for text in texts for i in encode(text)]
+    count = min(len(ids) // WINDOW, MOST_WINDOWS)
+    return np.asarray(ids[: count * WINDOW]).reshape(count, WINDOW)
+
+
+def heldout() -> list[dict[str, Any]]:
+    """Return the shipped held-out prompts and texts."""
+    path = Path(dj.__file__).parent / "data" / "tiny" / "heldout.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def logits_of(worker: Worker, windows: np.ndarray) -> np.ndarray:
+    """Return logits [W, T, V] that a worker computes."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "logits")
+        for ids in windows:
+            worker.ask(f"logits {path} {','.join(map(str, ids))}")
+            found.append(np.fromfile(path, np.float32).reshape(len(ids), -1))
+    return np.stack(found)
+
+
+def acceptance_length(worker: Worker, prompts: Sequence[Sequence[int]]) -> float:
+    """Return the mean number of tokens per round of drafted decoding."""
+    words = [",".join(map(str, ids)) for ids in prompts]
+    answers = [worker.ask(f"{DRAFTED} {TOKENS} {ids}") for ids in words]
+    return sum(len(a["tokens"]) - 1 for a in answers) / sum(a["rounds"] for a in answers)
+
+
+def chat_prompts(target: Path) -> list[list[int]]:
+    """Return the first held-out conversations as ids."""
+    tokenizer = tokenizer_of(target)
+    rows = [row for row in heldout() if "messages" in row][:PROMPTS]
+    return [
+        tokenizer.chat(row["messages"], **({"tools": row["tools"]} if row["tools"] else {}))
+        for row in rows
+    ]
+
+
+def modes(settings: Sequence[Setting]) -> Iterator[tuple[str, Callable[[], Worker]]]:
+    """Yield the name of each mode and how to start its worker, the reference first."""
+
+    def ours(setting: Setting, plan: dict[str, Any]) -> Callable[[], Worker]:
+        drafted = setting.model == "tiny"
+        command = setting.ours(plan | {"max_length": LENGTH}, drafted=drafted)
+        command += [] if drafted else ["--no-warm-up"]
+        return lambda: Worker(command, setting.cores, environment=ENVIRONMENT)
+
+    def theirs(setting: Setting, *, drafted: bool) -> Callable[[], Worker]:
+        return lambda: Worker(setting.llama(LENGTH, drafted=drafted), setting.cores)
+
+    base = next((s for s in settings if s.kind == "f32"), None)
+    if base is None:
+        raise SystemExit("--types has no f32, the type of the reference; add it")
+    yield REFERENCE, ours(base, {"dtype": "float32"})
+    for name, plan in FLOAT_MODES.items():
+        yield name, ours(base, plan)
+    for setting in settings:
+        if setting.kind not in ("f32", "f16", "bf16"):
+            yield f"packed {setting.kind}", ours(setting, {"weights": "packed"})
+    for setting in settings:
+        yield f"{LLAMA} {setting.kind}", theirs(setting, drafted=False)
+        if setting.model == "tiny":
+            yield f"{LLAMA} {setting.kind} {DRAFTED}", theirs(setting, drafted=True)
+
+
+def measure(model: str, settings: Sequence[Setting]) -> dict[str, Any]:
+    """Return the scores of every mode of a model."""
+    windows = windows_of(model, settings[0].target)
+    prompts = chat_prompts(settings[0].target) if model == "tiny" else []
+    found: dict[str, Any] = {}
+    reference = np.zeros(0)
+    for name, start in modes(settings):
+        with start() as worker:
+            if not name.endswith(DRAFTED):
+                logits = logits_of(worker, windows)
+                reference = logits if name == REFERENCE else reference
+                found[name] = dataclasses.asdict(scores(logits, reference, windows))
+            if prompts and (name.endswith(DRAFTED) or not name.startswith(LLAMA)):
+                length = acceptance_length(worker, prompts)
+                found[name.removesuffix(f" {DRAFTED}")]["acceptance_length"] = length
+        print(line(model, name, found[name.removesuffix(f" {DRAFTED}")]), flush=True)
+    return {"tokens": windows.size, "modes": found}
+
+
+def measure_folder(folder: Path) -> dict[str, Any]:
+    """Return the scores of our modes of a model in a folder, on random ids."""
+    from dflash_jax.loading import describe
+
+    config, _ = describe(folder, None)
+    rng = np.random.default_rng(0)
+    windows = rng.integers(0, config.vocab_size, (4, WINDOW // 2))
+    found: dict[str, Any] = {}
+    reference = np.zeros(0)
+    for name, plan in ({REFERENCE: {"dtype": "float32"}} | FLOAT_MODES).items():
+        command = [sys.executable, "-m", "benchmarks.jax_worker", str(folder), "--no-warm-up"]
+        command += ["--plan", json.dumps(plan | {"max_length": WINDOW})]
+        with Worker(command, 1, environment=ENVIRONMENT) as worker:
+            logits = logits_of(worker, windows)
+        reference = logits if name == REFERENCE else reference
+        found[name] = dataclasses.asdict(scores(logits, reference, windows, text=False))
+        print(line(folder.name, name, found[name]), flush=True)
+    return {"tokens": windows.size, "modes": found}
+
+
+def line(model: str, name: str, figures: dict[str, Any]) -> str:
+    """Return a line with the figures of a mode."""
+    shown = [f"{key} {value:.4g}" for key, value in figures.items() if value is not None]
+    return f"{model:10} {name:24} {'  '.join(shown)}"
+
+
+def table(cases: dict[str, Any]) -> list[str]:
+    """Return the table of docs/benchmarks.md: every mode, and llama.cpp's types, by model."""
+    out = [
+        "| model | mode | relative error | KL divergence | same greedy token | perplexity | τ |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for model, case in cases.items():
+        for name, found in case[STAGE]["modes"].items():
+            perplexity, length = found["perplexity"], found.get("acceptance_length")
+            cells = [
+                model,
+                name,
+                f"{found['relative_error']:.1e}",
+                f"{found['kl_divergence']:.1e}",
+                f"{100 * found['greedy_agreement']:.1f} %",
+                "" if perplexity is None else f"{perplexity:.2f}",
+                "" if length is None else f"{length:.2f}",
+            ]
+            out.append(" ".join(f"| {cell}" for cell in cells).rstrip() + " |")
+    return out
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure every model, printing each mode when it is done."""
+    types = "f32,bf16,q8_0,q4_0,q4_1"
+    parser = case_parser(__doc__, models="tiny,smollm2", types=types, cores="2")
+    parser.add_argument("--folder", type=Path, action="append", default=[], metavar="MODEL")
+    options: argparse.Namespace = parser.parse_args(words)
+    by_model: dict[str, list[Setting]] = {}
+    for _, setting in chosen_settings(parser, options):
+        by_model.setdefault(setting.model, []).append(setting)
+    measures: dict[str, Callable[[], dict[str, Any]]] = {
+        model: functools.partial(measure, model, settings) for model, settings in by_model.items()
+    }
+    measures |= {
+        folder.name: functools.partial(measure_folder, folder) for folder in options.folder
+    }
+    for model, figures in measures.items():
+        load = os.getloadavg()[0]
+        found = figures() | {"load": [load, os.getloadavg()[0]]} | about(options)
+        del found["rounds"]  # nothing is timed
+        print("\n".join(table({model: {STAGE: found}})), flush=True)
+        if options.json:
+            merge(options.json, model, STAGE, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""Pairs of GGUF files for benchmarks beside llama.cpp: shipped, published and random ones."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import dflash_jax as dj
+from benchmarks.llama_cpp import BLOCK
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.converters.convert import convert
+from dflash_jax.converters.export import Weights, export
+from dflash_jax.converters.forms import GGUF
+from dflash_jax.converters.gguf.header import STRING
+from dflash_jax.converters.gguf.tokenizer import CONTROL, NORMAL
+from dflash_jax.converters.gguf.writer import I32, U32, Typed
+from dflash_jax.converters.models import open_model
+from dflash_jax.converters.target_tokenizer import for_drafter
+from dflash_jax.converters.tree_source import TreeSource
+from dflash_jax.testing import random_params
+
+TINY, SMOLLM2 = "tiny", "smollm2"
+DRAFTER_LAYERS, SEED = 2, 1
+BASE = "f32"  # the type from which the others are converted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """Sizes of a random target with the architecture of Llama and tied embeddings."""
+
+    width: int
+    layers: int
+    heads: int
+    inner: int
+    vocabulary: int = 32000
+
+    def target(self) -> TargetConfig:
+        """Return the configuration."""
+        return TargetConfig(
+            model_type="llama",
+            hidden_size=self.width,
+            num_layers=self.layers,
+            num_heads=self.heads,
+            num_kv_heads=self.heads // 2,
+            head_dim=64,
+            intermediate_size=self.inner,
+            vocab_size=self.vocabulary,
+            max_length=2048,
+            tie_embeddings=True,
+            qk_norm=False,
+            windows=(None,) * self.layers,
+        )
+
+
+RANDOM = {
+    "2m": Size(width=128, layers=4, heads=2, inner=384, vocabulary=2048),  # for trying out
+    "60m": Size(width=512, layers=14, heads=8, inner=1536),
+    "350m": Size(width=1024, layers=28, heads=16, inner=2816),
+}
+MODELS = (TINY, SMOLLM2, *RANDOM)
+
+
+@dataclasses.dataclass(frozen=True)
+class PairFiles:
+    """GGUF files of a target and its drafter."""
+
+    target: Path
+    drafter: Path
+
+
+def random_drafter(target: TargetConfig) -> DrafterConfig:
+    """Return a DFlash drafter with layers of the target's size, for forced acceptance."""
+    taps = (1, max(target.num_layers - 3, 2))
+    return DrafterConfig(
+        hidden_size=target.hidden_size,
+        num_layers=DRAFTER_LAYERS,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        intermediate_size=target.intermediate_size,
+        vocab_size=target.vocab_size,
+        block_size=BLOCK,
+        mask_token_id=target.vocab_size - 1,
+        target_layer_ids=taps,
+        num_target_layers=target.num_layers,
+        windows=(None,) * DRAFTER_LAYERS,
+        causal=(False,) * DRAFTER_LAYERS,
+    )
+
+
+def write_pair(name: str, kind: str, folder: Path) -> PairFiles:
+    """Return the files of a pair in a GGUF type, written into `folder` unless they are there.
+
+    Args:
+      name: one of `MODELS`. Drafters of all but "tiny" have random weights.
+      kind: one of `GGUF_TYPES`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    pair = PairFiles(*(folder / f"{name}-{kind}-{role}.gguf" for role in ("target", "drafter")))
+    if pair.target.is_file() and pair.drafter.is_file():
+        return pair
+    if kind == BASE:
+        _write_base(name, pair)
+        return pair
+    base = write_pair(name, BASE, folder)
+    convert(open_model(base.target), pair.target, to=GGUF, dtype=kind, overwrite=True)
+    convert(
+        open_model(base.drafter), pair.drafter, to=GGUF, dtype=kind, tokenizer=base.target,
+        overwrite=True,
+    )  # fmt: skip
+    return pair
+
+
+def _write_base(name: str, pair: PairFiles) -> None:
+    options: dict[str, Any] = {"to": GGUF, "dtype": BASE, "overwrite": True}
+    if name == TINY:
+        shipped = Path(dj.__file__).parent / "data" / TINY
+        target, drafter = shipped / "target", shipped / "drafter"
+        convert(open_model(target), pair.target, **options)
+        convert(open_model(drafter), pair.drafter, tokenizer=target, **options)
+        return
+    if name == SMOLLM2:
+        from dflash_jax.utils.smollm2 import find
+
+        source = open_model(find())
+        convert(source, pair.target, **options)
+        _write_random(source.config, for_drafter(source.config, source), pair, target=False)
+    else:
+        size = RANDOM[name]
+        _write_random(size.target(), _numbered(size.vocabulary), pair)
+
+
+def _write_random(
+    config: Any, tokenizer: dict[str, Any], pair: PairFiles, *, target: bool = True
+) -> None:
+    """Write a random drafter for a target's config, and random weights of the target if asked."""
+    drafter = random_drafter(config)
+    params = random_params(config, drafter, seed=SEED)
+    files = [("drafter", drafter, pair.drafter)]
+    if target:
+        files.insert(0, ("target", config, pair.target))
+    for role, own, file in files:
+        weights = Weights(own, TreeSource(params[role], own), tokenizer=tokenizer)
+        export(weights, file, layout=GGUF, dtype=BASE, overwrite=True)
+
+
+def _numbered(count: int) -> dict[str, Typed]:
+    """Return the metadata of a vocabulary of numbers, for prompts that are given as ids."""
+    tokens = ["a", "b", "ab", *(f"<{i}>" for i in range(3, count))]  # files need a merge
+    kinds = [NORMAL] * (count - 1) + [CONTROL]
+    return {
+        "tokenizer.ggml.model": Typed(STRING, "gpt2"),
+        "tokenizer.ggml.pre": Typed(STRING, "gpt-2"),
+        "tokenizer.ggml.tokens": Typed(STRING, tokens),
+        "tokenizer.ggml.token_type": Typed(I32, kinds),
+        "tokenizer.ggml.merges": Typed(STRING, ["a b"]),
+        "tokenizer.ggml.bos_token_id": Typed(U32, count - 1),
+        "tokenizer.ggml.eos_token_id": Typed(U32, count - 1),
+    }
