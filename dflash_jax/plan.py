@@ -92,7 +92,7 @@ class Plan:
         details="A matrix [D, N] of a product x · w is stored as [D, N] (row_major), as [N, D]"
         " (column_major), with a copy in tiles [N/16, D, 16] (tiled; column_major above 4096"
         " columns), or in such tiles only (interleaved). Without native kernels, one device with"
-        " AVX2 but not AVX-512 takes tiled for float32 models narrower than 512, else column_major.",
+        " AVX2 but not AVX-512 takes tiled for narrow float32 models, else column_major.",
         automatic=True,
     )
     kv_dtype: KvDtype = plan_field(

@@ -89,13 +89,17 @@ inline Floats Exp(Floats x) {
 }
 #endif
 
-// Reads a vector of numbers; the last of a head may have fewer, and ends in zeros.
+// Reads the last numbers of a row, fewer than a vector has; the others are zero.
 template <typename Format>
-Floats Read(const typename Format::Stored* at, int64_t count) {
-  if (count >= kLanes) return Format::Read(at);
+Floats Part(const typename Format::Stored* at, int64_t count) {
   typename Format::Stored part[kLanes] = {};
   std::copy_n(at, count, part);
   return Format::Read(part);
+}
+
+// Reads a vector of scales, or the last ones.
+inline Floats Scales(const float* at, int64_t count) {
+  return count < kLanes ? Part<Float32>(at, count) : Load(at);
 }
 
 // -- the shapes of a call -----------------------------------------------------------------------
@@ -164,7 +168,7 @@ class Tile {
     const int64_t wide = 4 * kLanes;
     int64_t h = 0;
     for (; h + wide <= call_.width; h += wide) Sum<4>(h);
-    for (; h < call_.width; h += kLanes) Sum<1>(h);
+    for (; h < call_.width; h += kLanes) Sum<1>(h, std::min(kLanes, call_.width - h));
   }
 
  private:
@@ -183,7 +187,7 @@ class Tile {
       Floats score = Load(dots[r]) * All(call_.scale);
       if (call_.k_scale) {
         const float* scale = call_.k_scale + (b_ * call_.heads + head_) * call_.slots + s;
-        score *= Part(scale, count);
+        score *= Scales(scale, count);
       }
       alignas(64) uint8_t seen[kLanes] = {};
       const uint8_t* bytes = seen_[r] + s;
@@ -192,26 +196,27 @@ class Tile {
     }
   }
 
-  static Floats Part(const float* at, int64_t count) {
-    if (count >= kLanes) return Load(at);
-    float part[kLanes] = {};
-    std::copy_n(at, count, part);
-    return Load(part);
-  }
-
   void Dots(int64_t s, float (&dots)[R][kLanes], int64_t at) const {
     Floats sums[R][kSlots];
     for (auto& line : sums)
       for (auto& sum : line) sum = Zeros();
     const Stored* keys[kSlots];
     for (int i = 0; i < kSlots; i++) keys[i] = Row(call_.k, std::min(s + i, call_.slots - 1));
-    for (int64_t h = 0; h < call_.width; h += kLanes) {
-      const int64_t count = call_.width - h;
+    const int64_t whole = call_.width / kLanes * kLanes;
+    for (int64_t h = 0; h < whole; h += kLanes) {
       Floats key[kSlots];
-      for (int i = 0; i < kSlots; i++) key[i] = Read<Format>(keys[i] + h, count);
+      for (int i = 0; i < kSlots; i++) key[i] = Format::Read(keys[i] + h);
       for (int r = 0; r < R; r++) {
-        const Floats query = Part(q_[r] + h, count);
+        const Floats query = Load(q_[r] + h);
         for (int i = 0; i < kSlots; i++) sums[r][i] = MultiplyAdd(query, key[i], sums[r][i]);
+      }
+    }
+    if (whole < call_.width) {
+      const int64_t count = call_.width - whole;
+      for (int r = 0; r < R; r++) {
+        const Floats query = Part<Float32>(q_[r] + whole, count);
+        for (int i = 0; i < kSlots; i++)
+          sums[r][i] = MultiplyAdd(query, Part<Format>(keys[i] + whole, count), sums[r][i]);
       }
     }
     for (int r = 0; r < R; r++) _mm_storeu_ps(dots[r] + at, SumsOf4(sums[r]));
@@ -230,7 +235,7 @@ class Tile {
       Store(scores(r, s), e);
       if (call_.v_scale) {
         const float* scale = call_.v_scale + (b_ * call_.heads + head_) * call_.slots + s;
-        Store(scores(r, s), e * Part(scale, call_.slots - s));
+        Store(scores(r, s), e * Scales(scale, call_.slots - s));
       }
     }
     alignas(64) float sink[kLanes];
@@ -238,17 +243,20 @@ class Tile {
     inverse_[r] = 1.0f / (dflash::Sum(total) + sink[0]);
   }
 
-  // Writes C vectors of the weighted sums of values.
+  // Writes C vectors of the weighted sums of values; the only one of them may have `count` numbers.
   template <int C>
-  void Sum(int64_t h) const {
+  void Sum(int64_t h, int64_t count = kLanes) const {
     Floats sums[R][C];
     for (auto& line : sums)
       for (auto& sum : line) sum = Zeros();
-    const int64_t count = call_.width - h;
     for (int64_t s = range_.begin; s < range_.end; s++) {
       const Stored* row = Row(call_.v, s) + h;
       Floats value[C];
-      for (int c = 0; c < C; c++) value[c] = Read<Format>(row + c * kLanes, count - c * kLanes);
+      if (C == 1 && count < kLanes) {
+        value[0] = Part<Format>(row, count);
+      } else {
+        for (int c = 0; c < C; c++) value[c] = Format::Read(row + c * kLanes);
+      }
       for (int r = 0; r < R; r++) {
         const Floats weight = All(*scores(r, s));
         for (int c = 0; c < C; c++) sums[r][c] = MultiplyAdd(weight, value[c], sums[r][c]);
@@ -256,9 +264,15 @@ class Tile {
     }
     for (int r = 0; r < R; r++)
       for (int c = 0; c < C; c++) {
+        const Floats result = sums[r][c] * All(inverse_[r]);
+        float* to = out_[r] + h + c * kLanes;
+        if (count == kLanes) {
+          Store(to, result);
+          continue;
+        }
         alignas(64) float part[kLanes];
-        Store(part, sums[r][c] * All(inverse_[r]));
-        std::copy_n(part, std::min(kLanes, count - c * kLanes), out_[r] + h + c * kLanes);
+        Store(part, result);
+        std::copy_n(part, count, to);
       }
   }
 
