@@ -44,6 +44,10 @@ class Example:
         opening = json.dumps([asked, self.text[:200], self.ids[:64]], ensure_ascii=False)
         return hashlib.sha256(opening.encode(errors="replace")).digest()[0] % HELD_OUT_SHARE == 0
 
+    def contains(self, text: str) -> bool:
+        """Return whether a text occurs anywhere in the messages, tools or plain text."""
+        return text in f"{self.messages}{self.tools}{self.text}"
+
     def variables(self) -> dict[str, Any]:
         """Return the variables of the chat template, without the messages."""
         switch = {} if self.thinking else {"enable_thinking": False}

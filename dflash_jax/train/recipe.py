@@ -8,7 +8,6 @@ from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.config.dflash2 import DFlash2Config
 from dflash_jax.config.dspark import DSparkConfig
 from dflash_jax.errors import ConfigError
-from dflash_jax.tokenizer import Tokenizer
 
 DFLASH, DFLASH2, DSPARK = KINDS = ("dflash", "dflash2", "dspark")
 CE, KL, MIX = LOSSES = ("ce", "kl", "mix")
@@ -17,7 +16,6 @@ ONLINE, CACHE = FEATURES = ("online", "cache")
 FLOAT, INT8, INT4 = TARGET_WEIGHTS = ("float", "int8", "int4")
 REGENERATED, GIVEN, MIXED = ANSWERS = ("target", "given", "mixed")
 MUON, ADAMW = OPTIMIZERS = ("muon", "adamw")
-MASK_TOKENS = ("<|mask|>", "<|MASK|>", "[MASK]", "<mask>")
 LARGEST = 2**31 - 1  # int32
 
 # Bounds of the settings.
@@ -233,26 +231,3 @@ def spread_taps(layers: int, count: int) -> tuple[int, ...]:
     count = max(1, min(count, last - first + 1))
     steps = max(count - 1, 1)
     return tuple(first + round(i * (last - first) / steps) for i in range(count))
-
-
-def mask_token(tokenizer: Tokenizer | None, target: TargetConfig) -> tuple[int, str]:
-    """Return a token that no text contains, and a description of its origin.
-
-    It is the tokenizer's mask token, or an unused row of the embedding table.
-
-    Raises:
-      ConfigError: there is neither.
-    """
-    if tokenizer is not None:
-        named = (tokenizer.specials.get("mask_token"), *MASK_TOKENS)
-        for text in filter(None, named):
-            token = tokenizer.core.token_to_id(text)
-            if token is not None and token < target.vocab_size:
-                return token, f"the tokenizer's {text}"
-        unused = 1 + max(tokenizer.core.get_vocab(with_added_tokens=True).values(), default=-1)
-        if unused < target.vocab_size:
-            return unused, "the first unused row of the embedding table"
-    raise ConfigError(
-        "no mask token is known: the tokenizer has none and the embedding table has no unused"
-        " row; name a token that never occurs in text with --mask-id"
-    )

@@ -25,7 +25,8 @@ from dflash_jax.train import data, evaluate, given, regenerate
 from dflash_jax.train import rows as packing
 from dflash_jax.train.files import claim, saved_as, sound, write_json
 from dflash_jax.train.fitting import Placement, Report, fit
-from dflash_jax.train.recipe import FLOAT, Recipe, mask_token, new_drafter
+from dflash_jax.train.mask import mask_token
+from dflash_jax.train.recipe import FLOAT, Recipe, new_drafter
 from dflash_jax.train.rows import TokenRows
 from dflash_jax.train.usage import Usage
 
@@ -68,7 +69,7 @@ def run(
     check_ids((example.ids for example in (*training, *held_out)), model.config)
     asked = data.held_out(held_out, model.tokenizer, recipe)
     if mask_id is None:
-        mask_id, why = mask_token(model.tokenizer, model.config)
+        mask_id, why = mask_token(model.tokenizer, model.config, training)
         report(f"mask token {mask_id}: {why}")
     config = new_drafter(recipe, model.config, mask_id)
     check_pair(model.config, config)

@@ -17,7 +17,8 @@ from dflash_jax.server.conversation import parse_tool_calls
 from dflash_jax.testing import tiny_target
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train import data, evaluate, given, run
-from dflash_jax.train.recipe import mask_token, spread_taps
+from dflash_jax.train.mask import mask_token
+from dflash_jax.train.recipe import spread_taps
 from dflash_jax.train.recipes import SMOKE, recipe
 from dflash_jax.train.usage import Usage
 from recipes.tiny import vocabulary
@@ -311,7 +312,22 @@ def test_the_mask_token_is_the_tokenizers_or_an_unused_row(tokenizer):
     sparse = Tokenizer(tokenizers.Tokenizer(words), None, {})
     assert mask_token(sparse, tiny_target(vocab_size=8))[0] == 3
     with pytest.raises(ConfigError, match="--mask-id"):
-        mask_token(plain, tiny_target(vocab_size=size))
+        mask_token(sparse, tiny_target(vocab_size=3))
+
+
+def test_without_spare_rows_the_mask_token_is_a_special_token_that_nothing_uses(tokenizer):
+    size, text = tokenizer.size, tokenizer.core.to_str().replace("<|mask|>", "<|other|>")
+    core, specials = tokenizer.core.from_str(text), {"eos_token": "<|other|>"}
+    full = Tokenizer(core, "<think></think><tool_call></tool_call></tool_response>", specials)
+    target = tiny_target(vocab_size=size, eos_token_ids=(size - 10, size - 8))
+    token, why = mask_token(full, target)
+    assert core.id_to_token(token) == "<tool_response>"  # the last but for the two in use
+    assert why == "the special token <tool_response>, which neither template nor data use"
+    start = core.token_to_id("<|im_start|>")
+    for used in data.Example(text="a <tool_response> b"), data.Example(ids=(1, token)):
+        assert mask_token(full, target, [used])[0] == start
+    with pytest.raises(ConfigError, match="use every special token"):
+        mask_token(full, target, [data.Example(ids=(start, token))])
 
 
 WRONG = """
