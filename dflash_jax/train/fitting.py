@@ -15,6 +15,7 @@ from dflash_jax.decode.pair import Pair
 from dflash_jax.errors import ConfigError
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train import drafter, features, loop, objective, optimizer
+from dflash_jax.train.feature_store import FeatureStore
 from dflash_jax.train.recipe import CACHE, Recipe, new_drafter
 from dflash_jax.train.rows import Batches, TokenRows
 from dflash_jax.train.target import TrainState
@@ -68,20 +69,34 @@ def make_batches(
     return batches, used
 
 
+def feature_store(
+    out: Path, model: TargetModel, config: DrafterConfig, recipe: Recipe
+) -> FeatureStore | None:
+    """Return the store of features in a run's folder; None if they are computed online.
+
+    Raises:
+      CheckpointError: it is damaged, or the disk is full.
+    """
+    if recipe.features != CACHE:
+        return None
+    streams = len(config.target_layer_ids) + objective.wants_distribution(recipe)
+    width = model.config.hidden_size
+    return FeatureStore(out / "features", dtype=recipe.dtype, streams=streams, width=width)
+
+
 def cached_features(
-    folder: Path,
+    store: FeatureStore | None,
     pair: Pair,
     model: TargetModel,
     recipe: Recipe,
     batches: Batches,
     report: Report,
 ) -> features.FeatureCache | None:
-    """Return the feature cache of all rows; None if the recipe computes features online."""
-    if recipe.features != CACHE:
+    """Return the features of all rows; None if the recipe computes them online."""
+    if store is None:
         return None
-    report(f"features of {sum(len(part.tokens) for part in batches.rows)} rows")
     return features.fill_cache(
-        folder,
+        store,
         pair,
         model.params,
         batches.rows,
@@ -122,7 +137,8 @@ def fit(
     pair = build_pair(model.config, config)
     batches, used = make_batches(rows, recipe, report)
     place = Placement(recipe.devices)
-    cache = cached_features(out / "features", pair, model, recipe, batches, report)
+    store = feature_store(out, model, config, recipe)
+    cache = cached_features(store, pair, model, recipe, batches, report)
     maker = optimizer.build(recipe.schedule, decay=recipe.weight_decay, kind=recipe.optimizer)
     program = jit(drafter.step(pair, recipe, maker), donate=(0,), static_argnums=(5,))
     frozen = place.replicated(model.params)

@@ -21,10 +21,10 @@ from dflash_jax.errors import ComputeError, ConfigError
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import data, evaluate, given, regenerate
+from dflash_jax.train import data, evaluate, given, objective, regenerate
 from dflash_jax.train import rows as packing
 from dflash_jax.train.files import claim, saved_as, sound, write_json
-from dflash_jax.train.fitting import Placement, Report, fit
+from dflash_jax.train.fitting import Placement, Report, feature_store, fit
 from dflash_jax.train.mask import mask_token
 from dflash_jax.train.recipe import FLOAT, Recipe, new_drafter
 from dflash_jax.train.rows import TokenRows
@@ -87,7 +87,8 @@ def run(
     aside = 0 if source == data.SHIPPED else len(held_out)  # the shipped ones are a separate file
     usage = Usage(len(training) + aside)
     usage.hold_out(aside, len(asked))
-    rows = stored_rows(out, model, training, recipe, report, usage)
+    recorded = answer_recording(out, model, config, recipe)
+    rows = stored_rows(out, model, training, recipe, report, usage, recording=recorded)
     if not (out / "drafter").is_dir():
         with explained_out_of_memory():
             _, trained = fit(
@@ -142,10 +143,15 @@ def stored_rows(
     recipe: Recipe,
     report: Report,
     usage: Usage,
+    *,
+    recording: regenerate.Recording | None = None,
 ) -> list[TokenRows]:
     """Return the training rows, making them on the first call.
 
     Unused lines are counted in `usage` and reported before the target answers.
+
+    Args:
+      recording: where to save the features of answers while they are decoded.
 
     Raises:
       ConfigError: the data cannot be encoded, or holds unknown token ids.
@@ -174,6 +180,7 @@ def stored_rows(
                 report=report,
                 temperature=recipe.temperature,
                 seed=recipe.seed,
+                recording=recording,
             )
         check_ids((document.ids for document in rows), model.config)
         if cut := sum(len(document.ids) > longest for document in rows):
@@ -181,6 +188,21 @@ def stored_rows(
         random.Random(recipe.seed).shuffle(rows)
         packing.save(path, packing.one_per_row(rows, recipe.buckets, fill=fill))
     return packing.load(path)
+
+
+def answer_recording(
+    out: Path, model: TargetModel, config: DrafterConfig, recipe: Recipe
+) -> regenerate.Recording | None:
+    """Return how features are recorded while the target answers; None if they cannot be.
+
+    Recording has the taps of greedy answers, but no distributions.
+    """
+    if recipe.temperature or objective.wants_distribution(recipe):
+        return None
+    store = feature_store(out, model, config, recipe)
+    if store is None:
+        return None
+    return regenerate.Recording(store, config.target_layer_ids, recipe.buckets[-1].length)
 
 
 def check_ids(sequences: Iterable[Sequence[int] | np.ndarray], config: TargetConfig) -> None:
