@@ -30,7 +30,8 @@ def add_command(commands: Any) -> None:
         "--data",
         default="tiny",
         help='JSONL of {"messages": [...]}, {"prompt": ...}, {"text": ...} or {"ids": [...]};'
-        " 'tiny' (default) is the corpus of the shipped pair",
+        " 'self:N' has the target write N user turns itself; 'tiny' (default) is the corpus of the"
+        " shipped pair; several with commas between them",
     )
     command.add_argument(
         "--preset",

@@ -25,6 +25,7 @@ from dflash_jax.train.recipe import Bucket
 from dflash_jax.train.threads import parallel_calls
 
 MOST_ENGINES = 4  # that decode concurrently
+PREFIXES = 1 << 28  # bytes of an engine's cached prefixes
 Taps = Callable[[], np.ndarray]  # float32 [taps, tokens, D] of a request that just ended
 
 
@@ -33,7 +34,8 @@ class EnginePool:
 
     Args:
       taps: target layers whose outputs are recorded; none by default.
-      chunk: tokens of a prefill; the plan's default by default.
+      chunk: tokens of a prefill, whose multiples prompts may share; the plan's default, and
+        nothing shared, by default.
       tokenizer: for requests with stop texts.
     """
 
@@ -99,6 +101,7 @@ class EnginePool:
             exact=False,
             block=2 if self._recorder else 0,
             chunk=self._chunk,
+            prefix_cache=PREFIXES if self._chunk else 0,
         )
         return resolve_here(plan, config, self._recorder)
 

@@ -1,7 +1,7 @@
 """Results of groups of work, computed by threads and saved in order, one JSON line per group."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ def results(
     workers: int,
     label: str,
     progress: Callable[[], None] = lambda: None,
-) -> Iterator[list[Any]]:
+) -> Generator[list[Any]]:
     """Yield the result of each group: those stored in `path`, then new ones, saved first.
 
     Args:

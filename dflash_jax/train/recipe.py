@@ -24,7 +24,7 @@ SCHEDULE = {"steps": (1, LARGEST), "rate": (1e-12, 1e3), "save_every": (1, LARGE
 OF_NONE = ("seed", "inner", "heads", "kv_heads", "head_dim", "prompts", "text_prompts", "given",
            "held_out")  # fmt: skip
 OF_ONE = ("layers", "tap_count", "rank", "candidates", "anchors", "parts", "new_tokens",
-          "text_tokens", "text_prompt", "held_out_tokens", "devices")  # fmt: skip
+          "text_tokens", "text_prompt", "held_out_tokens", "devices", "turn_tokens")  # fmt: skip
 RECIPE = {
     **dict.fromkeys(OF_NONE, (0, LARGEST)),
     **dict.fromkeys(OF_ONE, (1, LARGEST)),
@@ -34,6 +34,7 @@ RECIPE = {
     "head_weight": (0, 1e6),
     "weight_decay": (0, 1e3),
     "temperature": (0, 1e6),
+    "turn_temperature": (1e-3, 1e3),
 }
 
 
@@ -90,6 +91,9 @@ class Recipe:
       given: maximum further conversations that are learnt as given.
       new_tokens, text_tokens: maximum tokens of an answer, and of a continued text.
       text_prompt: tokens of a text piece.
+      turn_tokens: maximum tokens of a user turn that the target writes itself (`--data self:N`).
+      turn_temperature: temperature of these turns.
+      turn_scripts: scripts whose letters they may have, such as latin; or any.
       answer_buckets: length of prompt and answer together, and answers decoded together.
       held_out: held-out prompts for the final acceptance length.
       devices: data-parallel devices; rows of every bucket must be a multiple.
@@ -131,6 +135,9 @@ class Recipe:
     text_tokens: int = 64
     text_prompt: int = 96
     temperature: float = 0.0
+    turn_tokens: int = 128
+    turn_temperature: float = 1.0
+    turn_scripts: tuple[str, ...] = ("latin",)
     answer_buckets: tuple[Bucket, ...]
     held_out: int = 100
     held_out_tokens: int = 128

@@ -164,6 +164,7 @@ def recipe(name: str, settings: Sequence[str] = ()) -> Recipe:
 def _read(key: str, text: str, kind: Any) -> Any:
     readers: dict[Any, Callable[[str], Any]] = {
         tuple[int, ...]: lambda t: tuple(int(part) for part in t.split(",")),
+        tuple[str, ...]: lambda t: tuple(part.strip().lower() for part in t.split(",")),
         tuple[Bucket, ...]: lambda t: tuple(map(_bucket, t.split(","))),
     }
     try:

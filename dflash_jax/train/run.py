@@ -21,7 +21,15 @@ from dflash_jax.errors import ComputeError, ConfigError
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import data, evaluate, given, objective, regenerate
+from dflash_jax.train import (
+    data,
+    evaluate,
+    given,
+    objective,
+    regenerate,
+    self_written,
+    sources,
+)
 from dflash_jax.train import rows as packing
 from dflash_jax.train.files import claim, saved_as, sound, write_json
 from dflash_jax.train.fitting import Placement, Report, feature_store, fit
@@ -53,7 +61,8 @@ def run(
 
     Args:
       target: a source that `dflash_jax.load_target` opens.
-      source: a JSONL file (see `data.read`), or "tiny" for the shipped corpus.
+      source: JSONL files (see `data.read`), "tiny" for the shipped corpus, "self:N" for N user
+        turns that the target writes; several with commas between them.
       out: the run's folder.
       report: called with progress lines.
       mask_id: the mask token; found in tokenizer or embedding table by default.
@@ -65,18 +74,21 @@ def run(
       CheckpointError, TrainingStopped: see `loop.fit`.
     """
     model = open_target(target, recipe)
-    training, held_out = data.load(source, recipe)
-    check_ids((example.ids for example in (*training, *held_out)), model.config)
-    asked = data.held_out(held_out, model.tokenizer, recipe)
+    given_data = sources.load(source, recipe)
+    examples = (*given_data.training, *given_data.held_out)
+    check_ids((example.ids for example in examples), model.config)
+    data.held_out(given_data.held_out, model.tokenizer, recipe)  # fails before anything is written
+    check_turns(model, given_data, recipe)
     if mask_id is None:
-        mask_id, why = mask_token(model.tokenizer, model.config, training)
+        mask_id, why = mask_token(model.tokenizer, model.config, examples)
         report(f"mask token {mask_id}: {why}")
     config = new_drafter(recipe, model.config, mask_id)
     check_pair(model.config, config)
     Placement(recipe.devices)  # fails before the target answers for hours
     about = {
         "target": str(target),
-        "data": data.fingerprint(training),
+        "data": data.fingerprint(given_data.training),
+        "self_written": given_data.self_written,
         "mask_id": mask_id,
         "start": str(start) if start else None,
         "recipe": dataclasses.asdict(recipe),
@@ -84,9 +96,10 @@ def run(
     params = read_start(start, config) if start else None  # fails before anything is written
     claim(out, "run.json", about)
     identity = json.dumps(about, sort_keys=True)
-    aside = 0 if source == data.SHIPPED else len(held_out)  # the shipped ones are a separate file
-    usage = Usage(len(training) + aside)
-    usage.hold_out(aside, len(asked))
+    every = with_self_written(out, model, given_data, recipe, report)
+    training, asked = every.training, data.held_out(every.held_out, model.tokenizer, recipe)
+    usage = Usage(every.lines)
+    usage.hold_out(len(every.held_out) - every.separate, len(asked))
     recorded = answer_recording(out, model, config, recipe)
     rows = stored_rows(out, model, training, recipe, report, usage, recording=recorded)
     if not (out / "drafter").is_dir():
@@ -97,6 +110,33 @@ def run(
         write_drafter(out / "drafter", config, trained)
     results = measured(out, target, asked, recipe, report)
     return Outcome(out / "drafter", results)
+
+
+def check_turns(model: TargetModel, given_data: sources.TrainingData, recipe: Recipe) -> None:
+    """Raise ConfigError if the target is to write user turns and cannot."""
+    if given_data.self_written:
+        self_written.user_header(model, recipe)
+
+
+def with_self_written(
+    out: Path, model: TargetModel, given_data: sources.TrainingData, recipe: Recipe, report: Report
+) -> sources.TrainingData:
+    """Return the data with the user turns that the target writes, if any are asked for.
+
+    Raises:
+      ConfigError: no turn can be used, or all of them are held out.
+      CheckpointError, TrainingStopped: see `self_written.write_turns`.
+    """
+    if not (count := given_data.self_written):
+        return given_data
+    turns = self_written.write_turns(out, model, count, recipe, report)
+    every = given_data.with_turns(turns)
+    if not every.training:
+        raise ConfigError(
+            f"all {len(turns)} self-written turns fell to the held-out side (1 in"
+            f" {data.HELD_OUT_SHARE} by hash); ask for more turns"
+        )
+    return every
 
 
 @contextlib.contextmanager

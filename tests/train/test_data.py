@@ -16,7 +16,7 @@ from dflash_jax.loading import load_target, locate
 from dflash_jax.server.conversation import parse_tool_calls
 from dflash_jax.testing import tiny_target
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.train import data, evaluate, given, run
+from dflash_jax.train import data, evaluate, given, run, sources
 from dflash_jax.train.mask import mask_token
 from dflash_jax.train.recipe import spread_taps
 from dflash_jax.train.recipes import SMOKE, recipe
@@ -92,16 +92,18 @@ def test_broken_json_and_missing_files_are_named(tmp_path):
 
 def test_the_hold_out_depends_on_the_question_alone(tmp_path):
     lines = [{"prompt": f"Question {i}?"} for i in range(400)]
-    training, held_out = data.load(str(written(tmp_path, *lines)), SMOKE)
+    found = sources.load(str(written(tmp_path, *lines)), SMOKE)
+    training, held_out = found.training, found.held_out
     random.Random(0).shuffle(lines)
-    again = data.load(str(written(tmp_path, *lines)), SMOKE)[1]
+    again = sources.load(str(written(tmp_path, *lines)), SMOKE).held_out
     assert {e.messages[0]["content"] for e in held_out} == {e.messages[0]["content"] for e in again}
     assert len(training) + len(held_out) == 400
     assert 10 < len(held_out) < 45
 
 
 def test_the_shipped_corpus_asks_and_holds_nothing_that_is_held_out():
-    training, held_out = data.load("tiny", recipe("tiny-cpu"))
+    found = sources.load("tiny", recipe("tiny-cpu"))
+    training, held_out = found.training, found.held_out
     asked = {m["content"] for x in training for m in x.messages if m["role"] == "user"}
     opening = [
         next(m["content"] for m in x.messages if m["role"] == "user")
