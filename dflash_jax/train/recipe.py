@@ -15,14 +15,15 @@ DECAY, DPACE, UNIFORM = WEIGHTS = ("decay", "dpace", "uniform")
 ONLINE, CACHE = FEATURES = ("online", "cache")
 FLOAT, INT8, INT4 = TARGET_WEIGHTS = ("float", "int8", "int4")
 REGENERATED, GIVEN, MIXED = ANSWERS = ("target", "given", "mixed")
+FRESH, NORM, LAYERS = INITIALS = ("fresh", "norm", "layers")
 MUON, ADAMW = OPTIMIZERS = ("muon", "adamw")
 LARGEST = 2**31 - 1  # int32
 
 # Bounds of the settings.
 BUCKET = {"length": (3, LARGEST), "rows": (1, LARGEST)}
 SCHEDULE = {"steps": (1, LARGEST), "rate": (1e-12, 1e3), "save_every": (1, LARGEST)}
-OF_NONE = ("seed", "inner", "heads", "kv_heads", "head_dim", "prompts", "text_prompts", "given",
-           "held_out")  # fmt: skip
+OF_NONE = ("seed", "inner", "heads", "kv_heads", "head_dim", "draft_vocab", "prompts",
+           "text_prompts", "given", "held_out")  # fmt: skip
 OF_ONE = ("layers", "tap_count", "rank", "candidates", "anchors", "parts", "new_tokens",
           "text_tokens", "text_prompt", "held_out_tokens", "devices", "turn_tokens")  # fmt: skip
 RECIPE = {
@@ -70,6 +71,11 @@ class Recipe:
       inner, heads, kv_heads, head_dim: sizes of the drafter; 0 takes the target's.
       taps: target layers whose output the drafter reads, from 0; empty spreads `tap_count`.
       block: tokens per block, the anchor included.
+      initial: fresh (random), norm (the target's final norm, so that logits have the scale its head
+        expects), or layers (also layers of the target of the same shape, evenly spread).
+      draft_vocab: tokens that the drafter chooses from, the most frequent of the answers; 0 is the
+        target's whole vocabulary. The drafter gets a head of its own, which starts as the
+        target's columns. Needs kind=dflash and loss=ce.
       rank, candidates: of DFlash 2's selector; `rank` also of DSpark's Markov head.
       markov_head: vanilla, gated or rnn.
       loss: ce (target's argmax token), kl (target's distribution), mix (0.1 ce + 0.9 total
@@ -110,6 +116,8 @@ class Recipe:
     taps: tuple[int, ...] = ()
     tap_count: int = 5
     block: int = 16
+    initial: str = NORM
+    draft_vocab: int = 0
     rank: int = 256
     candidates: int = 16
     markov_head: str = "vanilla"
@@ -152,6 +160,7 @@ class Recipe:
             "target_weights": TARGET_WEIGHTS,
             "answers": ANSWERS,
             "optimizer": OPTIMIZERS,
+            "initial": INITIALS,
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -169,6 +178,11 @@ class Recipe:
                     f"{name} is {getattr(self, name)}; expected at most {self.buckets[0].length},"
                     " the places of a row of the first bucket"
                 )
+        if self.draft_vocab and (self.kind != DFLASH or self.loss != CE):
+            raise ConfigError(
+                f"draft_vocab is {self.draft_vocab} with kind={self.kind} and loss={self.loss};"
+                " expected kind=dflash and loss=ce, or draft_vocab=0"
+            )
         uneven = [b.rows for b in self.buckets if b.rows % (self.devices * self.parts)]
         if uneven:
             raise ConfigError(
@@ -194,7 +208,15 @@ def new_drafter(recipe: Recipe, target: TargetConfig, mask_id: int) -> DrafterCo
     """Return the config of the recipe's drafter for a target: full, bidirectional attention.
 
     Its maximum length is the target's, because other engines stop drafting there.
+
+    Raises:
+      ConfigError: the draft vocabulary is not smaller than the target's.
     """
+    if recipe.draft_vocab >= target.vocab_size:
+        raise ConfigError(
+            f"draft_vocab is {recipe.draft_vocab}, but the target has {target.vocab_size} tokens;"
+            " expected fewer, or 0 for all of them"
+        )
     own: dict[str, tuple[type[DrafterConfig], dict[str, Any]]] = {
         DFLASH: (DrafterConfig, {}),
         DFLASH2: (
@@ -227,6 +249,8 @@ def new_drafter(recipe: Recipe, target: TargetConfig, mask_id: int) -> DrafterCo
         num_target_layers=target.num_layers,
         windows=(None,) * recipe.layers,
         causal=(False,) * recipe.layers,
+        draft_vocab_size=recipe.draft_vocab,
+        own_head=bool(recipe.draft_vocab),
         dtype="bfloat16",
         **fields,
     )

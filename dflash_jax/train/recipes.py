@@ -35,6 +35,7 @@ TINY_CPU = Recipe(
     inner=512,
     taps=(1, 2, 4),
     block=8,
+    initial="fresh",
     rank=64,
     candidates=8,
     decay=4.0,

@@ -281,12 +281,16 @@ def read_start(path: Path, config: DrafterConfig) -> dict[str, Any]:
 
 
 def write_drafter(path: Path, config: DrafterConfig, params: dict[str, Any]) -> None:
-    """The drafter as a folder that other engines read, in bfloat16."""
+    """Write the drafter as a folder that other engines read, in bfloat16.
+
+    A reduced vocabulary has a form in the layout of speculators only.
+    """
     from dflash_jax.converters import export
     from dflash_jax.converters.tree_source import TreeSource
 
     weights = export.Weights(config, TreeSource(params, config))
-    export.export(weights, path, layout=export.HUGGING_FACE, dtype="bfloat16", overwrite=True)
+    layout = export.SPECULATORS if config.draft_vocab_size else export.HUGGING_FACE
+    export.export(weights, path, layout=layout, dtype="bfloat16", overwrite=True)
 
 
 def measured(
