@@ -27,6 +27,7 @@ from dflash_jax.train import (
     given,
     objective,
     regenerate,
+    reuse,
     self_written,
     sources,
 )
@@ -56,6 +57,7 @@ def run(
     report: Report,
     mask_id: int | None = None,
     start: Path | None = None,
+    data_of: Path | None = None,
 ) -> Outcome:
     """Train a drafter for a target and measure its acceptance length.
 
@@ -67,6 +69,7 @@ def run(
       report: called with progress lines.
       mask_id: the mask token; found in tokenizer or embedding table by default.
       start: a drafter to start from, with the shape of the recipe.
+      data_of: folder of another run of the same data, whose answers and features are reused.
 
     Raises:
       ConfigError: data, recipe and target do not match, or `out` belongs to another run.
@@ -94,7 +97,11 @@ def run(
         "recipe": dataclasses.asdict(recipe),
     }
     params = read_start(start, config) if start else None  # fails before anything is written
+    if data_of:
+        reuse.check(data_of, about)
     claim(out, "run.json", about)
+    if data_of:
+        reuse.take(data_of, out, about)
     identity = json.dumps(about, sort_keys=True)
     every = with_self_written(out, model, given_data, recipe, report)
     training, asked = every.training, data.held_out(every.held_out, model.tokenizer, recipe)
