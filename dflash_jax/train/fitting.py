@@ -16,7 +16,7 @@ from dflash_jax.errors import ConfigError
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train import drafter, features, initial, loop, objective, optimizer
 from dflash_jax.train.feature_store import FeatureStore
-from dflash_jax.train.recipe import CACHE, Recipe, new_drafter
+from dflash_jax.train.recipe import CACHE, LAYERS, Recipe, new_drafter
 from dflash_jax.train.rows import Batches, TokenRows
 from dflash_jax.train.target import TrainState
 
@@ -186,10 +186,9 @@ def first_params(
     """
     assert pair.drafter is not None
     fresh, configs = initial.fresh(pair, recipe.seed), (model.config, pair.drafter.config)
-    if start:
-        params = replaced(fresh, start)
-    else:
-        params, origin = initial.from_target(fresh, model.params, configs, recipe.initial)
+    params = replaced(fresh, start or {})
+    if not start and recipe.initial == LAYERS:
+        params, origin = initial.from_target(fresh, model.params, configs)
         report(f"the drafter starts with {origin}")
     if not recipe.draft_vocab:
         return params, {}

@@ -12,7 +12,6 @@ from dflash_jax.compiler import jit
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.decode.pair import Pair
 from dflash_jax.train.drafter import FIXED, anchored
-from dflash_jax.train.recipe import FRESH, LAYERS
 from dflash_jax.train.rows import TokenRows
 
 Params = dict[str, Any]
@@ -35,32 +34,28 @@ def fresh(pair: Pair, seed: int) -> Params:
 
 
 def from_target(
-    params: Params, target: Params, configs: tuple[TargetConfig, DrafterConfig], how: str
+    params: Params, target: Params, configs: tuple[TargetConfig, DrafterConfig]
 ) -> tuple[Params, str]:
     """Return the parameters with those of the target that fit, and a description of them.
+
+    These are the final norm, and layers of the target, evenly spread. A random drafter returns
+    little more than the mask token's embedding, to which a tied head gives a large logit: its loss
+    begins far above log V.
 
     Args:
       params: fresh ones.
       target: parameters of the target.
-      how: fresh, norm or layers; see `Recipe.initial`.
     """
-    norm = target.get("norm")
-    if how == FRESH or norm is None or norm.shape != params["norm"].shape:
-        return params, "random weights"
-    params = params | {"norm": jnp.array(norm, jnp.float32)}  # copied: training donates it
-    if how != LAYERS:
-        return params, "random weights and the target's final norm"
-    layers, copied = spread_layers(*configs), []
-    for i, source in enumerate(layers):
-        given = _as_drafter_layer(target[f"layers_{source}"], configs[0])
-        name = f"layers_{i}"
-        taken, count = _replaced(params[name], given)
-        params[name] = taken
-        copied += [source] if count else []
+    norm, copied, found = target.get("norm"), [], dict(params)
+    if norm is not None and norm.shape == params["norm"].shape:
+        found["norm"] = jnp.array(norm, jnp.float32)  # copied: training donates it
+    for i, source in enumerate(spread_layers(*configs)):
+        layer, name = target.get(f"layers_{source}", {}), f"layers_{i}"
+        found[name], count = _replaced(params[name], _as_drafter_layer(layer, configs[0]))
+        copied += [str(source)] if count else []
     if not copied:
-        return params, "random weights and the target's final norm: no layer has a fitting shape"
-    listed = ", ".join(map(str, copied))
-    return params, f"the target's final norm and what fits of its layers {listed}"
+        return found, "random layers: none of the target has a fitting shape"
+    return found, f"what fits of the target's layers {', '.join(copied)}"
 
 
 def spread_layers(target: TargetConfig, drafter: DrafterConfig) -> list[int]:

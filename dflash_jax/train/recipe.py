@@ -15,7 +15,7 @@ DECAY, DPACE, UNIFORM = WEIGHTS = ("decay", "dpace", "uniform")
 ONLINE, CACHE = FEATURES = ("online", "cache")
 FLOAT, INT8, INT4 = TARGET_WEIGHTS = ("float", "int8", "int4")
 REGENERATED, GIVEN, MIXED = ANSWERS = ("target", "given", "mixed")
-FRESH, NORM, LAYERS = INITIALS = ("fresh", "norm", "layers")
+FRESH, LAYERS = INITIALS = ("fresh", "layers")
 MUON, ADAMW = OPTIMIZERS = ("muon", "adamw")
 LARGEST = 2**31 - 1  # int32
 
@@ -71,8 +71,8 @@ class Recipe:
       inner, heads, kv_heads, head_dim: sizes of the drafter; 0 takes the target's.
       taps: target layers whose output the drafter reads, from 0; empty spreads `tap_count`.
       block: tokens per block, the anchor included.
-      initial: fresh (random), norm (the target's final norm, so that logits have the scale its head
-        expects), or layers (also layers of the target of the same shape, evenly spread).
+      initial: layers (layers of the target, evenly spread, where shapes fit, and its final norm),
+        or fresh (random).
       draft_vocab: tokens that the drafter chooses from, the most frequent of the answers; 0 is the
         target's whole vocabulary. The drafter gets a head of its own, which starts as the
         target's columns. Needs kind=dflash and loss=ce.
@@ -116,7 +116,7 @@ class Recipe:
     taps: tuple[int, ...] = ()
     tap_count: int = 5
     block: int = 16
-    initial: str = NORM
+    initial: str = LAYERS
     draft_vocab: int = 0
     rank: int = 256
     candidates: int = 16

@@ -109,7 +109,6 @@ SMOLLM2 = Recipe(
     layers=2,
     taps=(1, 8, 14, 21, 27),
     block=8,
-    initial="layers",
     decay=4.0,
     schedule=Schedule(steps=7000, rate=1e-3),
     anchors=8,

@@ -29,14 +29,9 @@ PARAMS = random_params(TARGET, None)["target"]
 def test_a_drafter_starts_with_layers_of_its_target() -> None:
     config = tiny_drafter(TARGET)
     params = random_params(TARGET, config, seed=1)["drafter"]
-    assert initial.from_target(params, PARAMS, (TARGET, config), "fresh")[0] is params
-    normed, _ = initial.from_target(params, PARAMS, (TARGET, config), "norm")
-    np.testing.assert_array_equal(normed["norm"], PARAMS["norm"])
-    assert {k: v for k, v in normed.items() if k != "norm"} == {
-        k: v for k, v in params.items() if k != "norm"
-    }
-    whole, origin = initial.from_target(params, PARAMS, (TARGET, config), "layers")
-    assert origin == "the target's final norm and what fits of its layers 1, 3"
+    whole, origin = initial.from_target(params, PARAMS, (TARGET, config))
+    assert origin == "what fits of the target's layers 1, 3"
+    np.testing.assert_array_equal(whole["norm"], PARAMS["norm"])
     for i, source in enumerate((1, 3)):
         ours, theirs = whole[f"layers_{i}"], PARAMS[f"layers_{source}"]
         np.testing.assert_array_equal(ours["mlp"]["down"], theirs["mlp"]["down"])
@@ -48,8 +43,10 @@ def test_a_drafter_starts_with_layers_of_its_target() -> None:
     narrow = tiny_drafter(TARGET, num_layers=1, windows=(None,), causal=(False,), head_dim=16)
     assert initial.spread_layers(TARGET, narrow) == [3]
     shapes = random_params(TARGET, narrow)["drafter"]
-    found, _ = initial.from_target(shapes, PARAMS, (TARGET, narrow), "layers")
+    found, _ = initial.from_target(shapes, PARAMS, (TARGET, narrow))
     assert jax.tree.map(np.shape, found) == jax.tree.map(np.shape, shapes)
+    _, origin = initial.from_target(shapes, {"experts": {}}, (TARGET, narrow))
+    assert origin == "random layers: none of the target has a fitting shape"
 
 
 def test_the_draft_vocabulary_is_the_most_frequent_tokens_of_answers() -> None:
@@ -102,7 +99,7 @@ def test_draft_vocabularies_that_cannot_be_are_refused() -> None:
             dataclasses.replace(SMOKE, draft_vocab=9, **change)
     with pytest.raises(ConfigError, match="draft_vocab is 97, but the target has 97 tokens"):
         new_drafter(dataclasses.replace(SMOKE, draft_vocab=97), TARGET, 96)
-    with pytest.raises(ConfigError, match="initial is 'zeros'; expected one of fresh"):
+    with pytest.raises(ConfigError, match="initial is 'zeros'; expected one of fresh, layers"):
         dataclasses.replace(SMOKE, initial="zeros")
 
 
