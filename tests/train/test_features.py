@@ -110,6 +110,7 @@ def test_recorded_features_survive_a_kill_at_every_point(tmp_path: Path) -> None
         assert found.keys() == whole.keys()
 
 
+@pytest.mark.soak
 def test_a_second_pass_resumes_and_computes_no_part_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
