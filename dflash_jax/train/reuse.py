@@ -10,6 +10,7 @@ from dflash_jax.errors import ConfigError
 from dflash_jax.train import self_written
 from dflash_jax.train.files import differences, saved_as, sound
 from dflash_jax.train.recipe import DSPARK, KL, MIX
+from dflash_jax.train.saved import full
 
 ROWS, FEATURES = "rows.npz", "features"
 FILES = (self_written.FILE, self_written.REPORT, "answers.jsonl", ROWS)
@@ -46,7 +47,18 @@ def check(source: Path, about: dict[str, Any]) -> None:
 
 
 def take(source: Path, out: Path, about: dict[str, Any]) -> None:
-    """Copy the data of a run that passed `check`; features that fit are linked, not copied."""
+    """Copy the data of a run that passed `check`; features that fit are linked, not copied.
+
+    Raises:
+      CheckpointError: they cannot be written.
+    """
+    try:
+        _take(source, out, about)
+    except OSError as error:
+        raise full(out, error) from error
+
+
+def _take(source: Path, out: Path, about: dict[str, Any]) -> None:
     for name in FILES:
         if (source / name).is_file() and not (out / name).is_file():
             with saved_as(out / name) as partial:

@@ -65,7 +65,7 @@ def load(source: str, recipe: Recipe) -> TrainingData:
     Raises:
       ConfigError: a source cannot be used, or all lines of all sources are held out.
     """
-    names = [source] if Path(source).expanduser().is_file() else source.split(",")
+    names = [source] if _is_file(source) else source.split(",")
     data = sum((_load(name.strip(), recipe) for name in names), TrainingData())
     if not data.training and not data.self_written:
         raise ConfigError(
@@ -73,6 +73,13 @@ def load(source: str, recipe: Recipe) -> TrainingData:
             f" {HELD_OUT_SHARE} by hash); give more lines"
         )
     return data
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).expanduser().is_file()
+    except OSError:  # a list too long for a name
+        return False
 
 
 def _load(name: str, recipe: Recipe) -> TrainingData:

@@ -1,7 +1,9 @@
 """Data of one run reused for another drafter."""
 
 import dataclasses
+import errno
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,17 @@ def test_answers_and_features_that_fit_are_taken(tmp_path: Path) -> None:
     reuse.check(source, tapped)
     reuse.take(source, tmp_path / "tapped", tapped)
     assert sorted(p.name for p in (tmp_path / "tapped").iterdir()) == ["rows.npz", "turns.jsonl"]
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    source = finished(tmp_path / "first")
+    monkeypatch.setattr(shutil, "copyfile", no_room)
+    with pytest.raises(CheckpointError, match=r"second could not be written .*No space left"):
+        reuse.take(source, tmp_path / "second", about())
+    assert not [*(tmp_path / "second").iterdir()]
 
 
 def test_data_of_other_settings_are_refused(tmp_path: Path) -> None:

@@ -209,6 +209,7 @@ def test_sources_are_mixed_and_refused_by_name(tmp_path: Path) -> None:
         ("self:13", r"prompts=12\); give --set prompts=13"),
         (f"{plain},,{plain}", "has no name"),
         (f"{plain},nowhere", "no data at nowhere"),
+        (",".join([str(plain)] * 400) + ",nowhere", "no data at nowhere"),  # too long for a path
     ):
         with pytest.raises(ConfigError, match=why):
             sources.load(wrong, SMOKE)
