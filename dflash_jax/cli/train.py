@@ -30,13 +30,14 @@ def add_command(commands: Any) -> None:
         "--data",
         default="tiny",
         help='JSONL of {"messages": [...]}, {"prompt": ...}, {"text": ...} or {"ids": [...]};'
-        " 'tiny' (default) is the corpus of the shipped pair",
+        " 'self:N' has the target write N user turns itself; 'tiny' (default) is the corpus of the"
+        " shipped pair; several with commas between them",
     )
     command.add_argument(
         "--preset",
         default="tiny-cpu",
         help="smoke; tiny-cpu (minutes), tiny-pair (as the shipped drafter), tiny-dflash2 (its twin"
-        " of the other kind), tiny-h200; qwen3-8b",
+        " of the other kind), tiny-h200; smollm2; qwen3-8b",
     )
     command.add_argument(
         "--set",
@@ -51,6 +52,11 @@ def add_command(commands: Any) -> None:
     )
     command.add_argument(
         "--from", dest="start", type=Path, help="drafter to start from; 'tiny' is the shipped one"
+    )
+    command.add_argument(
+        "--reuse",
+        type=Path,
+        help="folder of another run of the same data: take its answers, and features that fit",
     )
     command.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
@@ -84,6 +90,7 @@ def run(options: argparse.Namespace) -> int:
                 report=report,
                 mask_id=options.mask_id,
                 start=options.start,
+                data_of=options.reuse,
             )
     except TrainingStopped as stop:
         print(f"dflash-jax: {stop}; run the same command to go on", file=sys.stderr)

@@ -99,7 +99,7 @@ class Scheduler:
         for row, sequence in enumerate(self.rows):
             if sequence is None and self.waiting:
                 self.rows[row] = first = self.waiting.popleft()
-                first.start()
+                first.start(row)
                 admitted.append(first)
         return admitted
 

@@ -76,6 +76,7 @@ class Sequence:
             words=request.words,
         )
         self.state = controller.State()
+        self.row: int | None = None  # given by the scheduler; kept after the end
         self.epoch = 0  # how often the prompt was started over; results of earlier ones are dropped
         self.cursor = PromptCursor(request.prompt, use_cache=request.params.prompt_logprobs is None)
         self.output = OutputBuffer(request, tokenizer, grammar)  # what the caller was given
@@ -127,8 +128,9 @@ class Sequence:
         self.stats.compile_s += seconds
         self.deadline += seconds
 
-    def start(self) -> None:
+    def start(self, row: int | None = None) -> None:
         """Note that the request was given a row."""
+        self.row = row
         self._started = time.perf_counter()
 
     # -- events -------------------------------------------------------------------------------

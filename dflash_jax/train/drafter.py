@@ -1,6 +1,5 @@
 """Training of drafters with the engine's own modules, on many anchored blocks at once."""
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +10,6 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.compiler import jit
 from dflash_jax.config import ALWAYS_FLOAT32
 from dflash_jax.decode.pair import Pair
 from dflash_jax.nn.layers import rms_norm
@@ -21,6 +19,8 @@ from dflash_jax.train.attention import split_attention
 from dflash_jax.train.features import TargetFeatures, target_features
 from dflash_jax.train.recipe import DFLASH, Recipe
 from dflash_jax.train.target import TrainState
+
+FIXED = "drafter"  # key of the drafter's own tables among the frozen parameters
 
 
 def anchored(
@@ -131,7 +131,7 @@ def scores(
         lambda x: pair.target_call(params, x, method="logits"),
         recipe.loss,
     )
-    return objective.in_chunks(score, params["drafter"], places, pair.target.config.vocab_size)
+    return objective.in_chunks(score, params["drafter"], places, pair.drafter.config.choices)
 
 
 @struct.dataclass
@@ -152,7 +152,7 @@ def sums(
 
     Args:
       params: parameters of the drafter.
-      frozen: parameters of the target.
+      frozen: parameters of the target, and those of the drafter that are not trained in `FIXED`.
     """
     assert pair.drafter is not None
     features = part.features
@@ -166,7 +166,8 @@ def sums(
         part.tokens, part.wanted, features.best, part.anchors, part.alive, width
     )
     blocks = Blocks(anchors=part.anchors, labels=labels, counts=counts)
-    both = {"target": frozen, "drafter": rounded(params, recipe.dtype)}
+    drafter = rounded(params, recipe.dtype) | frozen.get(FIXED, {})
+    both = {"target": frozen, "drafter": drafter}
     return objective.sums(recipe, scores(pair, both, recipe, features, part.tokens, blocks), counts)
 
 
@@ -193,7 +194,7 @@ def gradient(
     """Return gradient and metrics of one batch, accumulated over `recipe.parts` parts.
 
     Args:
-      frozen: parameters of the target.
+      frozen: see `sums`.
       rows: tokens and the mask of wanted tokens.
       features: the target's features of the rows; None computes them here.
       number: step number, which seeds the anchors together with the recipe's seed.
@@ -258,19 +259,3 @@ def step(
         return TrainState(params=params, optimizer=memory), metrics
 
     return advance
-
-
-def initial(pair: Pair, seed: int) -> dict[str, Any]:
-    """Return fresh parameters; the selector of DFlash 2 starts at zero, without effect."""
-    drafter = pair.drafter
-    assert drafter is not None
-    c = drafter.config
-    taps = [jnp.zeros((1, 1, c.hidden_size))] * len(c.target_layer_ids)
-    blocks = jnp.zeros((1, 1, c.block_size, c.hidden_size))
-    where = jnp.zeros((1, 1), jnp.int32)
-    init = jit(functools.partial(drafter.init, method=anchored))
-    variables: Any = init(jax.random.key(seed), taps, blocks, where)
-    params = variables["params"]
-    if "successor" in params:
-        params["successor"] = jnp.zeros_like(params["successor"])
-    return params

@@ -1,30 +1,26 @@
 """Features of the frozen target for token rows: computed in each step, or once and cached."""
 
 import functools
-import json
 import math
-import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.compiler import jit
+from dflash_jax.compiler.memory import gibi
 from dflash_jax.compiler.models import CacheMaker
 from dflash_jax.decode.pair import Pair
 from dflash_jax.decode.sampling import argmax
-from dflash_jax.errors import CheckpointError
 from dflash_jax.models import target_caches
 from dflash_jax.plan import Plan
-from dflash_jax.train.files import remove, saved_as, sound
+from dflash_jax.train.feature_store import FeatureStore, digest
+from dflash_jax.train.progress import StageProgress
 from dflash_jax.train.rows import TokenRows
 from dflash_jax.train.threads import parallel_calls
 
@@ -32,7 +28,8 @@ CHUNK = 512  # tokens of a row that the target reads at a time
 HEAD_TOKENS = 1024  # places whose logits exist at a time
 CACHED_TOKENS = 4096  # of all rows of one call, when the cache is filled
 READERS = 4  # concurrent calls, at most
-REPORT_EVERY = 10.0  # seconds
+PART_TOKENS = 16384  # places of the rows of one saved part
+PASS = "pass"  # first word of the names of parts that are computed here
 
 
 @struct.dataclass
@@ -96,39 +93,29 @@ def _best(pair: Pair, params: dict[str, Any], hidden: Float[Array, "B S D"]) -> 
 
 
 class FeatureCache:
-    """Features of all rows on disk, one memory-mapped array per bucket and tensor.
+    """Features of all rows of a run, read from a store."""
 
-    Stored as bfloat16 for a bfloat16 target, otherwise as float16.
-
-    Raises:
-      CheckpointError: the folder is damaged.
-    """
-
-    def __init__(self, folder: Path):
-        with sound(folder):
-            about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
-            self._dtype = np.dtype(getattr(ml_dtypes, about["dtype"], about["dtype"]))
-            self._buckets = [
-                [self._open(folder / f"{i}.{name}.npy") for name in about["names"]]
-                for i in range(about["buckets"])
-            ]
-            self._names: list[str] = about["names"]
-
-    def _open(self, path: Path) -> np.ndarray:
-        return np.load(path, mmap_mode="r")
+    def __init__(self, store: FeatureStore, buckets: Sequence[TokenRows], taps: int):
+        self._store, self._taps = store, taps
+        self._lengths = [rows.tokens.shape[1] for rows in buckets]
+        self._names = [_names(rows) for rows in buckets]
 
     def at(self, bucket: int, rows: np.ndarray) -> TargetFeatures:
         """Return the features of the given rows of a bucket."""
-        arrays = dict(zip(self._names, self._buckets[bucket], strict=True))
-        best = np.asarray(arrays.pop("best")[rows])
-        floats = {name: np.asarray(x[rows]).view(self._dtype) for name, x in arrays.items()}
-        hidden: Any = floats.pop("hidden", None)
-        taps: Any = tuple(floats[name] for name in sorted(floats, key=int))
+        names = [self._names[bucket][i] for i in rows.tolist()]
+        values, best = self._store.read(names, self._lengths[bucket])
+        streams = [np.ascontiguousarray(x) for x in np.moveaxis(values, 2, 0)]
+        hidden: Any = streams[self._taps] if len(streams) > self._taps else None
+        taps: Any = tuple(streams[: self._taps])
         return TargetFeatures(taps, best, hidden)  # pyrefly: ignore
 
 
+def _names(rows: TokenRows) -> list[bytes]:
+    return [digest(ids[real]) for ids, real in zip(rows.tokens, rows.real, strict=True)]
+
+
 def fill_cache(
-    folder: Path,
+    store: FeatureStore,
     pair: Pair,
     params: dict[str, Any],
     buckets: Sequence[TokenRows],
@@ -137,104 +124,77 @@ def fill_cache(
     keep: bool,
     report: Callable[[str], None],
 ) -> FeatureCache:
-    """Return the cache in `folder`, filling it if it does not exist.
+    """Return the cache of all rows, computing those that the store does not have.
+
+    Rows are computed in parts of fixed content, so that an interrupted call can be repeated.
 
     Args:
+      keep: whether the store keeps `TargetFeatures.hidden`.
       report: called with progress lines.
 
     Raises:
-      CheckpointError: the disk is full, hidden states overflow float16, or `folder` is damaged.
+      CheckpointError: the disk is full, hidden states overflow float16, or the store is damaged.
     """
-    if folder.is_dir():
-        return FeatureCache(folder)
-    stored = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(np.float16)
+    store.open()
     read = jit(lambda params, tokens: target_features(pair, params, tokens, dtype=dtype, keep=keep))
-    names = [*map(str, range(len(pair.taps))), "best", *(["hidden"] if keep else [])]
-    progress = RowProgress(sum(len(rows.tokens) for rows in buckets), report)
-    try:
-        with saved_as(folder, folder=True) as partial:
-            for i, rows in enumerate(buckets):
-                _fill_bucket(partial, i, rows, functools.partial(read, params), stored, progress)
-            about = {"dtype": stored.name, "buckets": len(buckets), "names": names}
-            (partial / "about.json").write_text(json.dumps(about), encoding="utf-8")
-    except OSError as error:
-        remove(folder)
-        raise CheckpointError(
-            f"the feature cache {folder} could not be written ({error}); free some space, or"
-            " choose features=online, which needs none"
-        ) from error
-    return FeatureCache(folder)
+    parts = [
+        (f"{PASS}.{bucket}.{start}", rows)
+        for bucket, every in enumerate(buckets)
+        for start, rows in _missing(store, every)
+    ]
+    todo = [(name, rows) for name, rows in parts if not store.has(name)]
+    if todo:
+        total, count = (sum(len(rows.tokens) for _, rows in x) for x in (parts, todo))
+        tokens = sum(int(rows.real.sum()) for _, rows in parts)
+        report(
+            f"features of {total:,} rows, {tokens:,} tokens: {gibi(tokens * store.bytes_per_token)}"
+        )
+        progress = StageProgress("features", total, "rows", report, done=total - count)
+        call = functools.partial(read, params)
+
+        def fill(part: tuple[str, TokenRows]) -> None:
+            _fill(store, *part, call, progress)
+
+        fill(todo[0])  # compiles before the threads start
+        with ThreadPoolExecutor(parallel_calls(READERS)) as pool:
+            for _ in pool.map(fill, todo[1:]):
+                pass
+        store.open()
+    return FeatureCache(store, buckets, len(pair.taps))
 
 
-class RowProgress:
-    """Counts rows and reports the count every few seconds."""
-
-    def __init__(self, total: int, report: Callable[[str], None]):
-        self._done, self._total, self._report = 0, total, report
-        self._next = time.monotonic() + REPORT_EVERY
-
-    def __call__(self, rows: int) -> None:
-        self._done += rows
-        if time.monotonic() >= self._next:
-            self._report(f"features {self._done}/{self._total} rows")
-            self._next = time.monotonic() + REPORT_EVERY
+def _missing(store: FeatureStore, rows: TokenRows) -> Iterator[tuple[int, TokenRows]]:
+    """Yield rows that were not recorded while decoding, by part, each part with its number."""
+    names = dict.fromkeys(_names(rows))
+    first = {name: i for i, name in reversed([*enumerate(_names(rows))])}
+    wanted = [first[name] for name in names if not store.was_decoded(name)]
+    size = max(PART_TOKENS // rows.tokens.shape[1], 1)
+    for start in range(0, len(wanted), size):
+        chosen = wanted[start : start + size]
+        yield start, TokenRows(rows.tokens[chosen], rows.wanted[chosen], rows.real[chosen])
 
 
-def _fill_bucket(
-    folder: Path, i: int, rows: TokenRows, read: Any, stored: np.dtype, progress: RowProgress
+def _fill(
+    store: FeatureStore,
+    name: str,
+    rows: TokenRows,
+    read: Callable[[np.ndarray], TargetFeatures],
+    progress: StageProgress,
 ) -> None:
+    """Compute the features of rows and save them as a part."""
     count, length = rows.tokens.shape
     step = max(CACHED_TOKENS // length, 1)
-    files: dict[str, np.ndarray] = {}
-
-    def fill(start: int) -> int:
+    values: list[np.ndarray] = []
+    best: list[np.ndarray] = []
+    for start in range(0, count, step):
         tokens = rows.tokens[start : start + step].astype(np.int32)
+        real = rows.real[start : start + step]
         padded = np.pad(tokens, ((0, step - len(tokens)), (0, 0)))
-        features: TargetFeatures = jax.device_get(read(padded))
-        arrays = {str(j): tap for j, tap in enumerate(features.taps)} | {"best": features.best}
-        arrays |= {} if features.hidden is None else {"hidden": features.hidden}
-        for name, array in arrays.items():
-            values = np.asarray(array)[: len(tokens)]
-            if name != "best":
-                values = _two_bytes(values, stored)
-            if name not in files:  # created by the first call, before the threads start
-                shape = (count, *values.shape[1:])
-                path = folder / f"{i}.{name}.npy"
-                files[name] = _mapped(path, values.dtype, shape)
-            files[name][start : start + len(tokens)] = values
-        return len(tokens)
-
-    with ThreadPoolExecutor(parallel_calls(READERS)) as pool:
-        starts = range(0, count, step)
-        for start in starts[:1]:
-            progress(fill(start))
-        for filled in pool.map(fill, starts[1:]):
-            progress(filled)
-    for array in files.values():
-        array.flush()  # pyrefly: ignore
-
-
-def _mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """Create an array on disk with its space allocated.
-
-    Without the allocation a full disk would kill the process when pages are written back.
-
-    Raises:
-      OSError: the disk is full.
-    """
-    array = np.lib.format.open_memmap(path, "w+", dtype, shape)
-    if hasattr(os, "posix_fallocate"):  # macOS has none
-        with path.open("r+b") as file:
-            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
-    return array
-
-
-def _two_bytes(values: np.ndarray, stored: np.dtype) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        rounded = values.astype(stored)
-    if stored == np.float16 and not np.isfinite(rounded.astype(np.float32)).all():
-        raise CheckpointError(
-            "hidden states of this target do not fit float16; choose features=online, or"
-            " dtype=bfloat16"
-        )
-    return rounded.view(np.uint16)
+        found: TargetFeatures = jax.device_get(read(padded))
+        streams = [*found.taps, *([] if found.hidden is None else [found.hidden])]
+        each = [store.rounded(np.asarray(x)[: len(tokens)][real]) for x in streams]
+        values.append(np.stack(each, axis=1))
+        best.append(np.asarray(found.best)[: len(tokens)][real])
+        progress(len(tokens))
+    ids = [row[real] for row, real in zip(rows.tokens, rows.real, strict=True)]
+    store.add(name, ids, np.concatenate(values), np.concatenate(best))

@@ -14,8 +14,9 @@ from dflash_jax.config import DrafterConfig, check_pair
 from dflash_jax.decode.pair import Pair
 from dflash_jax.errors import ConfigError
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import drafter, features, loop, objective, optimizer
-from dflash_jax.train.recipe import CACHE, Recipe, new_drafter
+from dflash_jax.train import drafter, features, initial, loop, objective, optimizer
+from dflash_jax.train.feature_store import FeatureStore
+from dflash_jax.train.recipe import CACHE, LAYERS, Recipe, new_drafter
 from dflash_jax.train.rows import Batches, TokenRows
 from dflash_jax.train.target import TrainState
 
@@ -68,20 +69,34 @@ def make_batches(
     return batches, used
 
 
+def feature_store(
+    out: Path, model: TargetModel, config: DrafterConfig, recipe: Recipe
+) -> FeatureStore | None:
+    """Return the store of features in a run's folder; None if they are computed online.
+
+    Raises:
+      CheckpointError: it is damaged, or the disk is full.
+    """
+    if recipe.features != CACHE:
+        return None
+    streams = len(config.target_layer_ids) + objective.wants_distribution(recipe)
+    width = model.config.hidden_size
+    return FeatureStore(out / "features", dtype=recipe.dtype, streams=streams, width=width)
+
+
 def cached_features(
-    folder: Path,
+    store: FeatureStore | None,
     pair: Pair,
     model: TargetModel,
     recipe: Recipe,
     batches: Batches,
     report: Report,
 ) -> features.FeatureCache | None:
-    """Return the feature cache of all rows; None if the recipe computes features online."""
-    if recipe.features != CACHE:
+    """Return the features of all rows; None if the recipe computes them online."""
+    if store is None:
         return None
-    report(f"features of {sum(len(part.tokens) for part in batches.rows)} rows")
     return features.fill_cache(
-        folder,
+        store,
         pair,
         model.params,
         batches.rows,
@@ -122,10 +137,12 @@ def fit(
     pair = build_pair(model.config, config)
     batches, used = make_batches(rows, recipe, report)
     place = Placement(recipe.devices)
-    cache = cached_features(out / "features", pair, model, recipe, batches, report)
+    store = feature_store(out, model, config, recipe)
+    cache = cached_features(store, pair, model, recipe, batches, report)
     maker = optimizer.build(recipe.schedule, decay=recipe.weight_decay, kind=recipe.optimizer)
     program = jit(drafter.step(pair, recipe, maker), donate=(0,), static_argnums=(5,))
-    frozen = place.replicated(model.params)
+    first, fixed = first_params(pair, recipe, model, rows, report, start)
+    frozen = place.replicated(model.params | fixed)
 
     def advance(state: TrainState, number: int) -> Any:
         i, chosen = batches.chosen(number)
@@ -139,7 +156,7 @@ def fit(
         i, chosen = batches.chosen(number)
         return f"the batch of rows {chosen.tolist()} of length {batches.buckets[i].length}"
 
-    params = place.replicated(replaced(drafter.initial(pair, recipe.seed), start or {}))
+    params = place.replicated(first)
     state = TrainState(params=params, optimizer=place.replicated(maker.init(params)))
     run = loop.TrainingRun(
         path=out / "state",
@@ -151,7 +168,34 @@ def fit(
         batch=describe,
     )
     final = loop.fit(run, state, advance, report=report)
-    return config, jax.device_get(final.params)
+    return config, jax.device_get(final.params | fixed.get(drafter.FIXED, {}))
+
+
+def first_params(
+    pair: Pair,
+    recipe: Recipe,
+    model: TargetModel,
+    rows: Sequence[TokenRows],
+    report: Report,
+    start: dict[str, Any] | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the drafter's parameters before the first step, and those that are not trained.
+
+    Args:
+      start: parameters of another drafter; by default, the recipe's `initial`.
+    """
+    assert pair.drafter is not None
+    fresh, configs = initial.fresh(pair, recipe.seed), (model.config, pair.drafter.config)
+    params = replaced(fresh, start or {})
+    if not start and recipe.initial == LAYERS:
+        params, origin = initial.from_target(fresh, model.params, configs)
+        report(f"the drafter starts with {origin}")
+    if not recipe.draft_vocab:
+        return params, {}
+    if start:  # of the same vocabulary: its tokens and its head
+        return params, {drafter.FIXED: {"d2t": params.pop("d2t")}}
+    tokens = initial.draft_tokens(rows, recipe.draft_vocab, model.config, report)
+    return initial.with_draft_vocabulary(params, model.params, tokens)
 
 
 class Placement:

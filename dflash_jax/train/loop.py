@@ -21,6 +21,7 @@ import numpy as np
 
 from dflash_jax.errors import ComputeError
 from dflash_jax.train import saved
+from dflash_jax.train.progress import time_left
 
 State = TypeVar("State")
 Metrics = dict[str, jax.Array]
@@ -151,7 +152,9 @@ class MetricsWindow:
             append_lines(self._run.log, lines)
         self._seen, self._since, self._step = [], now, first + len(seen)
         means = {name: np.mean([m[name] for m in seen]) for name in seen[0]}
-        return "  ".join(f"{k} {v:.3f}" for k, v in means.items()) + f"  {pace:.2f} s/step"
+        remaining = self._run.steps - self._step
+        left = f", {time_left(pace * remaining)}" if remaining else ""
+        return "  ".join(f"{k} {v:.3f}" for k, v in means.items()) + f"  {pace:.2f} s/step{left}"
 
     def _explanation(self, number: int, metrics: dict[str, float]) -> str:
         run = self._run

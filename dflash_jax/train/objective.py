@@ -12,6 +12,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.nn.layers import project
 from dflash_jax.train.recipe import DFLASH, DPACE, KL, MIX, UNIFORM, Recipe
 
 LOGIT_ELEMENTS = 1 << 25  # of one chunk: 128 MiB
@@ -37,6 +38,7 @@ class Scores:
     right: Bool[Array, "M R"]  # whether the label is drafted, given correct earlier drafts
     head: Float[Array, "M R"]  # loss of the selector or the confidence head
     head_counts: Bool[Array, "M R"]
+    known: Bool[Array, "M R"] | None = None  # whether the label is a token of the drafter; all
 
 
 def scorer(
@@ -52,7 +54,7 @@ def scorer(
     kinds = {"dflash": _plain, "dflash2": _selected, "dspark": _walked}
 
     def score(params: dict, places: Places) -> Scores:
-        plain = head(places.hidden)
+        plain = places.hidden if drafter.config.own_head else head(places.hidden)
         p = None if places.teacher is None else jax.nn.softmax(teacher(places.teacher), axis=-1)
         return drafter.apply(
             {"params": params}, places, plain, p, loss, method=kinds[drafter.config.kind]
@@ -62,6 +64,8 @@ def scorer(
 
 
 def _plain(module: Any, places: Places, plain: Array, p: Array | None, loss: str) -> Scores:
+    if module.config.own_head:
+        return _reduced(module, places)
     logits = module.adjust(plain)
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, places.labels)
     return Scores(
@@ -70,6 +74,22 @@ def _plain(module: Any, places: Places, plain: Array, p: Array | None, loss: str
         right=is_argmax(logits, places.labels),
         head=jnp.zeros_like(nll),
         head_counts=jnp.zeros(nll.shape, bool),
+    )
+
+
+def _reduced(module: Any, places: Places) -> Scores:
+    """Return cross entropy over the drafter's own tokens; other labels have no loss."""
+    logits, tokens = module.adjust(project(places.hidden, module.head)), module.tokens()
+    index = jnp.minimum(jnp.searchsorted(tokens, places.labels), len(tokens) - 1)
+    known = tokens[index] == places.labels
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, index)
+    return Scores(
+        loss=nll,
+        nll=jnp.where(known, nll, jnp.inf),  # such a place is never drafted
+        right=is_argmax(logits, index) & known,
+        head=jnp.zeros_like(nll),
+        head_counts=jnp.zeros(nll.shape, bool),
+        known=known,
     )
 
 
@@ -229,6 +249,8 @@ class Sums:
 def sums(recipe: Recipe, scores: Scores, counts: Bool[Array, "B N R"]) -> Sums:
     """Return the sums of scores over places."""
     weights = place_weights(recipe, scores.nll, counts)
+    if scores.known is not None:
+        weights = jnp.where(scores.known, weights, 0.0)
     heads = jnp.where(scores.head_counts, weights, 0.0)
     right = (scores.right & counts).astype(jnp.float32)
     whole = counts.all(axis=2).astype(jnp.float32)

@@ -8,7 +8,6 @@ from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.config.dflash2 import DFlash2Config
 from dflash_jax.config.dspark import DSparkConfig
 from dflash_jax.errors import ConfigError
-from dflash_jax.tokenizer import Tokenizer
 
 DFLASH, DFLASH2, DSPARK = KINDS = ("dflash", "dflash2", "dspark")
 CE, KL, MIX = LOSSES = ("ce", "kl", "mix")
@@ -16,17 +15,17 @@ DECAY, DPACE, UNIFORM = WEIGHTS = ("decay", "dpace", "uniform")
 ONLINE, CACHE = FEATURES = ("online", "cache")
 FLOAT, INT8, INT4 = TARGET_WEIGHTS = ("float", "int8", "int4")
 REGENERATED, GIVEN, MIXED = ANSWERS = ("target", "given", "mixed")
+FRESH, LAYERS = INITIALS = ("fresh", "layers")
 MUON, ADAMW = OPTIMIZERS = ("muon", "adamw")
-MASK_TOKENS = ("<|mask|>", "<|MASK|>", "[MASK]", "<mask>")
 LARGEST = 2**31 - 1  # int32
 
 # Bounds of the settings.
 BUCKET = {"length": (3, LARGEST), "rows": (1, LARGEST)}
 SCHEDULE = {"steps": (1, LARGEST), "rate": (1e-12, 1e3), "save_every": (1, LARGEST)}
-OF_NONE = ("seed", "inner", "heads", "kv_heads", "head_dim", "prompts", "text_prompts", "given",
-           "held_out")  # fmt: skip
+OF_NONE = ("seed", "inner", "heads", "kv_heads", "head_dim", "draft_vocab", "prompts",
+           "text_prompts", "given", "held_out")  # fmt: skip
 OF_ONE = ("layers", "tap_count", "rank", "candidates", "anchors", "parts", "new_tokens",
-          "text_tokens", "text_prompt", "held_out_tokens", "devices")  # fmt: skip
+          "text_tokens", "text_prompt", "held_out_tokens", "devices", "turn_tokens")  # fmt: skip
 RECIPE = {
     **dict.fromkeys(OF_NONE, (0, LARGEST)),
     **dict.fromkeys(OF_ONE, (1, LARGEST)),
@@ -36,6 +35,7 @@ RECIPE = {
     "head_weight": (0, 1e6),
     "weight_decay": (0, 1e3),
     "temperature": (0, 1e6),
+    "turn_temperature": (1e-3, 1e3),
 }
 
 
@@ -71,6 +71,11 @@ class Recipe:
       inner, heads, kv_heads, head_dim: sizes of the drafter; 0 takes the target's.
       taps: target layers whose output the drafter reads, from 0; empty spreads `tap_count`.
       block: tokens per block, the anchor included.
+      initial: layers (layers of the target, evenly spread, where shapes fit, and its final norm),
+        or fresh (random).
+      draft_vocab: tokens that the drafter chooses from, the most frequent of the answers; 0 is the
+        target's whole vocabulary. The drafter gets a head of its own, which starts as the
+        target's columns. Needs kind=dflash and loss=ce.
       rank, candidates: of DFlash 2's selector; `rank` also of DSpark's Markov head.
       markov_head: vanilla, gated or rnn.
       loss: ce (target's argmax token), kl (target's distribution), mix (0.1 ce + 0.9 total
@@ -92,6 +97,9 @@ class Recipe:
       given: maximum further conversations that are learnt as given.
       new_tokens, text_tokens: maximum tokens of an answer, and of a continued text.
       text_prompt: tokens of a text piece.
+      turn_tokens: maximum tokens of a user turn that the target writes itself (`--data self:N`).
+      turn_temperature: temperature of these turns.
+      turn_scripts: scripts whose letters they may have, such as latin; or any.
       answer_buckets: length of prompt and answer together, and answers decoded together.
       held_out: held-out prompts for the final acceptance length.
       devices: data-parallel devices; rows of every bucket must be a multiple.
@@ -108,6 +116,8 @@ class Recipe:
     taps: tuple[int, ...] = ()
     tap_count: int = 5
     block: int = 16
+    initial: str = LAYERS
+    draft_vocab: int = 0
     rank: int = 256
     candidates: int = 16
     markov_head: str = "vanilla"
@@ -133,6 +143,9 @@ class Recipe:
     text_tokens: int = 64
     text_prompt: int = 96
     temperature: float = 0.0
+    turn_tokens: int = 128
+    turn_temperature: float = 1.0
+    turn_scripts: tuple[str, ...] = ("latin",)
     answer_buckets: tuple[Bucket, ...]
     held_out: int = 100
     held_out_tokens: int = 128
@@ -147,6 +160,7 @@ class Recipe:
             "target_weights": TARGET_WEIGHTS,
             "answers": ANSWERS,
             "optimizer": OPTIMIZERS,
+            "initial": INITIALS,
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -164,6 +178,11 @@ class Recipe:
                     f"{name} is {getattr(self, name)}; expected at most {self.buckets[0].length},"
                     " the places of a row of the first bucket"
                 )
+        if self.draft_vocab and (self.kind != DFLASH or self.loss != CE):
+            raise ConfigError(
+                f"draft_vocab is {self.draft_vocab} with kind={self.kind} and loss={self.loss};"
+                " expected kind=dflash and loss=ce, or draft_vocab=0"
+            )
         uneven = [b.rows for b in self.buckets if b.rows % (self.devices * self.parts)]
         if uneven:
             raise ConfigError(
@@ -189,7 +208,15 @@ def new_drafter(recipe: Recipe, target: TargetConfig, mask_id: int) -> DrafterCo
     """Return the config of the recipe's drafter for a target: full, bidirectional attention.
 
     Its maximum length is the target's, because other engines stop drafting there.
+
+    Raises:
+      ConfigError: the draft vocabulary is not smaller than the target's.
     """
+    if recipe.draft_vocab >= target.vocab_size:
+        raise ConfigError(
+            f"draft_vocab is {recipe.draft_vocab}, but the target has {target.vocab_size} tokens;"
+            " expected fewer, or 0 for all of them"
+        )
     own: dict[str, tuple[type[DrafterConfig], dict[str, Any]]] = {
         DFLASH: (DrafterConfig, {}),
         DFLASH2: (
@@ -222,6 +249,8 @@ def new_drafter(recipe: Recipe, target: TargetConfig, mask_id: int) -> DrafterCo
         num_target_layers=target.num_layers,
         windows=(None,) * recipe.layers,
         causal=(False,) * recipe.layers,
+        draft_vocab_size=recipe.draft_vocab,
+        own_head=bool(recipe.draft_vocab),
         dtype="bfloat16",
         **fields,
     )
@@ -233,26 +262,3 @@ def spread_taps(layers: int, count: int) -> tuple[int, ...]:
     count = max(1, min(count, last - first + 1))
     steps = max(count - 1, 1)
     return tuple(first + round(i * (last - first) / steps) for i in range(count))
-
-
-def mask_token(tokenizer: Tokenizer | None, target: TargetConfig) -> tuple[int, str]:
-    """Return a token that no text contains, and a description of its origin.
-
-    It is the tokenizer's mask token, or an unused row of the embedding table.
-
-    Raises:
-      ConfigError: there is neither.
-    """
-    if tokenizer is not None:
-        named = (tokenizer.specials.get("mask_token"), *MASK_TOKENS)
-        for text in filter(None, named):
-            token = tokenizer.core.token_to_id(text)
-            if token is not None and token < target.vocab_size:
-                return token, f"the tokenizer's {text}"
-        unused = 1 + max(tokenizer.core.get_vocab(with_added_tokens=True).values(), default=-1)
-        if unused < target.vocab_size:
-            return unused, "the first unused row of the embedding table"
-    raise ConfigError(
-        "no mask token is known: the tokenizer has none and the embedding table has no unused"
-        " row; name a token that never occurs in text with --mask-id"
-    )

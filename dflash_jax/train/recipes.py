@@ -35,6 +35,7 @@ TINY_CPU = Recipe(
     inner=512,
     taps=(1, 2, 4),
     block=8,
+    initial="fresh",
     rank=64,
     candidates=8,
     decay=4.0,
@@ -103,6 +104,22 @@ TINY_H200 = dataclasses.replace(
     ),
 )
 
+SMOLLM2 = Recipe(
+    name="smollm2",
+    layers=2,
+    taps=(1, 8, 14, 21, 27),
+    block=8,
+    decay=4.0,
+    schedule=Schedule(steps=7000, rate=1e-3),
+    anchors=8,
+    buckets=(Bucket(length=192, rows=8), Bucket(length=384, rows=4)),
+    features=CACHE,
+    prompts=20_000,
+    new_tokens=128,
+    answer_buckets=(Bucket(length=192, rows=64), Bucket(length=384, rows=32)),
+    held_out=200,
+)
+
 QWEN3_8B = Recipe(
     name="qwen3-8b",
     layers=5,
@@ -131,7 +148,7 @@ QWEN3_8B = Recipe(
 
 RECIPES = {
     recipe.name: recipe
-    for recipe in (SMOKE, TINY_CPU, TINY_PAIR, TINY_DFLASH2, TINY_H200, QWEN3_8B)
+    for recipe in (SMOKE, TINY_CPU, TINY_PAIR, TINY_DFLASH2, TINY_H200, SMOLLM2, QWEN3_8B)
 }
 
 
@@ -164,6 +181,7 @@ def recipe(name: str, settings: Sequence[str] = ()) -> Recipe:
 def _read(key: str, text: str, kind: Any) -> Any:
     readers: dict[Any, Callable[[str], Any]] = {
         tuple[int, ...]: lambda t: tuple(int(part) for part in t.split(",")),
+        tuple[str, ...]: lambda t: tuple(part.strip().lower() for part in t.split(",")),
         tuple[Bucket, ...]: lambda t: tuple(map(_bucket, t.split(","))),
     }
     try:

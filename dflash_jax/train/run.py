@@ -21,11 +21,21 @@ from dflash_jax.errors import ComputeError, ConfigError
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import data, evaluate, given, regenerate
+from dflash_jax.train import (
+    data,
+    evaluate,
+    given,
+    objective,
+    regenerate,
+    reuse,
+    self_written,
+    sources,
+)
 from dflash_jax.train import rows as packing
 from dflash_jax.train.files import claim, saved_as, sound, write_json
-from dflash_jax.train.fitting import Placement, Report, fit
-from dflash_jax.train.recipe import FLOAT, Recipe, mask_token, new_drafter
+from dflash_jax.train.fitting import Placement, Report, feature_store, fit
+from dflash_jax.train.mask import mask_token
+from dflash_jax.train.recipe import FLOAT, Recipe, new_drafter
 from dflash_jax.train.rows import TokenRows
 from dflash_jax.train.usage import Usage
 
@@ -47,16 +57,19 @@ def run(
     report: Report,
     mask_id: int | None = None,
     start: Path | None = None,
+    data_of: Path | None = None,
 ) -> Outcome:
     """Train a drafter for a target and measure its acceptance length.
 
     Args:
       target: a source that `dflash_jax.load_target` opens.
-      source: a JSONL file (see `data.read`), or "tiny" for the shipped corpus.
+      source: JSONL files (see `data.read`), "tiny" for the shipped corpus, "self:N" for N user
+        turns that the target writes; several with commas between them.
       out: the run's folder.
       report: called with progress lines.
       mask_id: the mask token; found in tokenizer or embedding table by default.
       start: a drafter to start from, with the shape of the recipe.
+      data_of: folder of another run of the same data, whose answers and features are reused.
 
     Raises:
       ConfigError: data, recipe and target do not match, or `out` belongs to another run.
@@ -64,29 +77,38 @@ def run(
       CheckpointError, TrainingStopped: see `loop.fit`.
     """
     model = open_target(target, recipe)
-    training, held_out = data.load(source, recipe)
-    check_ids((example.ids for example in (*training, *held_out)), model.config)
-    asked = data.held_out(held_out, model.tokenizer, recipe)
+    given_data = sources.load(source, recipe)
+    examples = (*given_data.training, *given_data.held_out)
+    check_ids((example.ids for example in examples), model.config)
+    data.held_out(given_data.held_out, model.tokenizer, recipe)  # fails before anything is written
+    check_turns(model, given_data, recipe)
     if mask_id is None:
-        mask_id, why = mask_token(model.tokenizer, model.config)
+        mask_id, why = mask_token(model.tokenizer, model.config, examples)
         report(f"mask token {mask_id}: {why}")
     config = new_drafter(recipe, model.config, mask_id)
     check_pair(model.config, config)
     Placement(recipe.devices)  # fails before the target answers for hours
     about = {
         "target": str(target),
-        "data": data.fingerprint(training),
+        "data": data.fingerprint(given_data.training),
+        "self_written": given_data.self_written,
         "mask_id": mask_id,
         "start": str(start) if start else None,
         "recipe": dataclasses.asdict(recipe),
     }
     params = read_start(start, config) if start else None  # fails before anything is written
+    if data_of:
+        reuse.check(data_of, about)
     claim(out, "run.json", about)
+    if data_of:
+        reuse.take(data_of, out, about)
     identity = json.dumps(about, sort_keys=True)
-    aside = 0 if source == data.SHIPPED else len(held_out)  # the shipped ones are a separate file
-    usage = Usage(len(training) + aside)
-    usage.hold_out(aside, len(asked))
-    rows = stored_rows(out, model, training, recipe, report, usage)
+    every = with_self_written(out, model, given_data, recipe, report)
+    training, asked = every.training, data.held_out(every.held_out, model.tokenizer, recipe)
+    usage = Usage(every.lines)
+    usage.hold_out(len(every.held_out) - every.separate, len(asked))
+    recorded = answer_recording(out, model, config, recipe)
+    rows = stored_rows(out, model, training, recipe, report, usage, recording=recorded)
     if not (out / "drafter").is_dir():
         with explained_out_of_memory():
             _, trained = fit(
@@ -95,6 +117,33 @@ def run(
         write_drafter(out / "drafter", config, trained)
     results = measured(out, target, asked, recipe, report)
     return Outcome(out / "drafter", results)
+
+
+def check_turns(model: TargetModel, given_data: sources.TrainingData, recipe: Recipe) -> None:
+    """Raise ConfigError if the target is to write user turns and cannot."""
+    if given_data.self_written:
+        self_written.user_header(model, recipe)
+
+
+def with_self_written(
+    out: Path, model: TargetModel, given_data: sources.TrainingData, recipe: Recipe, report: Report
+) -> sources.TrainingData:
+    """Return the data with the user turns that the target writes, if any are asked for.
+
+    Raises:
+      ConfigError: no turn can be used, or all of them are held out.
+      CheckpointError, TrainingStopped: see `self_written.write_turns`.
+    """
+    if not (count := given_data.self_written):
+        return given_data
+    turns = self_written.write_turns(out, model, count, recipe, report)
+    every = given_data.with_turns(turns)
+    if not every.training:
+        raise ConfigError(
+            f"all {len(turns)} self-written turns fell to the held-out side (1 in"
+            f" {data.HELD_OUT_SHARE} by hash); ask for more turns"
+        )
+    return every
 
 
 @contextlib.contextmanager
@@ -141,10 +190,15 @@ def stored_rows(
     recipe: Recipe,
     report: Report,
     usage: Usage,
+    *,
+    recording: regenerate.Recording | None = None,
 ) -> list[TokenRows]:
     """Return the training rows, making them on the first call.
 
     Unused lines are counted in `usage` and reported before the target answers.
+
+    Args:
+      recording: where to save the features of answers while they are decoded.
 
     Raises:
       ConfigError: the data cannot be encoded, or holds unknown token ids.
@@ -173,6 +227,7 @@ def stored_rows(
                 report=report,
                 temperature=recipe.temperature,
                 seed=recipe.seed,
+                recording=recording,
             )
         check_ids((document.ids for document in rows), model.config)
         if cut := sum(len(document.ids) > longest for document in rows):
@@ -180,6 +235,21 @@ def stored_rows(
         random.Random(recipe.seed).shuffle(rows)
         packing.save(path, packing.one_per_row(rows, recipe.buckets, fill=fill))
     return packing.load(path)
+
+
+def answer_recording(
+    out: Path, model: TargetModel, config: DrafterConfig, recipe: Recipe
+) -> regenerate.Recording | None:
+    """Return how features are recorded while the target answers; None if they cannot be.
+
+    Recording has the taps of greedy answers, but no distributions.
+    """
+    if recipe.temperature or objective.wants_distribution(recipe):
+        return None
+    store = feature_store(out, model, config, recipe)
+    if store is None:
+        return None
+    return regenerate.Recording(store, config.target_layer_ids, recipe.buckets[-1].length)
 
 
 def check_ids(sequences: Iterable[Sequence[int] | np.ndarray], config: TargetConfig) -> None:
@@ -218,12 +288,16 @@ def read_start(path: Path, config: DrafterConfig) -> dict[str, Any]:
 
 
 def write_drafter(path: Path, config: DrafterConfig, params: dict[str, Any]) -> None:
-    """The drafter as a folder that other engines read, in bfloat16."""
+    """Write the drafter as a folder that other engines read, in bfloat16.
+
+    A reduced vocabulary has a form in the layout of speculators only.
+    """
     from dflash_jax.converters import export
     from dflash_jax.converters.tree_source import TreeSource
 
     weights = export.Weights(config, TreeSource(params, config))
-    export.export(weights, path, layout=export.HUGGING_FACE, dtype="bfloat16", overwrite=True)
+    layout = export.SPECULATORS if config.draft_vocab_size else export.HUGGING_FACE
+    export.export(weights, path, layout=layout, dtype="bfloat16", overwrite=True)
 
 
 def measured(

@@ -159,6 +159,6 @@ def test_flax_means_linen_and_struct() -> None:
 def test_the_recipe_of_the_shipped_pair_is_no_part_of_the_package() -> None:
     """The trainer generates its default corpus by it, in a function, where it is there."""
     using = {p for p in files("dflash_jax") if any(under(n, "recipes") for n in imports(p))}
-    assert using == {ROOT / "dflash_jax/train/data.py"}
+    assert using == {ROOT / "dflash_jax/train/sources.py"}
     top = imports(ROOT / "dflash_jax/train/data.py", inside_functions=False)
     assert not [name for name in top if under(name, "recipes")]

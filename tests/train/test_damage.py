@@ -1,6 +1,6 @@
 """Damaged files of a run: errors name what to remove, without a traceback."""
 
-import json
+import errno
 import os
 from pathlib import Path
 
@@ -9,7 +9,8 @@ import pytest
 
 from dflash_jax.cli.train import draw
 from dflash_jax.errors import CheckpointError
-from dflash_jax.train import features, regenerate, rows, run
+from dflash_jax.train import groups, rows, run
+from dflash_jax.train.feature_store import FeatureStore
 from dflash_jax.train.recipes import SMOKE
 
 
@@ -25,13 +26,13 @@ def test_answers_that_are_not_those_asked_for_are_named(tmp_path: Path, lines: s
     path = tmp_path / "answers.jsonl"
     path.write_text(lines + "\n")
     with pytest.raises(CheckpointError, match=r"answers\.jsonl is damaged .*; remove it, and"):
-        regenerate.stored(path, [2, 2, 1])
+        groups.stored(path, [2, 2, 1])
 
 
 def test_answers_of_the_right_sizes_are_taken(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_text("[[1], [2]]\n[[], [4, 5]]\n[[")
-    assert regenerate.stored(path, [2, 2, 1]) == [[[1], [2]], [[], [4, 5]]]
+    assert groups.stored(path, [2, 2, 1]) == [[[1], [2]], [[], [4, 5]]]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "3"])
@@ -41,23 +42,42 @@ def test_damaged_results_are_named(tmp_path: Path, content: str) -> None:
         run.measured(tmp_path, "tiny", [], SMOKE, print)
 
 
-@pytest.mark.parametrize("lost", ["about.json", "0.best.npy"])
-@pytest.mark.parametrize("how", [Path.unlink, lambda path: path.write_bytes(b"{")])
-def test_a_damaged_feature_cache_is_named(tmp_path: Path, lost: str, how) -> None:
-    about = {"dtype": "float16", "buckets": 1, "names": ["best"]}
-    (tmp_path / "about.json").write_text(json.dumps(about))
-    np.save(tmp_path / "0.best.npy", np.zeros((2, 3), np.int32))
-    features.FeatureCache(tmp_path)
-    how(tmp_path / lost)
-    with pytest.raises(CheckpointError, match=r"is damaged .*; remove it, and"):
-        features.FeatureCache(tmp_path)
+def small_store(folder: Path) -> FeatureStore:
+    return FeatureStore(folder, dtype="float32", streams=2, width=4)
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="this system reserves no room")
-def test_a_feature_cache_has_its_room_before_it_is_filled(tmp_path: Path) -> None:
-    """Otherwise a full disk ends the process by SIGBUS, without a message."""
-    array = features._mapped(tmp_path / "x.npy", np.dtype(np.uint16), (64, 1 << 10))
-    assert (tmp_path / "x.npy").stat().st_blocks * 512 >= array.nbytes
+def filled_store(folder: Path) -> FeatureStore:
+    store, ids = small_store(folder), np.arange(3, dtype=np.int32)
+    store.add("x", [ids], store.rounded(np.ones((3, 2, 4), np.float32)), ids)
+    return store
+
+
+@pytest.mark.parametrize("lost", ["about.json", "x.npy", "x.npz"])
+def test_a_damaged_feature_cache_is_named(tmp_path: Path, lost: str) -> None:
+    filled_store(tmp_path / "f").open()
+    (tmp_path / "f" / lost).write_bytes(b"{")
+    with pytest.raises(CheckpointError, match=r"f.* is damaged .*; remove it, and"):
+        small_store(tmp_path / "f").open()
+
+
+def test_a_feature_cache_of_another_shape_is_named(tmp_path: Path) -> None:
+    filled_store(tmp_path / "f")
+    with pytest.raises(CheckpointError, match=r"is damaged .*'width': 4.*'width': 5"):
+        FeatureStore(tmp_path / "f", dtype="float32", streams=2, width=5)
+
+
+def test_a_full_disk_is_named_and_leaves_complete_parts_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store = filled_store(tmp_path / "f")
+    before = sorted(store.folder.iterdir())
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    with pytest.raises(CheckpointError, match=r"No space left .* needs 20 bytes: free some space"):
+        store.add("y", [np.arange(1)], np.zeros((1, 2, 4), np.uint16), np.zeros(1))
+    assert sorted(store.folder.iterdir()) == before
 
 
 @pytest.mark.parametrize("log", [None, "", "{"])

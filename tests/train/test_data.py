@@ -16,8 +16,9 @@ from dflash_jax.loading import load_target, locate
 from dflash_jax.server.conversation import parse_tool_calls
 from dflash_jax.testing import tiny_target
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.train import data, evaluate, given, run
-from dflash_jax.train.recipe import mask_token, spread_taps
+from dflash_jax.train import data, evaluate, given, run, sources
+from dflash_jax.train.mask import mask_token
+from dflash_jax.train.recipe import spread_taps
 from dflash_jax.train.recipes import SMOKE, recipe
 from dflash_jax.train.usage import Usage
 from recipes.tiny import vocabulary
@@ -91,16 +92,18 @@ def test_broken_json_and_missing_files_are_named(tmp_path):
 
 def test_the_hold_out_depends_on_the_question_alone(tmp_path):
     lines = [{"prompt": f"Question {i}?"} for i in range(400)]
-    training, held_out = data.load(str(written(tmp_path, *lines)), SMOKE)
+    found = sources.load(str(written(tmp_path, *lines)), SMOKE)
+    training, held_out = found.training, found.held_out
     random.Random(0).shuffle(lines)
-    again = data.load(str(written(tmp_path, *lines)), SMOKE)[1]
+    again = sources.load(str(written(tmp_path, *lines)), SMOKE).held_out
     assert {e.messages[0]["content"] for e in held_out} == {e.messages[0]["content"] for e in again}
     assert len(training) + len(held_out) == 400
     assert 10 < len(held_out) < 45
 
 
 def test_the_shipped_corpus_asks_and_holds_nothing_that_is_held_out():
-    training, held_out = data.load("tiny", recipe("tiny-cpu"))
+    found = sources.load("tiny", recipe("tiny-cpu"))
+    training, held_out = found.training, found.held_out
     asked = {m["content"] for x in training for m in x.messages if m["role"] == "user"}
     opening = [
         next(m["content"] for m in x.messages if m["role"] == "user")
@@ -311,7 +314,22 @@ def test_the_mask_token_is_the_tokenizers_or_an_unused_row(tokenizer):
     sparse = Tokenizer(tokenizers.Tokenizer(words), None, {})
     assert mask_token(sparse, tiny_target(vocab_size=8))[0] == 3
     with pytest.raises(ConfigError, match="--mask-id"):
-        mask_token(plain, tiny_target(vocab_size=size))
+        mask_token(sparse, tiny_target(vocab_size=3))
+
+
+def test_without_spare_rows_the_mask_token_is_a_special_token_that_nothing_uses(tokenizer):
+    size, text = tokenizer.size, tokenizer.core.to_str().replace("<|mask|>", "<|other|>")
+    core, specials = tokenizer.core.from_str(text), {"eos_token": "<|other|>"}
+    full = Tokenizer(core, "<think></think><tool_call></tool_call></tool_response>", specials)
+    target = tiny_target(vocab_size=size, eos_token_ids=(size - 10, size - 8))
+    token, why = mask_token(full, target)
+    assert core.id_to_token(token) == "<tool_response>"  # the last but for the two in use
+    assert why == "the special token <tool_response>, which neither template nor data use"
+    start = core.token_to_id("<|im_start|>")
+    for used in data.Example(text="a <tool_response> b"), data.Example(ids=(1, token)):
+        assert mask_token(full, target, [used])[0] == start
+    with pytest.raises(ConfigError, match="use every special token"):
+        mask_token(full, target, [data.Example(ids=(start, token))])
 
 
 WRONG = """

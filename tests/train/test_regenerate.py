@@ -13,7 +13,7 @@ from dflash_jax.compiler.keys import Variant
 from dflash_jax.errors import ConfigError
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_target
-from dflash_jax.train import regenerate, threads
+from dflash_jax.train import decoding, groups, threads
 from dflash_jax.train.loop import TrainingStopped
 from dflash_jax.train.recipe import Bucket
 from dflash_jax.train.regenerate import AnswerPrompt, answer
@@ -48,7 +48,7 @@ def test_concurrent_engines_give_the_answers_of_one(
     texts, names, before = [], [], set(threading.enumerate())
     for cores in (1, 3):
         monkeypatch.setattr(threads, "cores", lambda cores=cores: cores)
-        engines = regenerate.AnswerEngines(model, Variant.GREEDY)
+        engines = decoding.EnginePool(model, Variant.GREEDY)
         assert engines.count(BUCKETS[0]) == cores
         with engines.engine(BUCKETS[0]) as first:
             if cores > 1:
@@ -72,7 +72,7 @@ def test_answers_resume_after_a_stop(
 
     with monkeypatch.context() as patch:
         signalled = contextlib.nullcontext(SimpleNamespace(raised=True))
-        patch.setattr(regenerate, "stop_flag", lambda: signalled)
+        patch.setattr(groups, "stop_flag", lambda: signalled)
         with pytest.raises(TrainingStopped, match=f"group 1 of {len(lines)}"):
             answers_of(tmp_path / "cut", model, prompts)
         (tmp_path / "last").write_text("".join(lines[:-1]))

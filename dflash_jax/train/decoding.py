@@ -1,0 +1,153 @@
+"""Decoding of many requests by a pool of engines, and recording of the target's taps meanwhile."""
+
+import contextlib
+import functools
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflash_jax.compiler import jit
+from dflash_jax.compiler.keys import ProgramKey, Step, Variant
+from dflash_jax.compiler.memory import budget
+from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.result import Result
+from dflash_jax.engine.sampling_params import SamplingParams
+from dflash_jax.loading import resolve_here
+from dflash_jax.models.recorder import recorded, recorder
+from dflash_jax.plan import Plan
+from dflash_jax.target_model import TargetModel
+from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.train.recipe import Bucket
+from dflash_jax.train.threads import parallel_calls
+
+MOST_ENGINES = 4  # that decode concurrently
+PREFIXES = 1 << 28  # bytes of an engine's cached prefixes
+Taps = Callable[[], np.ndarray]  # float32 [taps, tokens, D] of a request that just ended
+
+
+class EnginePool:
+    """A pool of engines that decode plainly, one bucket at a time, with shared programs.
+
+    Args:
+      taps: target layers whose outputs are recorded; none by default.
+      chunk: tokens of a prefill, whose multiples prompts may share; the plan's default, and
+        nothing shared, by default.
+      tokenizer: for requests with stop texts.
+    """
+
+    def __init__(
+        self,
+        model: TargetModel,
+        variant: Variant,
+        *,
+        taps: Sequence[int] = (),
+        chunk: int = 0,
+        tokenizer: Tokenizer | None = None,
+    ):
+        self._model, self._variant, self._tokenizer = model, variant, tokenizer
+        self._recorder = recorder(model.config, taps) if taps else None
+        self._chunk = chunk
+        self._lock = threading.Lock()
+        self._free: dict[Bucket, queue.SimpleQueue[Engine]] = {}
+
+    def count(self, bucket: Bucket) -> int:
+        """Return the number of concurrent engines: at most what a quarter of the memory holds."""
+        plan = self._plan(bucket)
+        each = budget(plan, self._model.config, self._recorder)
+        room = plan.memory_limit // 4 // (each.caches + each.temporaries)
+        return max(1, min(parallel_calls(MOST_ENGINES), room))
+
+    @contextlib.contextmanager
+    def engine(self, bucket: Bucket) -> Iterator[Engine]:
+        """Yield a free engine of the bucket; the pool of another bucket is dropped."""
+        with self._lock:
+            if bucket not in self._free:
+                self._free = {bucket: self._new_pool(bucket)}
+            free = self._free[bucket]
+        engine = free.get()
+        try:
+            yield engine
+        finally:
+            free.put(engine)
+
+    def _new_pool(self, bucket: Bucket) -> "queue.SimpleQueue[Engine]":
+        free: queue.SimpleQueue[Engine] = queue.SimpleQueue()
+        model, plan, first = self._model, self._plan(bucket), None
+        params: dict[str, Any] = {"target": model.params}
+        params |= {"drafter": {}} if self._recorder else {}
+        for _ in range(self.count(bucket)):
+            engine = Engine(model.config, self._recorder, params, plan, tokenizer=self._tokenizer)
+            if first is None:
+                first = engine
+                # Requests that never draft need no such program.
+                engine.compiled.programs.pop(ProgramKey(Step.SPECULATIVE, self._variant), None)
+                engine.compile([self._variant])
+            else:
+                engine.share_programs(first)
+            free.put(engine)
+        return free
+
+    def _plan(self, bucket: Bucket) -> Plan:
+        config = self._model.config
+        length = min(bucket.length, config.max_length)
+        plan = Plan(
+            rows=bucket.rows,
+            max_length=length,
+            dtype=self._model.dtype,
+            exact=False,
+            block=2 if self._recorder else 0,
+            chunk=self._chunk,
+            prefix_cache=PREFIXES if self._chunk else 0,
+        )
+        return resolve_here(plan, config, self._recorder)
+
+
+def decode(
+    engine: Engine,
+    asked: Sequence[tuple[list[int], SamplingParams]],
+    ended: Callable[[int, Taps], None] | None = None,
+) -> list[Result]:
+    """Decode requests, as many at a time as the engine has rows.
+
+    Args:
+      asked: prompt and options of each.
+      ended: called with a request's number and a function that returns the taps of its prompt and
+        output, except for the last token, which no step was fed. The engine records taps.
+    """
+    handles, running = [], {}
+
+    def advance() -> None:
+        engine.advance()
+        for number, handle in [*running.items()]:
+            if handle.done:
+                del running[number]
+                if ended is not None:  # before the next turn, which may give the row away
+                    tokens = len(asked[number][0]) + len(handle.token_ids) - 1
+                    ended(number, functools.partial(_taps, engine, handle.sequence.row, tokens))
+
+    for number, (prompt, params) in enumerate(asked):
+        [handle] = engine.prepare(prompt, params, n=1)
+        handle.delay(engine.compile(handle.variants))
+        while not engine.core.try_add([handle.sequence]):
+            advance()
+        handles.append(handle)
+        running[number] = handle
+    while running:
+        advance()
+    return [handle.result() for handle in handles]
+
+
+@functools.cache
+def _row_reader() -> Callable[..., jax.Array]:
+    return jit(recorded, static_argnums=(2,))
+
+
+def _taps(engine: Engine, row: int, tokens: int) -> np.ndarray:
+    assert engine.drafter is not None
+    count = len(engine.drafter.target_layer_ids)
+    taps = _row_reader()(engine.runner.state.draft, np.int32(row), count)
+    return jax.device_get(taps)[:, :tokens]

@@ -1,0 +1,251 @@
+"""User turns that the target writes itself: prompts without a data set.
+
+A chat model that is given its template up to the user's words writes a plausible user turn
+(Magpie: Xu et al. 2024, arXiv 2406.08464). Turns are sampled; turn i draws with a seed of its own,
+so it does not depend on the turns that are decoded next to it.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import itertools
+import unicodedata
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.compiler.keys import Variant
+from dflash_jax.engine.sampling_params import SamplingParams
+from dflash_jax.errors import ConfigError, RequestError
+from dflash_jax.target_model import TargetModel
+from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.train.decoding import EnginePool, decode
+from dflash_jax.train.duplicates import DuplicateFilter
+from dflash_jax.train.files import saved_as, sound, write_json
+from dflash_jax.train.groups import results, stored
+from dflash_jax.train.progress import StageProgress
+from dflash_jax.train.recipe import Bucket, Recipe
+
+FILE, REPORT = "turns.jsonl", "turns.json"
+MOST_TRIES = 4  # turns written for each that is wanted, at most
+GROUP = 4  # turns of a group, in multiples of the rows; a finished group is saved
+CHUNK = 8  # tokens of a prefill: short, since all but the last few tokens are a cached prefix
+WORDS = "dflashuserwords"  # stands for the user's words in the template
+FEWEST_CHARACTERS = 8
+SCRIPT_SHARE = 0.9  # of a turn's letters
+ANY = "any"
+
+
+@dataclasses.dataclass(frozen=True)
+class UserHeader:
+    """What precedes the user's words in the chat template, and what ends them."""
+
+    ids: tuple[int, ...]
+    stop_ids: tuple[int, ...]
+    stop: str | None = None  # if no special token ends them
+
+
+def user_header(model: TargetModel, recipe: Recipe) -> UserHeader:
+    """Return the start of a conversation, up to the user's words.
+
+    Raises:
+      ConfigError: the target has no chat template, or one that does not show the user's words, or
+        the recipe names an unknown script.
+    """
+    check_scripts(recipe.turn_scripts)
+    tokenizer = model.tokenizer
+    if tokenizer is None or tokenizer.template is None:
+        raise ConfigError(
+            f"self-written turns need a chat template, and the target has no"
+            f" {'tokenizer' if tokenizer is None else 'template'}; give prompts or texts of your"
+            ' own with --data FILE, as lines of {"prompt": ...} or {"text": ...}'
+        )
+    try:
+        text = tokenizer.render([{"role": "user", "content": WORDS}])
+    except RequestError as error:
+        raise ConfigError(f"the target cannot write user turns: {error}") from error
+    before, found, after = text.partition(WORDS)
+    if not found or not before:
+        raise ConfigError(
+            "the chat template has nothing before the user's words, so the target cannot be made to"
+            ' write them; give prompts of your own with --data FILE, as lines of {"prompt": ...}'
+        )
+    ids = tuple(tokenizer.encode(before, specials=False))
+    following = tokenizer.encode(after.strip(), specials=False)
+    ends = model.config.eos_token_ids
+    if not following or following[0] in ends:
+        return UserHeader(ids, ends)
+    if not tokenizer.decode(following[:1]):  # a special token
+        return UserHeader(ids, (*ends, following[0]))
+    return UserHeader(ids, ends, after.strip().splitlines()[0])
+
+
+def turn_seed(seed: int, number: int) -> int:
+    """Return the seed of a turn: a hash, so that runs with neighbouring seeds share none."""
+    return int.from_bytes(hashlib.sha256(f"turn {seed} {number}".encode()).digest()[:4], "big")
+
+
+def write_turns(
+    out: Path,
+    model: TargetModel,
+    count: int,
+    recipe: Recipe,
+    report: Callable[[str], None],
+) -> list[str]:
+    """Return `count` different user turns of the target, fewer if it repeats itself too often.
+
+    Finished groups are saved in `turns.jsonl`, the numbers of kept and dropped turns in
+    `turns.json`.
+
+    Raises:
+      ConfigError: no turn can be used.
+      CheckpointError, TrainingStopped: see `groups.results`.
+    """
+    header = user_header(model, recipe)
+    assert model.tokenizer is not None
+    bucket = Bucket(length=len(header.ids) + recipe.turn_tokens, rows=recipe.answer_buckets[0].rows)
+    size, path = bucket.rows * GROUP, out / FILE
+    sizes = [size] * -(-MOST_TRIES * count // size)
+    kept = TurnFilter(model.tokenizer, header, recipe, count)
+    before = stored(path, sizes)
+    for group in before:
+        kept.take(path, group)
+    if kept.wanted:
+        text = None if header.stop is None else model.tokenizer
+        pool = EnginePool(model, Variant.SAMPLED, chunk=CHUNK, tokenizer=text)
+        work = functools.partial(_group, pool, bucket, header, recipe)
+        progress = StageProgress("turns", count, "kept", report, done=len(kept.turns))
+        found = results(path, sizes, work, workers=pool.count(bucket), label="turns")
+        with contextlib.closing(found):
+            for group in itertools.islice(found, len(before), None):
+                progress(kept.take(path, group))
+                if not kept.wanted:
+                    break
+    report(str(kept))
+    if not kept.turns:
+        raise ConfigError(
+            f"none of the turns that the target wrote can be used ({kept.reasons}); look at {path},"
+            " change turn_tokens or turn_scripts, or give prompts of your own with --data FILE"
+        )
+    with saved_as(out / REPORT) as partial:
+        write_json(partial, kept.summary)
+    return kept.turns
+
+
+def _group(
+    pool: EnginePool, bucket: Bucket, header: UserHeader, recipe: Recipe, number: int
+) -> list[Any]:
+    """Return the turns of a group: token ids, and whether the model ended the turn."""
+    size = bucket.rows * GROUP
+    asked = [
+        (
+            list(header.ids),
+            SamplingParams(
+                max_tokens=recipe.turn_tokens,
+                temperature=recipe.turn_temperature,
+                seed=turn_seed(recipe.seed, number * size + i),
+                stop_token_ids=header.stop_ids,
+                stop=header.stop,
+            ),
+        )
+        for i in range(size)
+    ]
+    with pool.engine(bucket) as engine:
+        return [[x.token_ids, x.finish_reason == "stop"] for x in decode(engine, asked)]
+
+
+class TurnFilter:
+    """Keeps the first usable turns of a stream, and counts the others by reason."""
+
+    def __init__(self, tokenizer: Tokenizer, header: UserHeader, recipe: Recipe, count: int):
+        self.turns: list[str] = []
+        self.dropped: collections.Counter[str] = collections.Counter()
+        self._tokenizer, self._ends = tokenizer, frozenset(header.stop_ids)
+        self._recipe, self._count, self._alike = recipe, count, DuplicateFilter()
+
+    @property
+    def wanted(self) -> int:
+        """Number of turns that are still wanted."""
+        return self._count - len(self.turns)
+
+    @property
+    def reasons(self) -> str:
+        """The numbers of dropped turns by reason, as text."""
+        return "; ".join(f"{n:,} {reason}" for reason, n in self.dropped.most_common())
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The figures as JSON values."""
+        written = len(self.turns) + self.dropped.total()
+        return {"written": written, "kept": len(self.turns), "dropped": dict(self.dropped)}
+
+    def __str__(self) -> str:
+        written = len(self.turns) + self.dropped.total()
+        short = f" instead of {self._count:,}" if self.wanted else ""
+        line = f"keeping {len(self.turns):,}{short} of {written:,} self-written turns"
+        return line + (f": {self.reasons}" if self.dropped else "")
+
+    def take(self, path: Path, group: list[Any]) -> int:
+        """Take the turns of a group until there are enough; return the number of kept ones.
+
+        Raises:
+          CheckpointError: the group, read from `path`, is damaged.
+        """
+        before = len(self.turns)
+        with sound(path):
+            for ids, ended in group:
+                if not self.wanted:
+                    break
+                text = self._tokenizer.decode(self._content(ids)).strip()
+                reason = self._problem(ids, ended, text)
+                if reason is None:
+                    self.turns.append(text)
+                else:
+                    self.dropped[reason] += 1
+        return len(self.turns) - before
+
+    def _content(self, ids: list[int]) -> list[int]:
+        return ids[:-1] if ids and ids[-1] in self._ends else ids
+
+    def _problem(self, ids: list[int], ended: bool, text: str) -> str | None:
+        content, recipe = self._content(ids), self._recipe
+        if not ended:
+            return f"not ended within {recipe.turn_tokens} tokens"
+        if len(text) < FEWEST_CHARACTERS:
+            return f"empty or shorter than {FEWEST_CHARACTERS} characters"
+        if self._tokenizer.raw(content).strip() != text or not is_readable(text):
+            return "with special tokens or unreadable characters"
+        if ANY not in recipe.turn_scripts and not is_written_in(text, recipe.turn_scripts):
+            return f"not in {' or '.join(recipe.turn_scripts)} letters (turn_scripts)"
+        likeness = self._alike.add(text)
+        return None if likeness is None else likeness.value
+
+
+def is_readable(text: str) -> bool:
+    """Return whether a text has no broken, private or control characters but line breaks."""
+    kinds = (unicodedata.category(c) for c in text if c not in "\n\t\r\ufffd")
+    return "\ufffd" not in text and not {"Cc", "Co", "Cn", "Cs"}.intersection(kinds)
+
+
+def is_written_in(text: str, scripts: Sequence[str]) -> bool:
+    """Return whether nearly all letters of a text belong to the scripts."""
+    letters = [_script(c) for c in text if c.isalpha()]
+    return sum(x in scripts for x in letters) >= SCRIPT_SHARE * len(letters)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _script(letter: str) -> str:
+    """Return the first word of a letter's Unicode name: latin, cyrillic, cjk, hiragana, ..."""
+    return unicodedata.name(letter, "unknown").split()[0].lower()
+
+
+def check_scripts(scripts: Sequence[str]) -> None:
+    """Raise ConfigError for a script that no letter has."""
+    known = {_script(chr(i)) for i in range(1 << 16) if chr(i).isalpha()}
+    if unknown := [x for x in scripts if x not in known and x != ANY]:
+        raise ConfigError(
+            f"turn_scripts has {unknown[0]!r}; expected {ANY}, or first words of the Unicode names"
+            " of letters, such as latin, cyrillic, greek, cjk, hiragana, katakana, hangul, arabic"
+        )

@@ -1,0 +1,1 @@
+"""Drafters for SmolLM2-135M-Instruct, trained from no data set."""
