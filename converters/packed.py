@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from jaxtyping import UInt8
 
 from dflash_jax.config import AttentionConfig
 from dflash_jax.converters import families
@@ -19,7 +18,7 @@ from dflash_jax.converters.names.slots import Keys, Slot, TensorPart
 from dflash_jax.converters.quants.types import BY_NAME
 from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import CheckpointError
-from dflash_jax.quant import interleaved
+from dflash_jax.quant.interleaved import from_blocks, interleave, quantise_int8
 from dflash_jax.quant.layouts import (
     FLOAT,
     KINDS,
@@ -74,9 +73,9 @@ def read(
         if not _as_stored(found, slot, kinds):
             floats = fill(slot, np.float32)
             if native and kinds == ["int8"]:
-                return interleaved.quantise_int8(floats)
+                return quantise_int8(floats)
             made = pack(floats, how)
-            return interleaved.interleave(made) if native else made
+            return interleave(made) if native else made
         if len(kinds) == 1:
             return _uniform(found, slot, kinds[0], native)
         parts = tuple(
@@ -150,7 +149,7 @@ def _uniform(found: Canonical, slot: Slot, kind: str, native: bool) -> Packed | 
             view[...] = values.T.reshape(view.shape)
     flat = {name: a.reshape(len(a), -1) for name, a in arrays.items()}
     made = Packed(flat, kind, slot.shape)
-    return interleaved.interleave(made) if native else made
+    return interleave(made) if native else made
 
 
 def _interleaved(found: Canonical, slot: Slot, kind: str) -> Interleaved:
@@ -160,7 +159,7 @@ def _interleaved(found: Canonical, slot: Slot, kind: str) -> Interleaved:
         (_blocks(found.source, found.origins[part.name], kind), part.view(numbers).reshape(-1))
         for part in slot.parts
     ]
-    made = interleaved.from_blocks(blocks, kind, slot.shape)
+    made = from_blocks(blocks, kind, slot.shape)
     _check_finite(made.arrays, "/".join(slot.path))
     return made
 
@@ -205,7 +204,7 @@ def _check_finite(arrays: Arrays, name: str) -> None:
             )
 
 
-def _blocks(source: TensorSource, origin: Origin, kind: str) -> UInt8[np.ndarray, "rows bytes"]:
+def _blocks(source: TensorSource, origin: Origin, kind: str) -> np.ndarray:
     assert isinstance(source, GgufFile)
     raw = source.raw(origin.name)
     rows = origin.rows

@@ -102,8 +102,8 @@ class Plan:
     )
     kernels: Kernels = plan_field(
         "auto",
-        "kernels for products with packed weights: Pallas on a GPU, native ones on a CPU (auto);"
-        " for attention as well (pallas); for whole layers (native); or none (xla)",
+        "kernels: native ones on a CPU, Pallas for products with packed weights on a GPU (auto);"
+        " Pallas for attention as well (pallas); native; or XLA's own (xla)",
         "cache",
         details="For packed weights, native kernels quantise activations to int8; xla unpacks.",
     )

@@ -302,4 +302,4 @@ def _digits(rows: int, length: int, tokens: Sequence[float], engine: Engine) -> 
 
 def _as_digits(tokens: np.ndarray, engine: Engine) -> jax.Array:
     digits = np.stack([tokens // 256, tokens % 256], axis=-1)
-    return jax.device_put(digits.astype(jax.numpy.dtype(engine.plan.dtype)))
+    return jax.device_put(digits.astype(jax.numpy.dtype(engine.plan.compute_dtype)))

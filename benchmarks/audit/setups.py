@@ -79,6 +79,7 @@ def draw_setup(seed: int, number: int, *, family: str = "") -> Setup:
         if weights == "float"
         else "auto",
         "weights": weights,
+        "kernels": rng.choice(["auto", "auto", "xla"]),
     }
     plan["max_length"] = 5 * plan["chunk"] + 120
     if chosen in (SHIPPED, GIVEN):

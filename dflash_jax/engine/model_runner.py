@@ -302,8 +302,8 @@ class ModelRunner:
             drafts = np.asarray(draft.block)[:, 1:]
         prefill = step == Step.PREFILL
         rows = self._fed_rows if prefill else self.plan.rows
-        one = prefill or (step == Step.PLAIN and not self.plan.exact)
-        shape = (rows, 1 if one else self.plan.block, mask_words(self.target.vocab_size))
+        width = self.plan.plain_width if step == Step.PLAIN else self.plan.block
+        shape = (rows, 1 if prefill else width, mask_words(self.target.vocab_size))
         masks = np.full(shape, 2**32 - 1, np.uint32)
         for place, (row, grammar) in grammars.items():
             if grammar:

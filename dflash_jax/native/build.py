@@ -166,8 +166,18 @@ def _key(compiler: tuple[str, ...]) -> str:
 
 
 def _folder() -> Path:
+    """Return the folder of compiled libraries.
+
+    Raises:
+      NativeError: it is not given, and there is no home directory.
+    """
     given = os.environ.get(ENVIRONMENT, "").strip()
     if given.lower() not in ("", *YES):
         return Path(given).expanduser().absolute()
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise NativeError(
+            f"{error} Set {ENVIRONMENT} to a folder for the native kernels"
+        ) from error
     return home / "dflash_jax" / "native"

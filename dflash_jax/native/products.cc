@@ -184,14 +184,12 @@ void MultiplyRows(const Tile& tile, int64_t row, int64_t begin, int64_t end, con
   for (; vector < end; vector++) tile.template Multiply<R, 1>(row, vector, out);
 }
 
-// Multiplies the rows from `row` on, fewer than `R`.
+// Multiplies the rows from `row` on, R at a time, then half as many, down to one.
 template <int R, typename Tile>
-void MultiplyRest(const Tile& tile, int64_t row, int64_t rows, int64_t begin, int64_t end,
+void MultiplyFrom(const Tile& tile, int64_t row, int64_t rows, int64_t begin, int64_t end,
                   const Output& out) {
-  if constexpr (R > 1) {
-    if (rows - row == R - 1) return MultiplyRows<R - 1>(tile, row, begin, end, out);
-    MultiplyRest<R - 1>(tile, row, rows, begin, end, out);
-  }
+  for (; row + R <= rows; row += R) MultiplyRows<R>(tile, row, begin, end, out);
+  if constexpr (R > 1) MultiplyFrom<R / 2>(tile, row, rows, begin, end, out);
 }
 
 template <typename Tile>
@@ -203,9 +201,7 @@ void Run(ffi::ThreadPool pool, const Tile& tile, int64_t rows, int64_t depth, co
   Split(pool, vectors, kPart / kLanes, serial, [&](int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end; at += step) {
       const int64_t until = std::min(at + step, end);
-      int64_t row = 0;
-      for (; row + kRows <= rows; row += kRows) MultiplyRows<kRows>(tile, row, at, until, out);
-      MultiplyRest<kRows>(tile, row, rows, at, until, out);
+      MultiplyFrom<kRows>(tile, 0, rows, at, until, out);
     }
   });
 }

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, Num, UInt8
 
-from dflash_jax.native.build import library
 from dflash_jax.native.pages import zeros
 from dflash_jax.quant.formats import KINDS, RUN
 from dflash_jax.quant.layouts import FLOAT, Arrays, Interleaved, Packed, join, split
@@ -155,6 +154,8 @@ def _call(name: str, *arguments: np.ndarray | int | None) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
+    from dflash_jax.native.build import library  # imports JAX, which converters do not
+
     return ctypes.CDLL(str(library().path))
 
 

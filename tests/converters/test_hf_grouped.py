@@ -18,7 +18,7 @@ from dflash_jax.converters.safetensors import open_safetensors
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.loading import open_pair
 from dflash_jax.plan import Plan
-from dflash_jax.quant.layouts import KINDS, Packed, dequantise
+from dflash_jax.quant.layouts import KINDS, Interleaved, Packed, dequantise
 from dflash_jax.target_model import TargetModel
 
 DATA = Path(__file__).parent / "data" / "quantised"
@@ -202,7 +202,7 @@ def test_an_engine_multiplies_by_the_stored_codes(tmp_path):
     vectors = safetensors.numpy.load_file(ORACLE / "targets" / "llama3" / "vectors.safetensors")
     plan = Plan(weights="packed", dtype="float32", max_length=64)
     engine = open_pair(path, None).engine(plan)
-    assert isinstance(engine.params["target"]["layers_0"]["mlp"]["down"], Packed)
+    assert isinstance(engine.params["target"]["layers_0"]["mlp"]["down"], Packed | Interleaved)
     prompt = vectors["input_ids"][0, :TOKENS].tolist()
     assert engine.generate(prompt, max_tokens=1).token_ids == [expected[-1].argmax()]
 

@@ -63,6 +63,20 @@ def test_a_folder_that_cannot_be_made_is_named(
         native.build(shown=False)
 
 
+def test_without_a_home_directory_the_error_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv(native.ENVIRONMENT, raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", nobody)
+    monkeypatch.setenv("CXX", "true")
+    with pytest.raises(NativeError, match=f"home directory. Set {native.ENVIRONMENT} to a folder"):
+        native.build(shown=False)
+
+
 def test_what_the_library_depends_on_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
