@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kPart = 128;        // columns that a thread takes at a time
 constexpr int64_t kSerial = 1 << 18;  // products with fewer multiplications run on one thread
-constexpr int64_t kAhead = 4096;      // bytes between what is multiplied and what is prefetched
+constexpr int64_t kAhead = 8192;      // bytes between what is multiplied and what is prefetched
 constexpr int64_t kVectors = kStrip / kLanes;  // of a strip
 constexpr int kRows = DFLASH_AVX512 ? 8 : 4;   // most rows of a tile
 
@@ -44,10 +44,8 @@ struct Output {
   }
 };
 
-// Prefetches weights for a tile of R rows. With few rows the processor's own prefetching is enough.
-template <int R>
 inline void Prefetch(const void* at) {
-  if constexpr (R > 2) _mm_prefetch(static_cast<const char*>(at) + kAhead, _MM_HINT_T0);
+  _mm_prefetch(static_cast<const char*>(at) + kAhead, _MM_HINT_T0);
 }
 
 // -- tiles --------------------------------------------------------------------------------------
@@ -76,7 +74,7 @@ struct FloatTile {
     for (int64_t k = 0; k < depth; k++) {
       Floats weights[C];
       for (int c = 0; c < C; c++) {
-        Prefetch<R>(from[c] + k * kStrip);
+        if (R > 2) Prefetch(from[c] + k * kStrip);
         weights[c] = Format::Read(from[c] + k * kStrip);
       }
       for (int r = 0; r < R; r++) {
@@ -107,7 +105,7 @@ struct Int8Tile {
     Ints sums[R];
     for (int r = 0; r < R; r++) sums[r] = AllInts(x.start[row + r]);
     for (int64_t q = 0; q < quads; q++) {
-      Prefetch<R>(from + q * kQuads);
+      if (R > 2) Prefetch(from + q * kQuads);
       const Ints weights = LoadBytes(from + q * kQuads);
       for (int r = 0; r < R; r++)
         sums[r] = DotBytes(sums[r], weights, Quad(rows + r * x.width + q * 4));
@@ -138,15 +136,18 @@ struct GroupTile {
 
   template <int R>
   inline void AddGroup(int64_t row, Place place, int64_t group, Floats (&sums)[R]) const {
-    constexpr int kDots = Format::kHalves ? 2 : 1;
+    constexpr int kScales = Format::kHalves ? 2 : 1;
+    constexpr int kDots = R == 1 ? 2 : kScales;  // more sums than scales to wait less for each
     const int64_t offset = group * Format::kGroupBytes + place.lane * 4;
     const auto* codes = w.At<uint8_t>(kCodes, place.strip, x.groups * Format::kGroupBytes, offset);
     const int8_t* rows = x.codes.get() + row * x.width + group * kGroup;
     Ints dots[R][kDots];
     for (int r = 0; r < R; r++)
-      for (int part = 0; part < kDots; part++)
-        dots[r][part] = AllInts(x.start[((row + r) * x.groups + group) * kDots + part]);
-    for (int64_t i = 0; i < Format::kGroupBytes; i += 64) Prefetch<R>(codes + i);
+      for (int part = 0; part < kDots; part++) {
+        const int64_t at = ((row + r) * x.groups + group) * kScales + part;
+        dots[r][part] = part < kScales ? AllInts(x.start[at]) : AllInts(0);
+      }
+    for (int64_t i = 0; i < Format::kGroupBytes; i += 64) Prefetch(codes + i);
     for (int i = 0; i < 4; i++) {
       const Pair pair = Format::Codes(codes, i);
       for (int r = 0; r < R; r++) {
@@ -164,6 +165,7 @@ struct GroupTile {
     const Scales scales = Format::Read(w, {place.strip, group, place.lane});
     for (int r = 0; r < R; r++) {
       const int64_t at = (row + r) * x.groups + group;
+      if constexpr (kDots > kScales) dots[r][0] = Add(dots[r][0], dots[r][1]);
       Floats sum = dflash::Multiply(ToFloats(dots[r][0]), scales.first);
       if constexpr (Format::kHalves) sum = MultiplyAdd(ToFloats(dots[r][1]), scales.second, sum);
       sums[r] = MultiplyAdd(sum, All(x.scale[at]), sums[r]);
