@@ -65,7 +65,8 @@ class Stepper:
     """The steps of one engine as programs that also return logits."""
 
     def __init__(self, engine: Engine):
-        pair = dataclasses.replace(build_pair(engine.target, engine.drafter), block=BLOCK)
+        pair = build_pair(engine.target, engine.drafter)
+        pair = dataclasses.replace(pair, block=BLOCK, kernels=engine.plan.kernels)
         self.engine = engine
         for step in (Step.PLAIN, Step.SPECULATIVE):  # run below, and compiling takes the time
             del engine.compiled.programs[ProgramKey(step, Variant.GREEDY)]
@@ -104,8 +105,9 @@ RECURRENT_MIXED = tiny_hybrid(
 )
 SINKS = tiny_gpt_oss(num_layers=2, windows=(12, None))
 WIDE = tiny_target(num_layers=1, hidden_size=64, intermediate_size=64, windows=(None,))
-INT4: dict[str, Any] = {"weights": "int4", "kv_dtype": "int8"}
-INT8: dict[str, Any] = {"weights": "int8"}  # by native kernels where there are some
+NATIVE: dict[str, Any] = {"kernels": "auto"}  # native kernels, where there are some
+INT4: dict[str, Any] = NATIVE | {"weights": "int4", "kv_dtype": "int8"}
+INT8: dict[str, Any] = NATIVE | {"weights": "int8"}
 INT8_XLA = INT8 | {"kernels": "xla"}
 COLUMN_MAJOR: dict[str, Any] = {"weight_layout": "column_major"}
 TILED: dict[str, Any] = {"weight_layout": "tiled"}
@@ -119,6 +121,12 @@ SMALL: dict[str, Any] = {"num_layers": 1, "windows": (12,), "causal": (False,)} 
         (dataclasses.replace(DENSE, num_layers=1, windows=(None,)), "bfloat16", 3, {}),
         (WIDE, "float32", 2, TILED),
         (WIDE, "float32", 2, INT8),
+        (dataclasses.replace(DENSE, num_layers=1, windows=(20,)), "bfloat16", 1, NATIVE),
+        *(
+            pytest.param(target, dtype, rows, NATIVE, marks=pytest.mark.soak)
+            for target in (DENSE, RECURRENT, MIXED, RECURRENT_MIXED, SINKS)
+            for dtype, rows in (("float32", 1), ("bfloat16", 3))
+        ),
         pytest.param(WIDE, "float32", 2, INT8_XLA, marks=pytest.mark.soak),
         pytest.param(WIDE, "bfloat16", 1, INT8_XLA, marks=pytest.mark.soak),
         pytest.param(RECURRENT, "float32", 2, INT8, marks=pytest.mark.soak),
@@ -161,7 +169,8 @@ def test_verify_rows_equal_plain_rows_bit_for_bit(
 ) -> None:
     drafter = tiny_drafter(target, target_layer_ids=(0,), **SMALL)
     length = 640 if rows == 3 else 128  # attention in pieces, and at once
-    plan = Plan(rows=rows, max_length=length, chunk=CHUNK, block=BLOCK, dtype=dtype, **packing)
+    shape = {"rows": rows, "max_length": length, "chunk": CHUNK, "block": BLOCK, "dtype": dtype}
+    plan = Plan(**shape | {"kernels": "xla"} | packing)
     stepper = Stepper(random_engine(target, drafter, plan))
     prompt = np.random.default_rng(1).integers(0, VOCAB, 19).tolist()
     truth, text = stepper.plain_logits(prompt, np.random.default_rng(2))
@@ -213,7 +222,8 @@ def test_steps_of_one_call_have_the_bits_of_single_steps(
     engine = random_engine(target, drafter, plan)
     stepper, rounds = Stepper(engine), 4
     prompt = np.random.default_rng(4).integers(0, VOCAB, 19).tolist()
-    pair = dataclasses.replace(build_pair(engine.target, engine.drafter), block=BLOCK)
+    pair = build_pair(engine.target, engine.drafter)
+    pair = dataclasses.replace(pair, block=BLOCK, kernels=engine.plan.kernels)
     step = functools.partial(function, pair)
     single = jit(step)
     multi = jit(functools.partial(steps.multi_step, step, max_steps=6, width=BLOCK))

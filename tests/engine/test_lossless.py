@@ -9,6 +9,7 @@ import pytest
 from dflash_jax import Plan
 from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.engine.engine import Engine
+from dflash_jax.plan import Kernels
 from dflash_jax.state import output_columns
 from dflash_jax.testing import (
     force_acceptance,
@@ -25,9 +26,11 @@ NEW = 40
 
 
 @functools.cache
-def make(dtype: str, block: int, rows: int = 1, **changes: object) -> Engine:
+def make(
+    dtype: str, block: int, rows: int = 1, kernels: Kernels = "auto", **changes: object
+) -> Engine:
     target = tiny_target(**{"num_layers": 2} | changes)
-    plan = Plan(rows=rows, max_length=256, chunk=CHUNK, block=block, dtype=dtype)
+    plan = Plan(rows=rows, max_length=256, chunk=CHUNK, block=block, dtype=dtype, kernels=kernels)
     return random_engine(target, tiny_drafter(target), plan)
 
 
@@ -40,21 +43,24 @@ def prompts(engine: Engine, lengths=LENGTHS) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "block", "rows"),
+    ("dtype", "block", "rows", "kernels"),
     [
-        ("float32", 8, 1),  # engines that other tests share
-        pytest.param("bfloat16", 4, 3, marks=pytest.mark.optimised),
-        pytest.param("bfloat16", 4, 1, marks=pytest.mark.soak),
-        pytest.param("float32", 4, 1, marks=pytest.mark.soak),
-        pytest.param("bfloat16", 8, 1, marks=pytest.mark.soak),
-        pytest.param("float32", 2, 1, marks=pytest.mark.soak),
-        pytest.param("bfloat16", 2, 1, marks=pytest.mark.soak),
+        ("float32", 8, 1, "auto"),  # engines that other tests share
+        ("bfloat16", 4, 3, "auto"),  # native kernels, where there are some
+        ("float32", 3, 1, "xla"),
+        pytest.param("bfloat16", 4, 3, "xla", marks=pytest.mark.optimised),
+        *(
+            pytest.param(dtype, block, 1, kernels, marks=pytest.mark.soak)
+            for dtype in ("float32", "bfloat16")
+            for block in (2, 4, 8)
+            for kernels in ("auto", "xla")
+        ),
     ],
 )
 def test_every_drafter_and_prompt_length_gives_plain_tokens(
-    dtype: str, block: int, rows: int
+    dtype: str, block: int, rows: int, kernels: Kernels
 ) -> None:
-    real = make(dtype, block, rows)
+    real = make(dtype, block, rows, kernels)
     scripted = scripted_like(real)
     rng = np.random.default_rng(block)
     for prompt in prompts(real):
