@@ -3,7 +3,8 @@
     python -m benchmarks.engine [--rows 1,4,16,32] [--json OUT]
 
 Every sample serves the same requests: users of one system prompt, four per row. `cold` clears the
-prefix cache before each sample, `warm` keeps it; samples are interleaved.
+prefix cache before each sample, `warm` keeps it, `plain` clears it and does not draft; samples are
+interleaved.
 """
 
 import argparse
@@ -21,20 +22,24 @@ def measure(rows: int, pairs: int, options: argparse.Namespace) -> dict[str, Any
     import dflash_jax as dj
     from benchmarks.soak import heldout_prompts
 
-    plan = dj.Plan(rows=rows, max_length=512, chunk=options.chunk, prefix_cache=1 << 27)
+    shape = {"rows": rows, "max_length": 512, "chunk": options.chunk, "prefix_cache": 1 << 27}
+    plan = dj.Plan(**shape, weights=options.weights)
     engine = dj.load(plan=plan)
     cache = engine.prefix_cache
     assert cache is not None
     texts = heldout_prompts(engine, 40)
     system = [token for text in texts for token in text][: options.shared]
     prompts = [[*system, *texts[i % len(texts)][-40:]] for i in range(4 * rows)]
-    seen: dict[str, Any] = {"first": {"cold": [], "warm": []}, "cached": {}, "tokens": {}}
+    limits: Any = {"max_tokens": options.max_tokens, "ignore_eos": True}
+    kinds = ("cold", "warm", "plain")
+    seen: dict[str, Any] = {"first": {name: [] for name in kinds}, "cached": {}, "tokens": {}}
 
     def serve(name: str) -> float:
-        if name == "cold":
+        if name != "warm":
             cache.clear()
+        drafting = name != "plain"
         started = time.perf_counter()
-        results = engine.generate_many(prompts, max_tokens=options.max_tokens, ignore_eos=True)
+        results = engine.generate_many(prompts, speculative=drafting, **limits)
         seconds = time.perf_counter() - started
         firsts = sorted(result.stats.prefill_s for result in results)
         seen["first"][name].append(firsts[len(firsts) // 2])
@@ -42,9 +47,9 @@ def measure(rows: int, pairs: int, options: argparse.Namespace) -> dict[str, Any
         seen["tokens"][name] = [result.token_ids for result in results]
         return sum(len(result.token_ids) for result in results) / seconds
 
-    samples = interleaved({name: lambda name=name: serve(name) for name in ("cold", "warm")}, pairs)
-    if seen["tokens"]["cold"] != seen["tokens"]["warm"]:
-        raise SystemExit(f"{rows} rows: kept prefixes changed the output")
+    samples = interleaved({name: lambda name=name: serve(name) for name in kinds}, pairs)
+    if not seen["tokens"]["cold"] == seen["tokens"]["warm"] == seen["tokens"]["plain"]:
+        raise SystemExit(f"{rows} rows: kept prefixes or drafts changed the output")
     return {
         "rows": rows,
         "requests": len(prompts),
@@ -53,6 +58,7 @@ def measure(rows: int, pairs: int, options: argparse.Namespace) -> dict[str, Any
         "tokens_per_s": {name: spread(x).to_json() for name, x in samples.items()},
         "prefill_s": {name: spread(x[1:]).to_json() for name, x in seen["first"].items()},
         "warm_over_cold": ratio(samples, "warm", "cold").to_json(),
+        "drafted_over_plain": ratio(samples, "cold", "plain").to_json(),
     }
 
 
@@ -64,6 +70,7 @@ def main() -> int:
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--shared", type=int, default=256, help="tokens of the system prompt")
     parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--weights", default="float")
     parser.add_argument("--json", type=Path, metavar="OUT")
     options = parser.parse_args()
     import os
@@ -73,7 +80,9 @@ def main() -> int:
 
     tune_allocator()
     reports = []
-    print("rows  cold tok/s  warm tok/s  warm/cold  cold prefill s  warm prefill s")
+    print(
+        "rows  cold tok/s  warm tok/s  plain tok/s  drafted/plain  cold prefill s  warm prefill s"
+    )
     for rows in map(int, options.rows.split(",")):
         report = measure(rows, options.pairs, options)
         reports.append(report | {"load": os.getloadavg()[0]})
@@ -81,14 +90,16 @@ def main() -> int:
         numbers = (
             speed["cold"]["median"],
             speed["warm"]["median"],
-            report["warm_over_cold"]["median"],
+            speed["plain"]["median"],
+            report["drafted_over_plain"]["median"],
             first["cold"]["median"],
             first["warm"]["median"],
         )
-        print(f"{rows:4}  {numbers[0]:10.1f}  {numbers[1]:10.1f}  {numbers[2]:9.2f}", end="")
-        print(f"  {numbers[3]:14.3f}  {numbers[4]:14.3f}", flush=True)
+        print(f"{rows:4}  {numbers[0]:10.1f}  {numbers[1]:10.1f}  {numbers[2]:11.1f}", end="")
+        print(f"  {numbers[3]:10.2f}  {numbers[4]:14.3f}  {numbers[5]:14.3f}", flush=True)
     if options.json:
-        text = {"suite": "engine", "environment": environment(), "cases": reports}
+        text = {"suite": "engine", "environment": environment(), "weights": options.weights}
+        text["cases"] = reports
         options.json.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
     return 0
 
