@@ -35,7 +35,12 @@ def gather(w: Interleaved, ids: Int[Array, " P"]) -> Float[Array, "P D"]:
         return w.arrays[name].reshape(len(w.arrays[name]), -1, WIDTH)[strip, :, place]
 
     if w.kind == FLOAT:
-        return column("values")
+        values = w.arrays["values"]
+        if values.dtype.itemsize == 4:
+            return column("values")
+        # XLA would widen a whole table of 16-bit floats to gather a few of its columns.
+        bits = jax.lax.bitcast_convert_type(values, jnp.uint16)[strip, :, place]
+        return jax.lax.bitcast_convert_type(bits, values.dtype)
     k, depth = KINDS[w.kind], w.shape[0]
     quads = w.arrays["codes"].reshape(len(w.arrays["codes"]), -1, WIDTH, 4)[strip, :, place]
     codes = quads.reshape(len(ids), -1)[:, :depth] if k.spread == 1 else _split(quads, depth)

@@ -9,7 +9,7 @@ import pytest
 
 from dflash_jax.native.build import library
 from dflash_jax.quant import interleaved, layouts
-from dflash_jax.quant.layouts import KINDS, STORED, Interleaved, Packed, dequantise
+from dflash_jax.quant.layouts import FLOAT, KINDS, STORED, Interleaved, Packed, dequantise
 from dflash_jax.quant.products import contract, gather, set_weight_layout
 from tests.quant.test_layouts import random_blocks
 
@@ -227,3 +227,13 @@ def test_a_weight_of_another_shape_is_refused(kind: str) -> None:
         shape = dataclasses.replace(w, shape=(depth, columns))
         with pytest.raises(Exception, match="shape does not fit its format"):
             jax.block_until_ready(MULTIPLY(draw(2, depth), shape))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_columns_of_a_16_bit_table_are_read_without_widening_it(dtype: str) -> None:
+    depth, columns = 64, 2048
+    table = Interleaved(
+        {"values": jnp.zeros((columns // 16, depth, 16), dtype)}, FLOAT, (depth, columns)
+    )
+    read = jax.jit(lambda w, ids: gather(w, ids, jnp.float32)).lower(table, jnp.arange(3)).compile()
+    assert read.memory_analysis().temp_size_in_bytes < depth * columns
