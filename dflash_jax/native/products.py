@@ -38,7 +38,9 @@ def gather(w: Interleaved, ids: Int[Array, " P"]) -> Float[Array, "P D"]:
         values = w.arrays["values"]
         if values.dtype.itemsize == 4:
             return column("values")
-        # XLA would widen a whole table of 16-bit floats to gather a few of its columns.
+        # XLA would widen the table of 16-bit floats before the loop over the steps of a call; hence
+        # the gathered integers, and the barrier with ids, which keeps their conversion inside.
+        values, strip = jax.lax.optimization_barrier((values, strip))
         bits = jax.lax.bitcast_convert_type(values, jnp.uint16)[strip, :, place]
         return jax.lax.bitcast_convert_type(bits, values.dtype)
     k, depth = KINDS[w.kind], w.shape[0]
