@@ -287,6 +287,39 @@ def lines(key: str, stage: str, found: dict[str, Any]) -> list[str]:
     return out
 
 
+def table(cases: Mapping[str, Any]) -> list[str]:
+    """Return the rows of the table in docs/benchmarks.md: speeds, and ratios of the fastest.
+
+    "Plain" is the faster of the two ways of ours; `cases` are those of the JSON file.
+    """
+    rows = [
+        "| model, type, cores | mode | llama.cpp plain | drafted | ours plain | drafted |"
+        " plain over plain | best over best | prefill of 512 over llama.cpp's |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for key, stages in cases.items():
+        if "decode" not in stages:
+            continue
+        series = stages["decode"]["series"]
+        speeds = {name: found["tokens_per_s"]["median"] for name, found in series.items()}
+        fills = stages.get("prefill", {}).get("series", {})
+        theirs = speeds[f"{LLAMA} {PLAIN}"], speeds.get(f"{LLAMA} {DRAFTED}", 0.0)
+        for mode in dict.fromkeys(name.split()[0] for name in speeds if not name.startswith(LLAMA)):
+            plain = max(speeds[f"{mode} {PLAIN}"], speeds[f"{mode} {ONE_TOKEN}"])
+            drafted = speeds.get(f"{mode} {DRAFTED}", 0.0)
+            both = (
+                [fills[name]["512"]["median"] for name in (f"{mode} {PLAIN}", f"{LLAMA} {PLAIN}")]
+                if fills
+                else []
+            )
+            numbers = [*theirs, plain, drafted]
+            ratios = [plain / theirs[0], max(plain, drafted) / max(theirs)]
+            cells = [f"{x:,.0f}" for x in numbers] + [f"{x:.2f}" for x in ratios]
+            cells.append(f"{both[0] / both[1]:.2f}" if both else "")
+            rows.append(f"| {key.replace('/', ', ')} | {mode} | {' | '.join(cells)} |")
+    return rows
+
+
 def merge(path: Path, key: str, stage: str, found: dict[str, Any]) -> None:
     """Add a measurement to the JSON file, in place of an older one of the same stage."""
     kept = json.loads(path.read_text("utf-8")) if path.is_file() else {"suite": path.stem}

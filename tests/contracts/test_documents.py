@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import dflash_jax as dj
-from benchmarks import accuracy
+from benchmarks import accuracy, llama_cpp
 from dflash_jax import server
 from dflash_jax.cli import parser
 
@@ -104,9 +104,11 @@ def test_speeds_are_those_of_the_results() -> None:
         assert plain == kept["plain"]
 
 
-def test_accuracies_are_those_of_the_results() -> None:
-    kept = json.loads((RESULTS / "accuracy.json").read_text(encoding="utf-8"))["cases"]
-    assert "\n".join(accuracy.table(kept)) in DOCUMENTS["docs/benchmarks.md"]
+@pytest.mark.parametrize("suite", [accuracy, llama_cpp])
+def test_tables_are_those_of_the_results(suite: Any) -> None:
+    name = suite.__name__.split(".")[-1]
+    kept = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["cases"]
+    assert "\n".join(suite.table(kept)) in DOCUMENTS["docs/benchmarks.md"]
 
 
 def test_speeds_by_steps_per_call_are_those_of_the_results() -> None:
