@@ -182,7 +182,8 @@ def _with_blocks(params: Any, specs: Mapping[str, Spec], seed: int) -> Any:
     return jax.tree_util.tree_map_with_path(draw, params)
 
 
-SPANS = {"Q8_0": 74, "Q4_0": 4.6, "Q4_K": 170, "Q6_K": 1370}  # of codes, sub-scales included
+# Of codes, sub-scales included.
+SPANS = {"Q8_0": 74, "Q4_0": 4.6, "Q4_1": 4.6, "Q4_K": 170, "Q6_K": 1370}
 
 
 def _blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> Packed:
