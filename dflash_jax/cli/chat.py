@@ -106,7 +106,7 @@ def _load(options: argparse.Namespace) -> Any:
     if engine.tokenizer is None or engine.tokenizer.template is None:
         raise RequestError("this model ships no chat template; use `dflash-jax generate --raw`")
     with report_progress("compiling", quiet=False):
-        engine.warm_up(sampled=options.temperature > 0)
+        engine.warm_up(sampled=options.temperature > 0, measure=True)
     return engine
 
 

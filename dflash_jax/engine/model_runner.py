@@ -257,16 +257,23 @@ class ModelRunner:
         if self.prefixes:
             self.prefixes.cache.clear()  # segments may have been cut from the lost state
 
-    def break_even(self, samples: int = 5) -> float:
+    def break_even(self, samples: int = 5, seconds: float = 2.0) -> float:
         """Measure the time of a drafted step over that of a plain one; no row makes progress.
 
         A drafted round pays off if it commits more tokens than this. Nothing may run meanwhile.
+
+        Args:
+          samples: of each step.
+          seconds: after which no further sample is begun.
         """
         once = self._num_steps[0] if self._multi_step[Variant.GREEDY] else None
         rules = make_rules(self.plan, [(None, False)] * self.plan.rows, {})
         inputs = DecodeInputs(rules, num_steps=once)
         times: dict[Step, list[float]] = {Step.SPECULATIVE: [], Step.PLAIN: []}
-        for _ in range(samples + 1):  # the first is not counted
+        end = time.perf_counter() + seconds
+        for sample in range(samples + 1):  # the first is not counted
+            if sample > 1 and time.perf_counter() > end:
+                break
             for step, found in times.items():
                 started = time.perf_counter()
                 read_output(self._run(ProgramKey(step, Variant.GREEDY), inputs))

@@ -44,7 +44,8 @@ class Worker:
       make: loads the engine; called in the thread.
       name: the model's name, for log lines.
       warm: programs to compile before `ready`: "none" compiles greedy ones, "common" also sampled
-        ones, and all others after it, "all" compiles all.
+        ones, and all others after it, "all" compiles all. Unless "none", drafted steps are then
+        timed against plain ones, so that requests stop drafting where it does not pay off.
       compiler: shared by all models of the process; `stop` stops it.
 
     Attributes:
@@ -161,8 +162,18 @@ class Worker:
             self._fail(error)
             self._stopping = True
         elif not future.cancelled():
+            if self._warm != "none" and not self._jobs:
+                self._measure()
             log.info("%s is ready", self._name)
             self._call(self.ready.set)
+
+    def _measure(self) -> None:
+        """Find out when drafting pays off."""
+        assert self.engine is not None
+        try:
+            self.engine.warm_up(measure=True)
+        except BaseException as error:  # nothing may end this thread silently
+            self._recover(_as_exception(error))
 
     def _step(self) -> None:
         assert self.engine is not None

@@ -327,6 +327,33 @@ def test_all_programs_may_be_compiled_before_it_is_ready(start: Start, gate: Gat
     assert set(states(live).values()) == {"ready"}
 
 
+@pytest.mark.parametrize("warm", ["none", "common"])
+def test_drafting_is_timed_before_a_warm_server_is_ready(
+    random_tiny: Engine, gate: Gate, warm: Warm
+) -> None:
+    gate.open.set()
+    engine = cold(random_tiny)
+    assert engine.break_even == 0
+    live = run_server(lambda: engine, ServerConfig(port=0, warm=warm))
+    assert (engine.break_even > 0) == (warm == "common")
+    assert httpx.post(live.url + CHAT, json=ASK, timeout=60).status_code == 200
+    live.stop()
+
+
+def test_a_failure_while_drafting_is_timed_costs_no_more_than_the_figure(
+    random_tiny: Engine, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> float:
+        raise RuntimeError("of a test")
+
+    gate.open.set()
+    engine = cold(random_tiny)
+    monkeypatch.setattr(type(engine.runner), "break_even", fail)
+    live = run_server(lambda: engine, ServerConfig(port=0, warm="common"))
+    assert httpx.post(live.url + CHAT, json=ASK, timeout=60).status_code == 200
+    live.stop()
+
+
 def test_nothing_but_greedy_programs_need_be_compiled(random_tiny: Engine) -> None:
     engine = cold(random_tiny)
     for name in set(engine.executables) - set(engine.compiled.keys([Variant.GREEDY])):
