@@ -120,8 +120,8 @@ def _compare(engine: Any, prompt: list[int], options: argparse.Namespace) -> int
     print(result.text if result.text is not None else " ".join(map(str, result.token_ids)))
     for name, label in (
         ("speculative", "speculative"),
-        ("plain", "plain, block-wide"),
-        ("plain1", "plain, one token"),
+        ("plain", "plain, block-wide" if engine.plan.plain_width > 1 else "plain"),
+        ("plain1", "plain, one token" if engine.plan.plain_width > 1 else "plain, no drafter"),
     ):
         speeds = sorted(getattr(comparison, name))
         print(f"{label:18} {speeds[len(speeds) // 2]:9.1f} tok/s")
