@@ -11,9 +11,10 @@ import pytest
 from dflash_jax.cli import main
 from dflash_jax.errors import NativeError
 from dflash_jax.native import build as native
+from dflash_jax.native.build import library
 
-COMPILED = bool(native.library())
-needs_compiler = pytest.mark.skipif(not COMPILED, reason=native.library().reason)
+COMPILED = bool(library())
+needs_compiler = pytest.mark.skipif(not COMPILED, reason=library().reason)
 
 
 def script(path: Path, text: str) -> str:
@@ -98,7 +99,8 @@ def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
     code = (
         "from dflash_jax.native import build as native\n"
         "native.FLAGS = tuple(x.replace('-O3', '-O0') for x in native.FLAGS)\n"
-        "print(native.library().path)"
+        "from dflash_jax.native.build import library\n"
+        "print(library().path)"
     )
     variables = os.environ | {native.ENVIRONMENT: str(tmp_path / "made")}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
