@@ -87,7 +87,7 @@ def is_alike_at_any_width(plan: Plan, target: TargetConfig) -> bool:
     """Return whether a token has the same bits in calls of any width.
 
     XLA compiles products, sums and even rotations for one token otherwise than for several. Native
-    kernels do not, and no other operation of the families in question rounds.
+    kernels do not. In the families in question what is left for XLA is computed number by number.
     """
     family = target_families()[family_of(target.model_type)]
     return plan.kernels == "native" and family.any_width and not target.num_experts

@@ -36,9 +36,12 @@ FLOAT: dict[str, Any] = {"kernels": "native"}
 
 
 def all_steps(
-    target: TargetConfig, plan: Plan, params: Any, tokens: np.ndarray, width: int
+    target: TargetConfig, plan: Plan, params: Any, tokens: np.ndarray, width: int, start: int
 ) -> tuple[np.ndarray, Any]:
-    """Logits [B, N, V] of tokens fed `width` at a time, and the keys and values of the last."""
+    """Logits [B, N, V] of tokens fed `width` at a time, and the keys and values of the last.
+
+    Slots before `start` hold zeros, which are keys like others.
+    """
     pair = dataclasses.replace(build_pair(target, None), kernels=plan.kernels, block=width)
 
     def step(params: Any, state: DecodeState, tokens: jax.Array) -> Any:
@@ -47,7 +50,10 @@ def all_steps(
         logits = logits_of(pair, params, hidden)
         return commit(state, caches, draft, fed, state.anchor), logits
 
-    run, state, found = jit(step), empty_state(plan, target, None), []
+    state = dataclasses.replace(
+        empty_state(plan, target, None), position=jnp.full((plan.rows,), start, jnp.int32)
+    )
+    run, found = jit(step), []
     for at in range(0, tokens.shape[1], width):
         state, logits = run(params, state, tokens[:, at : at + width])
         found.append(np.asarray(logits))
@@ -63,26 +69,30 @@ def all_steps(
         ("wide", 1, INT8),
         ("odd", 3, FLOAT | {"dtype": "bfloat16"}),
         ("qwen3", 2, INT8 | {"kv_dtype": "int8"}),
+        ("llama", 1, FLOAT | {"start": 1000}),  # of larger angles
         pytest.param("wide", 1, FLOAT, marks=pytest.mark.soak),
         pytest.param("wide", 4, INT8, marks=pytest.mark.soak),
         pytest.param("wide", 1, {"weights": "int4"}, marks=pytest.mark.soak),
         pytest.param("wide", 1, FLOAT | {"dtype": "float16"}, marks=pytest.mark.soak),
         pytest.param("odd", 1, INT8, marks=pytest.mark.soak),
+        pytest.param("wide", 1, FLOAT | {"start": 30_000}, marks=pytest.mark.soak),
         pytest.param("llama", 1, FLOAT | {"dtype": "bfloat16"}, marks=pytest.mark.soak),
         pytest.param("qwen3", 1, INT8 | {"dtype": "bfloat16"}, marks=pytest.mark.soak),
     ],
 )
 def test_a_token_has_the_same_bits_at_any_width(name: str, rows: int, changes: Any) -> None:
-    target = CASES[name]
-    plan = Plan(rows=rows, block=BLOCK, chunk=16, max_length=128, **changes)
+    target = dataclasses.replace(CASES[name], max_length=40_000)
+    changes = dict(changes)
+    start = changes.pop("start", 0)
+    plan = Plan(rows=rows, block=BLOCK, chunk=16, max_length=start + 128, **changes)
     engine = random_engine(target, None, plan=plan)
     assert engine.plan.kernels == "native"
     assert engine.plan.plain_width == 1
     tokens = np.random.default_rng(0).integers(0, VOCAB, (rows, BLOCK * BLOCKS)).astype(np.int32)
-    ends = tokens.shape[1]
+    ends = start + tokens.shape[1]
     found = {
-        width: all_steps(target, engine.plan, engine.params, tokens, width)
-        for width in (1, 2, BLOCK, ends)
+        width: all_steps(target, engine.plan, engine.params, tokens, width, start)
+        for width in (1, 2, BLOCK, 14)
     }
     logits, caches = found[BLOCK]
     for width, (others, kept) in found.items():
