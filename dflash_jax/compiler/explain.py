@@ -16,7 +16,7 @@ from dflash_jax.compiler.keys import Step, Variant
 from dflash_jax.compiler.memory import Budget, StepWork, budget, gibi, work
 from dflash_jax.compiler.models import abstract_params, by_path
 from dflash_jax.compiler.programs import Program, declare
-from dflash_jax.compiler.resolve import wants_native, wide_block
+from dflash_jax.compiler.resolve import wide_block
 from dflash_jax.compiler.roofline import Device, Roofline, roofline
 from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.config import AUTO, DrafterConfig, TargetConfig, paired, window_kinds
@@ -155,18 +155,18 @@ def explain(
         reports.append(ProgramReport(str(key), arguments, donated, counted, time, **figures))
     leaves = by_path(abstract_params(plan, target, drafter), StructuredWeight)
     params = {path: (leaf.shape, _stored_as(leaf)) for path, leaf in leaves.items()}
-    notes = tuple(filter(None, (wide_block(plan.block, drafter), _about_kernels(plan))))
+    notes = tuple(filter(None, (wide_block(plan.block, drafter), _about_kernels(plan, device))))
     memory = budget(plan, target, drafter)
     return Explanation(target, drafter, plan, device, memory, tuple(reports), params, notes)
 
 
-def _about_kernels(plan: Plan) -> str:
-    """Return which kernels a CPU multiplies with, if there is a choice, and why."""
+def _about_kernels(plan: Plan, device: Device) -> str:
+    """Return which kernels a CPU uses, and why it has no native ones."""
     if plan.kernels == "native":
         alike = ", one token wide in plain steps" if plan.exact and plan.plain_width == 1 else ""
         return f"native kernels, with int8 and packed weights by activations in int8{alike}"
-    if plan.kernels == "auto" and jax.default_backend() == "cpu" and wants_native(plan):
-        return f"XLA multiplies: {library().reason}"
+    if plan.kernels == "auto" and device.name == "CPU" and not library():
+        return f"no native kernels, which are several times as fast: {library().reason}"
     return ""
 
 

@@ -58,7 +58,7 @@ def _completed(
         dtype=default_dtype if plan.dtype == "auto" else plan.dtype,
         memory_limit=plan.memory_limit or memory,
     )
-    if plan.kernels == "auto" and cpu and wants_native(plan) and library():
+    if plan.kernels == "auto" and cpu and _wants_native(plan) and library():
         plan = dataclasses.replace(plan, kernels="native")
     if not plan.plain_width:
         wide = plan.exact and not is_alike_at_any_width(plan, target)
@@ -78,7 +78,7 @@ def _one_device(plan: Plan) -> bool:
     return not plan.two_devices and plan.mesh == (1, 1)
 
 
-def wants_native(plan: Plan) -> bool:
+def _wants_native(plan: Plan) -> bool:
     """Return whether a plan leaves a CPU free to use native kernels."""
     return _one_device(plan) and plan.weight_layout in ("auto", "interleaved")
 

@@ -319,14 +319,19 @@ using Queries = ffi::Buffer<ffi::F32, 5>;
 using Mask = ffi::Buffer<ffi::PRED, 3>;
 
 ffi::Error Attend(ffi::ThreadPool pool, Queries q, ffi::AnyBuffer k, ffi::AnyBuffer v, Mask seen,
-                  ffi::Buffer<ffi::F32> k_scale,
-                  ffi::Buffer<ffi::F32> v_scale, ffi::Buffer<ffi::F32> sinks,
-                  ffi::ResultBuffer<ffi::F32> out, float scale) {
-  const auto queries = q.dimensions(), keys = k.dimensions();
-  const bool alike = std::equal(keys.begin(), keys.end(), v.dimensions().begin());
-  if (keys.size() != 4 || v.dimensions().size() != 4 || !alike || k.element_type() != v.element_type() ||
-      keys[0] != queries[0] || keys[1] != queries[2] || keys[3] != queries[4] ||
-      seen.dimensions()[1] != queries[1] || seen.dimensions()[2] != keys[2])
+                  ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
+                  ffi::Buffer<ffi::F32> sinks, ffi::ResultBuffer<ffi::F32> out, float scale) {
+  const auto queries = q.dimensions(), keys = k.dimensions(), values = v.dimensions();
+  const auto mask = seen.dimensions();
+  const auto holds = [](const ffi::Buffer<ffi::F32>& buffer, int64_t count) {
+    const auto size = static_cast<int64_t>(buffer.element_count());
+    return size == 0 || size == count;  // these are optional
+  };
+  if (keys.size() != 4 || values.size() != 4 || k.element_type() != v.element_type() ||
+      !std::equal(keys.begin(), keys.end(), values.begin()) || keys[0] != queries[0] ||
+      keys[1] != queries[2] || keys[3] != queries[4] || mask[0] != queries[0] ||
+      mask[1] != queries[1] || mask[2] != keys[2] || !holds(sinks, queries[2] * queries[3]) ||
+      !holds(k_scale, keys[0] * keys[1] * keys[2]) || !holds(v_scale, keys[0] * keys[1] * keys[2]))
     return ffi::Error::InvalidArgument("the shapes of queries, keys, values and mask do not fit");
   auto optional = [](const ffi::Buffer<ffi::F32>& buffer) {
     return buffer.element_count() ? buffer.typed_data() : nullptr;

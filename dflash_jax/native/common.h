@@ -15,7 +15,7 @@
 
 #include "xla/ffi/api/ffi.h"
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VNNI__)
 #define DFLASH_AVX512 1
 #else
 #define DFLASH_AVX512 0
@@ -118,7 +118,8 @@ struct Int8 {
 // -- threads ---------------------------------------------------------------------------------------
 
 // Runs `work(begin, end)` over `count` items, `tile` at a time, on the threads of the runtime that
-// are free. The caller takes part, and waits only for parts that have begun, so that a busy pool cannot block it.
+// are free. The caller takes part, and waits only for parts that have begun, so that a busy pool
+// cannot block it.
 template <typename Work>
 void Split(ffi::ThreadPool pool, int64_t count, int64_t tile, bool serial, const Work& work) {
   const int64_t parts = (count + tile - 1) / tile;

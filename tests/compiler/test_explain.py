@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+import sys
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from dflash_jax.compiler.memory import StepWork, budget, work
 from dflash_jax.compiler.resolve import wide_block
 from dflash_jax.compiler.roofline import DEVICES, find_device, roofline
 from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.native.build import Library
 from dflash_jax.plan import WeightLayout
 from dflash_jax.testing import AMPLE, tiny_drafter, tiny_target
 
@@ -206,3 +209,17 @@ def test_devices_are_found_by_what_jax_calls_them() -> None:
     assert find_device("NVIDIA H200").name == "H200"
     assert find_device("NVIDIA GeForce RTX 4090").name == "RTX 4090"
     assert find_device("something else").name == "CPU"
+
+
+def test_a_cpu_without_native_kernels_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def notes(**fields: Any) -> str:
+        plan, target = Plan(max_length=64, **fields), tiny_target()
+        plan = resolve(plan, target, None, platform="cpu", memory=AMPLE)
+        return " ".join(explain(target, None, plan, DEVICES["CPU"]).notes)
+
+    absent = Library(None, "there is no C++ compiler")
+    for name in ("compiler.resolve", "compiler.explain"):
+        monkeypatch.setattr(sys.modules[f"dflash_jax.{name}"], "library", lambda: absent)
+    assert "no native kernels" in notes()
+    assert "there is no C++ compiler" in notes(weights="int8")
+    assert not notes(kernels="xla")

@@ -171,3 +171,18 @@ def test_norms_in_a_context_give_each_familys_rounding() -> None:
         exact = np.asarray(wanted, np.float32)
         np.testing.assert_allclose(np.asarray(found, np.float32), exact, rtol=2**-7)
         assert (np.asarray(found, np.float32) == exact).mean() > 0.95
+
+
+@pytest.mark.parametrize("wrong", ["mask", "values", "scale", "sinks"])
+def test_shapes_that_do_not_fit_are_refused(wrong: str) -> None:
+    q, cache, seen = attention(2, 1, 16, 24, "int8")
+    assert cache.k_scale is not None
+    sinks = jnp.zeros((3, 1 + (wrong == "sinks")))
+    if wrong == "mask":
+        seen = seen[:1]
+    if wrong == "values":
+        cache = cache.replace(v=cache.v[:, :, :20])
+    if wrong == "scale":
+        cache = cache.replace(k_scale=cache.k_scale[:, :, :20])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="do not fit"):
+        ATTEND(q, cache, seen, sinks).block_until_ready()
