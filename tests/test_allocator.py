@@ -162,7 +162,7 @@ from dflash_jax.utils.allocator import release_freed
 
 def read(_):
     both.wait(30)  # a thread each, with heaps of its own
-    pieces = [libc.malloc(100_000) for _ in range(400)]
+    pieces = [libc.malloc(100_000) for _ in range(600)]
     for piece in pieces:
         ctypes.memset(piece, 1, 100_000)
     return pieces
@@ -192,5 +192,6 @@ def test_memory_of_threads_that_ended_is_released_after_loading(released: bool) 
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     given, later = map(int, found.stdout.split())
-    assert (given > 40_000_000) == released  # of 80
+    # Of 120; each thread's heap may keep a free end of 32.
+    assert (given > 50_000_000) == released
     assert later > 30_000_000  # later, freed memory stays in the process

@@ -271,11 +271,11 @@ def test_compare_times_the_modes_and_says_that_tokens_are_equal(
     assert code == 0
     tokens, *table = out.splitlines()
     assert [int(i) for i in tokens.split()] == said
-    assert [" ".join(row.split()[:-2]) for row in table[:-1]] == [
-        "speculative",
-        "plain, block-wide",
-        "plain, one token",
-    ]
+    labels = [" ".join(row.split()[:-2]) for row in table[:-1]]
+    assert labels in (
+        ["speculative", "plain, block-wide", "plain, one token"],
+        ["speculative", "plain", "plain, no drafter"],  # a token alike at any width
+    )
     assert table[-1].startswith("tokens equal; speculative is ")
     assert err.startswith("[20 tokens (length) | acceptance length ")  # the table has the speeds
 
