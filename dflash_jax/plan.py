@@ -19,6 +19,7 @@ from dflash_jax.plan_fields import (
     documentation,
     plain_value,
     plan_field,
+    tuples,
     with_deprecated_names,
 )
 from dflash_jax.quant.formats import Stored
@@ -28,6 +29,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES = get_args(Dtype)
 Weights = Literal["float", "int8", "int4", "packed"]
 Kernels = Literal["auto", "xla", "pallas", "native"]
+Activations = Literal["auto", "int8", "float"]
 KvDtype = Literal["auto", "int8"]
 WeightLayout = Literal["auto", "row_major", "column_major", "tiled", "interleaved"]
 TapsAt = Literal["auto", "early", "late", "upstream"]
@@ -50,8 +52,7 @@ class Plan:
     )
     block: int = plan_field(
         0,
-        "tokens per decode step, the anchor included; by default the size the drafter was trained"
-        " for",
+        "tokens per decode step, the anchor included; by default what the drafter was trained for",
         "cache",
         details="Drafts beyond that size are hardly ever accepted; `load` warns about them.",
         minimum=2,
@@ -105,7 +106,12 @@ class Plan:
         "kernels: native ones on a CPU, Pallas for products with packed weights on a GPU (auto);"
         " Pallas for attention as well (pallas); native; or XLA's own (xla)",
         "cache",
-        details="For packed weights, native kernels quantise activations to int8; xla unpacks.",
+    )
+    activations: Activations = plan_field(
+        "auto",
+        "by what quantised weights are multiplied: int8 (native kernels only) or float",
+        "cache",
+        automatic=True,
     )
     plain_width: int = plan_field(
         0,
@@ -259,7 +265,7 @@ class Plan:
         fields = current_fields(fields, stacklevel=2)
         if extra := sorted(set(fields) - set(FIELDS)):
             raise PlanError(f"unknown plan fields {extra}; known are {sorted(FIELDS)}")
-        return cls(**fields | {"stored": _tuples(fields.get("stored", ()))})
+        return cls(**fields | {"stored": tuples(fields.get("stored", ()))})
 
     @property
     def shape(self) -> tuple[tuple[str, Any], ...]:
@@ -342,7 +348,3 @@ FIELDS: Mapping[str, PlanField] = {f.name: f.metadata["plan"] for f in dataclass
 
 Plan.__init__ = with_deprecated_names(Plan.__init__)  # type: ignore[method-assign]
 Plan.__doc__ = documentation(Plan.__doc__ or "", FIELDS)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value

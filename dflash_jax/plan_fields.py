@@ -111,3 +111,8 @@ def with_deprecated_names(init: Callable[..., None]) -> Callable[..., None]:
         init(self, **current_fields(fields))
 
     return accept
+
+
+def tuples(value: Any) -> Any:
+    """Return a value with its lists as tuples, which JSON does not have."""
+    return tuple(map(tuples, value)) if isinstance(value, list | tuple) else value

@@ -164,7 +164,8 @@ def _about_kernels(plan: Plan, device: Device) -> str:
     """Return which kernels a CPU uses, and why it has no native ones."""
     if plan.kernels == "native":
         alike = ", one token wide in plain steps" if plan.exact and plan.plain_width == 1 else ""
-        return f"native kernels, with int8 and packed weights by activations in int8{alike}"
+        by = f", {plan.weights} weights by activations in {plan.activations}"
+        return f"native kernels{by * (plan.weights != 'float')}{alike}"
     if plan.kernels == "auto" and device.name == "CPU" and not library():
         return f"no native kernels, which are several times as fast: {library().reason}"
     return ""

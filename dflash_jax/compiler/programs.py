@@ -60,8 +60,8 @@ def declare(
 ) -> dict[ProgramKey, Program]:
     """Return the programs of a resolved plan, in the given ones of `STEP_VARIANTS`."""
     pair = models.build_pair(target, drafter, exact=plan.exact, taps_at=plan.taps_at)
-    options = {"block": plan.block, "min_survival": plan.min_survival, "kernels": plan.kernels}
-    pair = dataclasses.replace(pair, **options)
+    names = ("block", "min_survival", "kernels", "activations")
+    pair = dataclasses.replace(pair, **{name: getattr(plan, name) for name in names})
     params = models.abstract_params(plan, target, drafter)
     state = models.abstract_state(plan, target, drafter)
     if drafter is None or not plan.two_devices:

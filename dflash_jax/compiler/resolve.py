@@ -60,6 +60,9 @@ def _completed(
     )
     if plan.kernels == "auto" and cpu and _wants_native(plan) and library():
         plan = dataclasses.replace(plan, kernels="native")
+    if plan.activations == "auto":
+        quantised = plan.kernels == "native" and plan.weights != "float"
+        plan = dataclasses.replace(plan, activations="int8" if quantised else "float")
     if not plan.plain_width:
         wide = plan.exact and not is_alike_at_any_width(plan, target)
         plan = dataclasses.replace(plan, plain_width=plan.block if wide else 1)
@@ -80,7 +83,8 @@ def _one_device(plan: Plan) -> bool:
 
 def _wants_native(plan: Plan) -> bool:
     """Return whether a plan leaves a CPU free to use native kernels."""
-    return _one_device(plan) and plan.weight_layout in ("auto", "interleaved")
+    floats = plan.activations == "float" and plan.weights in ("packed", "int4")
+    return _one_device(plan) and plan.weight_layout in ("auto", "interleaved") and not floats
 
 
 def is_alike_at_any_width(plan: Plan, target: TargetConfig) -> bool:
@@ -145,7 +149,18 @@ def _problem(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) ->
 
 def _kernel_problem(plan: Plan, platform: str) -> str | None:
     """Return why the native kernels that a plan asks for cannot be used, or None."""
-    if plan.kernels != "native":
+    native, quantised = plan.kernels == "native", plan.weights != "float"
+    if plan.activations == "int8" and not (native and quantised):
+        return (
+            f"activations='int8' is for quantised weights with native kernels, not for"
+            f" {plan.weights!r} with kernels {plan.kernels!r}; leave it 'auto'"
+        )
+    if plan.activations == "float" and native and plan.weights in ("int4", "packed"):
+        return (
+            f"native kernels multiply weights {plan.weights!r} by activations in int8 only; use"
+            " weights='int8', kernels='xla' or activations='int8'"
+        )
+    if not native:
         interleaved = plan.weight_layout == "interleaved"
         absent = f": {library().reason}" * (not library())
         return f"weight_layout 'interleaved' is for native kernels{absent}" if interleaved else None

@@ -31,6 +31,7 @@ class Pair:
     sampled: bool = False  # rows may draw tokens
     min_survival: float = 0.0  # drafts less likely to be accepted are not verified
     kernels: str = "xla"  # of layers, as `Plan.kernels`
+    activations: str = "int8"  # that native kernels multiply int8 weights by
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -44,13 +45,13 @@ class Pair:
 
     def target_call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """Run the target module, or one of its methods by `method=`."""
-        with using_kernels(self.kernels):
+        with using_kernels(self.kernels, self.activations):
             return self.target.apply({"params": params["target"]}, *args, **kwargs)
 
     def drafter_call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """Run the drafter module, or one of its methods by `method=`."""
         assert self.drafter is not None
-        with using_kernels(self.kernels):
+        with using_kernels(self.kernels, self.activations):
             return self.drafter.apply({"params": params["drafter"]}, *args, **kwargs)
 
 

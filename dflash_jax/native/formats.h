@@ -11,6 +11,7 @@
 
 #include <limits>
 #include <memory>
+#include <vector>
 
 #include "integers.h"
 
@@ -177,10 +178,12 @@ struct Quantised {
 
   // Quantises rows of x [M, K].
   void Fill(const float* x, int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; row++)
-      for (int64_t g = 0; g < groups; g++)
-        FillGroup(x + row * depth + g * group, codes.get() + row * width + g * group,
-                  row * groups + g);
+    for (int64_t row = begin; row < end; row++) FillRow(x + row * depth, row);
+  }
+
+  void FillRow(const float* x, int64_t row) {
+    for (int64_t g = 0; g < groups; g++)
+      FillGroup(x + g * group, codes.get() + row * width + g * group, row * groups + g);
   }
 
  private:
@@ -215,6 +218,83 @@ struct Quantised {
     float rest[kLanes] = {};
     std::copy_n(x + k, group - k, rest);
     use(k, Load(rest));
+  }
+};
+
+// The largest activations of a row, if they stand out. In int8, a scale that covers them would leave
+// few codes to the others; so they have wide codes of the others' scale, summed apart.
+struct Outliers {
+  static constexpr int kMost = 4;
+  static constexpr float kLeast = 2, kFarthest = 8192;  // of the largest over the largest other
+
+  int count = 0;
+  int64_t places[kMost];
+  int32_t codes[kMost];  // at most 127 * kFarthest, about 2^20
+
+  Outliers() = default;
+  Outliers(const float* x, int64_t depth) {
+    int32_t sizes[kMost + 1] = {};  // the largest, as bits, and the largest other
+    int64_t at[kMost + 1] = {};
+    const auto insert = [&](int32_t size, int64_t place) {
+      if (size <= sizes[kMost]) return;  // among equals, the first is larger
+      int i = kMost;
+      for (; i > 0 && sizes[i - 1] < size; i--) sizes[i] = sizes[i - 1], at[i] = at[i - 1];
+      sizes[i] = size, at[i] = place;
+    };
+    int64_t k = 0;
+    for (; k + kLanes <= depth; k += kLanes) {
+      const Ints magnitudes = Magnitude(Load(x + k));
+      if (!AnyGreater(magnitudes, AllInts(sizes[kMost]))) continue;
+      int32_t each[kLanes];
+      std::memcpy(each, &magnitudes, sizeof each);
+      for (int64_t i = 0; i < kLanes; i++) insert(each[i], k + i);
+    }
+    for (; k < depth; k++) insert(Bits(x[k]) & 0x7fffffff, k);
+    const float largest = Number(sizes[0]), other = Number(sizes[kMost]);
+    // False where one is not a number, too.
+    if (!(largest > kLeast * other && largest <= kFarthest * other && other > kSmallest)) return;
+    count = kMost;
+    for (int i = 0; i < kMost; i++) {
+      places[i] = at[i];
+      codes[i] = _mm_cvtss_si32(_mm_set_ss(x[at[i]] * (127.0f / other)));
+    }
+  }
+
+ private:
+  static int32_t Bits(float number) {
+    int32_t bits;
+    std::memcpy(&bits, &number, sizeof bits);
+    return bits;
+  }
+  static float Number(int32_t bits) {
+    float number;
+    std::memcpy(&number, &bits, sizeof number);
+    return number;
+  }
+};
+
+// Rows of activations in int8 with a scale each, and their outliers, for weights [K, N] + 128.
+struct QuantisedRows {
+  Quantised others;
+  const std::unique_ptr<Outliers[]> outliers;  // [M]
+
+  QuantisedRows(int64_t rows, int64_t depth, int32_t zero)
+      : others(rows, depth, depth, 1, zero), outliers(new Outliers[rows]) {}
+
+  void Fill(const float* x, int64_t begin, int64_t end) {
+    std::vector<float> rest(others.depth);
+    for (int64_t row = begin; row < end; row++) {
+      const float* from = x + row * others.depth;
+      const Outliers& found = outliers[row] = Outliers(from, others.depth);
+      if (!found.count) {
+        others.FillRow(from, row);
+        continue;
+      }
+      std::copy_n(from, others.depth, rest.data());
+      for (int i = 0; i < found.count; i++) rest[found.places[i]] = 0;
+      others.FillRow(rest.data(), row);
+      for (int i = 0; i < found.count; i++) others.start[row] -= 128 * found.codes[i];
+    }
   }
 };
 

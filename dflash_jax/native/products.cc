@@ -5,6 +5,7 @@
 // that a token has the same bits alone and in a block. Float weights: products are added one after
 // the other along K. Integer weights: activations are quantised to int8 with one scale for each row
 // (int8) or for each 32 of K, products within those are summed exactly, and groups are added in order.
+// int8 weights can be multiplied by floats, too, as float weights are.
 
 #include <algorithm>
 #include <cstdint>
@@ -87,8 +88,13 @@ struct FloatTile {
   }
 };
 
+// The quads of a vector of columns of int8 weights.
+inline const uint8_t* Quads(const uint8_t* w, int64_t depth, Place place) {
+  return w + place.strip * ((depth + 3) / 4) * kQuads + place.lane * 4;
+}
+
 struct Int8Tile {
-  const Quantised& x;
+  const QuantisedRows& x;
   const uint8_t* w;    // [strips, K / 4, 16, 4], codes + 128
   const float* scale;  // [strips, 16]
   int64_t depth;
@@ -98,23 +104,56 @@ struct Int8Tile {
   template <int R, int C>
   void Multiply(int64_t row, int64_t vector, const Output& out) const {
     static_assert(C == 1);
+    const Quantised& others = x.others;
     const int64_t quads = (depth + 3) / 4;
-    const Place place(vector);
-    const uint8_t* from = w + place.strip * quads * kQuads + place.lane * 4;
-    const int8_t* rows = x.codes.get() + row * x.width;
+    const uint8_t* from = Quads(w, depth, Place(vector));
+    const int8_t* rows = others.codes.get() + row * others.width;
     Ints sums[R];
-    for (int r = 0; r < R; r++) sums[r] = AllInts(x.start[row + r]);
+    for (int r = 0; r < R; r++) sums[r] = AllInts(others.start[row + r]);
     for (int64_t q = 0; q < quads; q++) {
       if (R > 2) Prefetch(from + q * kQuads);
       const Ints weights = LoadBytes(from + q * kQuads);
       for (int r = 0; r < R; r++)
-        sums[r] = DotBytes(sums[r], weights, Quad(rows + r * x.width + q * 4));
+        sums[r] = DotBytes(sums[r], weights, Quad(rows + r * others.width + q * 4));
     }
     const Floats scales = Load(scale + vector * kLanes);
     for (int r = 0; r < R; r++) {
-      const Floats factor = dflash::Multiply(All(x.scale[row + r]), scales);
+      const Outliers& outliers = x.outliers[row + r];
+      for (int i = 0; i < outliers.count; i++) {
+        const int64_t k = outliers.places[i];
+        const Ints weights = ByteOf(LoadBytes(from + k / 4 * kQuads), k % 4);
+        sums[r] = Add(sums[r], dflash::Multiply(AllInts(outliers.codes[i]), weights));
+      }
+      const Floats factor = dflash::Multiply(All(others.scale[row + r]), scales);
       out.Put(row + r, vector, dflash::Multiply(ToFloats(sums[r]), factor));
     }
+  }
+};
+
+struct Int8ByFloatsTile {
+  const float* x;
+  const uint8_t* w;    // [strips, K / 4, 16, 4], codes + 128
+  const float* scale;  // [strips, 16]
+  int64_t depth;
+
+  static constexpr int kColumns = 1;
+
+  template <int R, int C>
+  void Multiply(int64_t row, int64_t vector, const Output& out) const {
+    static_assert(C == 1);
+    const uint8_t* from = Quads(w, depth, Place(vector));
+    const float* rows = x + row * depth;
+    Floats sums[R];
+    for (auto& sum : sums) sum = Zeros();
+    for (int64_t k = 0; k < depth; k++) {
+      if (R > 2 && k % 4 == 0) Prefetch(from + k / 4 * kQuads);
+      const Ints codes = ByteOf(LoadBytes(from + k / 4 * kQuads), k % 4);
+      const Floats weights = ToFloats(Add(codes, AllInts(-128)));
+      for (int r = 0; r < R; r++)
+        sums[r] = MultiplyAdd(All(rows[r * depth + k]), weights, sums[r]);
+    }
+    const Floats scales = Load(scale + vector * kLanes);
+    for (int r = 0; r < R; r++) out.Put(row + r, vector, dflash::Multiply(sums[r], scales));
   }
 };
 
@@ -208,7 +247,8 @@ void Run(ffi::ThreadPool pool, const Tile& tile, int64_t rows, int64_t depth, co
   });
 }
 
-void Fill(ffi::ThreadPool pool, Quantised& quantised, const float* x, int64_t rows, int64_t depth) {
+template <typename Activations>
+void Fill(ffi::ThreadPool pool, Activations& quantised, const float* x, int64_t rows, int64_t depth) {
   Split(pool, rows, 16, rows * depth < kSerial,
         [&](int64_t begin, int64_t end) { quantised.Fill(x, begin, end); });
 }
@@ -246,18 +286,33 @@ ffi::Error FloatProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyB
   }
 }
 
-ffi::Error Int8Product(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> w,
-                       ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> result) {
-  const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1];
+// Calls run(out) if the arrays of int8 weights fit the activations.
+template <typename Work>
+ffi::Error Int8Product(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> w, ffi::Buffer<ffi::F32> scale,
+                       ffi::ResultBuffer<ffi::F32> result, const Work& run) {
+  const int64_t quads = (x.dimensions()[1] + 3) / 4;
   const Output out{result->typed_data(), result->dimensions()[1]};
   const int64_t strips = (out.columns + kStrip - 1) / kStrip;
-  const int64_t quads = (depth + 3) / 4;
   if (!Holds(w, strips * quads * kQuads) || !Holds(scale, strips * kStrip * 4)) return Unfit();
-  Quantised quantised(rows, depth, depth, 1, kUnsignedDot ? 128 : 0);
-  Fill(pool, quantised, x.typed_data(), rows, depth);
-  const Int8Tile tile{quantised, w.typed_data(), scale.typed_data(), depth};
-  Run(pool, tile, rows, depth, out);
+  run(x.dimensions()[0], x.dimensions()[1], out);
   return ffi::Error::Success();
+}
+
+ffi::Error Int8ByInt8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> w,
+                ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> result) {
+  return Int8Product(x, w, scale, result, [&](int64_t rows, int64_t depth, const Output& out) {
+    QuantisedRows quantised(rows, depth, kUnsignedDot ? 128 : 0);
+    Fill(pool, quantised, x.typed_data(), rows, depth);
+    Run(pool, Int8Tile{quantised, w.typed_data(), scale.typed_data(), depth}, rows, depth, out);
+  });
+}
+
+ffi::Error Int8ByFloats(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> w,
+                        ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> result) {
+  return Int8Product(x, w, scale, result, [&](int64_t rows, int64_t depth, const Output& out) {
+    const Int8ByFloatsTile tile{x.typed_data(), w.typed_data(), scale.typed_data(), depth};
+    Run(pool, tile, rows, depth, out);
+  });
 }
 
 template <typename Format>
@@ -293,7 +348,9 @@ using namespace dflash;
                                     __VA_ARGS__.Ret<ffi::Buffer<ffi::F32>>())
 
 PRODUCT(dflash_float, FloatProduct, .Arg<ffi::AnyBuffer>());
-PRODUCT(dflash_int8, Int8Product, .Arg<ffi::Buffer<ffi::U8>>().Arg<ffi::Buffer<ffi::F32>>());
+PRODUCT(dflash_int8, Int8ByInt8, .Arg<ffi::Buffer<ffi::U8>>().Arg<ffi::Buffer<ffi::F32>>());
+PRODUCT(dflash_int8_by_floats, Int8ByFloats,
+        .Arg<ffi::Buffer<ffi::U8>>().Arg<ffi::Buffer<ffi::F32>>());
 PRODUCT(dflash_q8_0, GroupProduct<Q8_0>, .RemainingArgs());
 PRODUCT(dflash_q4_0, GroupProduct<Q4_0>, .RemainingArgs());
 PRODUCT(dflash_q4_1, GroupProduct<Q4_1>, .RemainingArgs());

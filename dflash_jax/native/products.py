@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
+from dflash_jax.nn.kernels import activations
 from dflash_jax.quant.formats import KINDS, RUN
 from dflash_jax.quant.interleaved import ORDER, WIDTH
 from dflash_jax.quant.layouts import FLOAT, Interleaved
@@ -14,11 +15,14 @@ from dflash_jax.quant.layouts import FLOAT, Interleaved
 def multiply(x: Float[Array, "... D"], w: Interleaved) -> Float[Array, "..."]:
     """Return x · w in float32; each row of x has the same result in any company.
 
-    With int8 weights each row of x is quantised to int8 first, with other packed weights each 32
-    numbers of a row. Float weights, of any width, are multiplied in float32.
+    With int8 weights each row of x is quantised to int8 first, except for its largest numbers
+    where they stand out; `Plan.activations` may leave x as it is. With other packed weights each
+    32 numbers of a row are quantised. Float weights, of any width, are multiplied in float32.
     """
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     name = "float" if w.kind == FLOAT else w.kind.lower()
+    if w.kind == "int8" and activations() == "float":
+        name = "int8_by_floats"
     arrays = [w.arrays[array] for array in ("values", *ORDER) if array in w.arrays]
     out = jax.ShapeDtypeStruct((len(rows), math.prod(w.shape[1:])), jnp.float32)
     # Callers differ in what they do with the result; their fusions must not reach into it.

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,3 +224,9 @@ def test_a_cpu_without_native_kernels_is_told_why(monkeypatch: pytest.MonkeyPatc
     assert "no native kernels" in notes()
     assert "there is no C++ compiler" in notes(weights="int8")
     assert not notes(kernels="xla")
+    here = Library(Path("made.so"))
+    for name in ("compiler.resolve", "compiler.explain"):
+        monkeypatch.setattr(sys.modules[f"dflash_jax.{name}"], "library", lambda: here)
+    assert notes(exact=False) == "native kernels"
+    assert "native kernels, int8 weights by activations in int8" in notes(weights="int8")
+    assert "in float" in notes(weights="int8", activations="float")

@@ -129,7 +129,7 @@ def test_a_stored_plan_is_one_json_object(text: str) -> None:
 
 def test_unknown_fields_of_a_stored_plan_are_named() -> None:
     stored = json.dumps(json.loads(Plan().to_json()) | {"blocks": 4})
-    with pytest.raises(PlanError, match=r"unknown plan fields \['blocks'\]; known are \['block'"):
+    with pytest.raises(PlanError, match=r"unknown plan fields \['blocks'\]; known are \['act"):
         Plan.from_json(stored)
 
 
@@ -144,6 +144,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "stored": {"stored": (("target/head", (1, (("Q8_0", 64),))),)},
     "weight_layout": {"weight_layout": "tiled"},
     "kv_dtype": {"kv_dtype": "int8"},
+    "activations": {"activations": "float"},
     "kernels": {"kernels": "xla"},
     "plain_width": {"plain_width": 2},
     "exact": {"exact": False},
@@ -285,7 +286,8 @@ def test_made_choices_stay() -> None:
     }
     layouts: tuple[WeightLayout, ...] = ("row_major", "column_major", "tiled")
     for layout in layouts:
-        plan = Plan(dtype="float16", memory_limit=10**9, weight_layout=layout, **shape)
+        made: dict[str, Any] = {"dtype": "float16", "activations": "float"} | shape
+        plan = Plan(memory_limit=10**9, weight_layout=layout, **made)
         assert complete(plan, memory=1) == plan
 
 
@@ -317,6 +319,27 @@ def test_float_matrices_are_laid_out_for_blocks_where_vectors_are_256_bits(
     assert chosen("avx2", exact=False) == "row_major"  # steps of one token
     with pytest.raises(PlanError, match="it needs weights='float' and one device: leave it 'auto'"):
         chosen("avx2", weights="int8", weight_layout="tiled")
+
+
+def test_activations_are_quantised_where_native_kernels_multiply_quantised_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def chosen(platform: str = "cpu", **fields: Any) -> tuple[str, str]:
+        plan = resolve(Plan(**fields), tiny_target(), None, platform=platform, memory=AMPLE)
+        return plan.kernels, plan.activations
+
+    module = sys.modules["dflash_jax.compiler.resolve"]
+    monkeypatch.setattr(module, "library", lambda: Library(Path("made.so")))
+    assert chosen() == chosen(activations="float") == ("native", "float")
+    assert chosen(weights="int8") == chosen(weights="int4") == ("native", "int8")
+    assert chosen(weights="int8", activations="float") == ("native", "float")
+    assert chosen(weights="int4", activations="float") == ("auto", "float")  # kernels of XLA
+    assert chosen(weights="int8", platform="gpu") == ("auto", "float")
+    for fields in ({"weights": "int8", "kernels": "xla"}, {"weights": "float"}):
+        with pytest.raises(PlanError, match="activations='int8' is for quantised weights with"):
+            chosen(activations="int8", **fields)
+    with pytest.raises(PlanError, match="weights 'int4' by activations in int8 only; use"):
+        chosen(weights="int4", activations="float", kernels="native")
 
 
 def test_native_kernels_are_chosen_where_they_can_be_compiled(

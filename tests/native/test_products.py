@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.native.build import library
+from dflash_jax.nn.kernels import using_kernels
 from dflash_jax.quant import interleaved, layouts
 from dflash_jax.quant.layouts import FLOAT, KINDS, STORED, Interleaved, Packed, dequantise
 from dflash_jax.quant.products import contract, gather, set_weight_layout
@@ -64,12 +65,31 @@ def in_int8(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(groups * inverse).astype(np.int32), most * np.float32(1 / 127)
 
 
+def rows_in_int8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows [M, K] as the kernels quantise them: codes, wide ones of outliers, and scales."""
+    codes = np.zeros(x.shape, np.int32)
+    scales = np.zeros((len(x), 1), np.float32)
+    for row, numbers in enumerate(x):
+        sizes = np.abs(numbers)
+        order = np.argsort(-sizes, kind="stable")[:5]
+        largest, other = sizes[order[0]], sizes[order[4]] if len(order) > 4 else np.float32(0)
+        few, rest = order[:0], numbers.copy()
+        if 2 * other < largest <= 8192 * other and other > np.float32(1e-36):
+            few = order[:4]
+            rest[few] = 0
+        code, scale = in_int8(rest[None], len(rest))
+        codes[row], scales[row] = code[0, 0], scale[0, 0]
+        codes[row, few] = np.rint(numbers[few] * (np.float32(127) / other)) if len(few) else 0
+    return codes, scales
+
+
 def expected(x: np.ndarray, w: Packed) -> np.ndarray:
     """Return the product with quantised activations; integers are summed exactly."""
-    codes, scale = in_int8(x, x.shape[1] if w.kind == "int8" else 32)
     if w.kind == "int8":
-        sums = codes[:, 0] @ np.asarray(w.arrays["codes"], np.int32)
-        return sums.astype(np.float32) * (scale[:, 0] * w.arrays["scale"])
+        codes, scale = rows_in_int8(x)
+        sums = codes @ np.asarray(w.arrays["codes"], np.int32)
+        return sums.astype(np.float32) * (scale * w.arrays["scale"])
+    codes, scale = in_int8(x, 32)
     weights = dequantise(w.arrays, w.kind).astype(np.float64)
     return (codes * scale.astype(np.float64)).reshape(len(x), -1) @ weights
 
@@ -92,6 +112,7 @@ def test_int8_products_are_exact_sums(depth: int, columns: int) -> None:
     w = packed("int8", depth, columns)
     x = draw(9, depth)
     x[3] = 0
+    x[4, -1:], x[5, :2], x[6, ::7], x[7, 0] = 50, -700, 30, 1e6  # one, two, many; too far away
     found = MULTIPLY(x, interleaved.interleave(w))
     np.testing.assert_array_equal(found, expected(x, w))
 
@@ -101,15 +122,44 @@ def test_int8_products_have_the_bits_of_xlas() -> None:
     w, x = packed("int8", 512, 70), draw(9, 512)
     w.arrays["codes"][:, 0], w.arrays["codes"][:, 1] = 127, -128
     x[0], x[1] = 1, -1
-    codes, scale = in_int8(x, 512)
+    x[2:5, 7], x[4:6, 300] = 60, -9000
+    codes, scale = rows_in_int8(x)
+    assert np.abs(codes).max() > 100_000
 
     @jax.jit
     def multiply(codes: jax.Array, scale: jax.Array) -> jax.Array:
-        sums = jnp.dot(codes, w.arrays["codes"], preferred_element_type=jnp.int32)
+        w_codes = w.arrays["codes"].astype(jnp.int32)
+        sums = jnp.dot(codes, w_codes, preferred_element_type=jnp.int32)
         return sums.astype(jnp.float32) * (scale * w.arrays["scale"])
 
-    wanted = multiply(codes[:, 0].astype(np.int8), scale[:, 0])
+    wanted = multiply(codes, scale)
     np.testing.assert_array_equal(MULTIPLY(x, interleaved.interleave(w)), wanted)
+
+
+def test_outliers_cost_the_others_no_accuracy() -> None:
+    w, x = packed("int8", 512, 70), draw(9, 512)
+    before = np.abs(MULTIPLY(x, interleaved.interleave(w)) - x @ dequantise(w.arrays, "int8"))
+    x[:, [3, 40, 41, 500]] *= 100
+    exact = x.astype(np.float64) @ dequantise(w.arrays, "int8")
+    error = np.abs(MULTIPLY(x, interleaved.interleave(w)) - exact)
+    assert error.mean() < 1.5 * before.mean()
+
+
+@pytest.mark.parametrize(("depth", "columns"), [(1, 1), (33, 70), (200, 33), (512, 4099)])
+def test_int8_weights_are_multiplied_by_floats_on_request(depth: int, columns: int) -> None:
+    w, x = packed("int8", depth, columns), draw(17, depth)
+    native = interleaved.interleave(w)
+
+    @jax.jit
+    def multiply(x: jax.Array, w: Interleaved) -> jax.Array:
+        with using_kernels("native", "float"):
+            return contract(x, w)
+
+    exact = x.astype(np.float64) @ dequantise(w.arrays, "int8")
+    found = np.asarray(multiply(x, native))
+    np.testing.assert_allclose(found, exact, atol=2e-6 * np.sqrt(depth) * np.abs(exact).max())
+    alone = np.concatenate([multiply(x[i : i + 1], native) for i in range(len(x))])
+    np.testing.assert_array_equal(found, alone)
 
 
 @pytest.mark.parametrize("columns", [1, 33, 70])

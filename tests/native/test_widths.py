@@ -42,7 +42,9 @@ def all_steps(
 
     Slots before `start` hold zeros, which are keys like others.
     """
-    pair = dataclasses.replace(build_pair(target, None), kernels=plan.kernels, block=width)
+    pair = build_pair(target, None)
+    names = ("kernels", "activations")
+    pair = dataclasses.replace(pair, block=width, **{name: getattr(plan, name) for name in names})
 
     def step(params: Any, state: DecodeState, tokens: jax.Array) -> Any:
         caches, draft, hidden = forward(pair, params, state, tokens, chunked=False)
@@ -75,6 +77,7 @@ def all_steps(
         pytest.param("wide", 1, {"weights": "int4"}, marks=pytest.mark.soak),
         pytest.param("wide", 1, FLOAT | {"dtype": "float16"}, marks=pytest.mark.soak),
         pytest.param("odd", 1, INT8, marks=pytest.mark.soak),
+        pytest.param("odd", 1, INT8 | {"activations": "float"}),
         pytest.param("wide", 1, FLOAT | {"start": 30_000}, marks=pytest.mark.soak),
         pytest.param("llama", 1, FLOAT | {"dtype": "bfloat16"}, marks=pytest.mark.soak),
         pytest.param("qwen3", 1, INT8 | {"dtype": "bfloat16"}, marks=pytest.mark.soak),
