@@ -1,0 +1,74 @@
+"""Time of a plain step that is one block wide over that of a step of one token, same weights.
+
+    python -m benchmarks.widths MODEL... [--weights int8,float] [--block 8] [--json OUT]
+
+A drafted step verifies at the first of these costs, so their ratio bounds what drafting can give.
+Both steps are timed in turn, on the cores that the process is given.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paired import interleaved, ratio, spread
+
+PROMPT, TOKENS = list(range(5, 37)), 48
+
+
+def measure(model: str, weights: str, block: int, pairs: int) -> dict[str, Any]:
+    """Return milliseconds of a step of each width, their paired ratio, and the plan."""
+    import dflash_jax as dj
+    from benchmarks.modes import generate
+
+    plan = dj.Plan(block=block, max_length=256, weights=weights, exact=False, plain_width=block)
+    wide = dj.load(model, None, plan=plan)
+    narrow_plan = dataclasses.replace(wide.plan, plain_width=1)
+    narrow = dj.Engine(wide.target, None, wide.params, narrow_plan, tokenizer=wide.tokenizer)
+
+    def milliseconds(engine: Any) -> float:
+        run = generate(engine, PROMPT, max_tokens=TOKENS, ignore_eos=True)
+        return 1e3 * run.decode_s / (TOKENS - 1)
+
+    calls = {"one token": lambda: milliseconds(narrow), "block": lambda: milliseconds(wide)}
+    samples = interleaved(calls, pairs)
+    return {
+        "step_ms": {name: spread(numbers).to_json() for name, numbers in samples.items()},
+        "block_over_one": ratio(samples, "block", "one token").to_json(),
+        "plan": dataclasses.asdict(wide.plan),
+        "load": os.getloadavg()[0],
+    }
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure every model with every kind of weights."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("models", nargs="+", metavar="MODEL")
+    parser.add_argument("--weights", default="int8,float")
+    parser.add_argument("--block", type=int, default=8)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    options = parser.parse_args(words)
+    from benchmarks.environment import environment
+    from dflash_jax.utils.allocator import tune_allocator
+
+    tune_allocator()
+    report: dict[str, Any] = {"suite": "widths", "environment": environment(), "cases": {}}
+    for model in options.models:
+        for weights in options.weights.split(","):
+            case = f"{Path(model).stem}, {weights}, {options.block}"
+            report["cases"][case] = found = measure(model, weights, options.block, options.pairs)
+            one, wide = (found["step_ms"][name]["median"] for name in ("one token", "block"))
+            figure = found["block_over_one"]["median"]
+            print(f"{case:32} one token {one:7.2f} ms  block {wide:7.2f} ms  {figure:.2f}")
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
