@@ -6,7 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 LOWEST := .venv-lowest/bin
 
-.PHONY: demo smollm2 check test test-lowest lint fix soak bench llama-cpp clean
+.PHONY: demo smollm2 check test test-lowest lint fix soak bench llama-cpp notebooks clean
 
 # Stream text from the shipped pair, then time it against plain decoding.
 demo: .venv/installed
@@ -71,6 +71,11 @@ llama-cpp: .venv/installed-dev
 	$(BIN)/python -m benchmarks.llama_cpp --llama-cpp $(LLAMA_CPP) --json benchmarks/results/llama_cpp.json
 	$(BIN)/python -m benchmarks.startup --llama-cpp $(LLAMA_CPP) --json benchmarks/results/startup.json
 	$(BIN)/python -m benchmarks.accuracy --llama-cpp $(LLAMA_CPP) --json benchmarks/results/accuracy.json
+
+# Run every notebook and store its outputs.
+notebooks: .venv/installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check nbclient ipykernel
+	$(BIN)/python notebooks/execute.py
 
 clean:
 	rm -rf .venv .venv-lowest
