@@ -80,6 +80,7 @@ def draw_setup(seed: int, number: int, *, family: str = "") -> Setup:
         else "auto",
         "weights": weights,
         "kernels": rng.choice(["auto", "auto", "xla"]),
+        "activations": rng.choice(["auto", "auto", "float"]),
     }
     plan["max_length"] = 5 * plan["chunk"] + 120
     if chosen in (SHIPPED, GIVEN):
