@@ -90,8 +90,8 @@ class Server:
         wrap_handler = self._middleware.wrap_handler
         routes = [Route(path, wrap_handler(f), methods=["POST"]) for path, f in posts.items()]
         routes += [Route(p, wrap_handler(f), methods=["GET"]) for p, f in information.gets.items()]
-        page = WebPage().gets if settings.ui else {}
-        routes += [Route(p, wrap_handler(f, needs_key=False), methods=["GET"]) for p, f in page.items()]
+        for path, page in WebPage().gets.items() if settings.ui else ():
+            routes.append(Route(path, wrap_handler(page, needs_key=False), methods=["GET"]))
         stored = wrap_handler(self._stored_response)
         routes.append(Route("/v1/responses/{response_id}", stored, methods=["GET", "DELETE"]))
         handlers: Any = {404: self._middleware.no_route, 405: self._middleware.no_route}

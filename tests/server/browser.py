@@ -14,14 +14,20 @@ import httpx
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's key of an element's id
 OPTIONS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
            "--no-first-run", "--disable-extensions", "--disable-background-networking",
-           "--disable-component-update", "--disable-sync", "--hide-scrollbars"]  # fmt: skip
+           "--disable-component-update", "--disable-sync", "--hide-scrollbars",
+           "--no-proxy-server"]  # fmt: skip
+
+
+def binary() -> str | None:
+    """Return the path of the browser, or None."""
+    return shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def missing() -> str:
     """Return why there is no browser, or an empty text."""
-    absent = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
-    names = " and ".join(absent)
-    return f"no {names}: apt-get install chromium chromium-driver" if absent else ""
+    if binary() and shutil.which("chromedriver"):
+        return ""
+    return "no browser: install the packages chromium and chromium-driver"
 
 
 class Browser:
@@ -101,16 +107,18 @@ def browsing(folder: Path) -> Iterator[Browser]:
     """Start a browser whose profile is in a folder; it ends with the context."""
     command = ["chromedriver", "--port=0", "--log-level=WARNING"]
     with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as it,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process,
         httpx.Client(timeout=60, trust_env=False) as client,
     ):
         try:
-            assert it.stdout is not None
-            started = (re.search(r"started successfully on port (\d+)", s) for s in it.stdout)
+            assert process.stdout is not None
+            started = (re.search(r"started successfully on port (\d+)", s) for s in process.stdout)
             port = next(found[1] for found in started if found)
             driver = f"http://127.0.0.1:{port}"
             arguments = [*OPTIONS, f"--user-data-dir={folder}", "--window-size=1280,800"]
-            chrome = {"binary": shutil.which("chromium"), "args": arguments}
+            chrome = {"binary": binary(), "args": arguments}
             always = {"goog:chromeOptions": chrome, "goog:loggingPrefs": {"browser": "ALL"}}
             asked = {"capabilities": {"alwaysMatch": always}}
             answer = client.post(f"{driver}/session", json=asked)
@@ -121,4 +129,4 @@ def browsing(folder: Path) -> Iterator[Browser]:
             finally:
                 client.delete(f"{driver}/session/{session}")
         finally:
-            it.terminate()
+            process.terminate()

@@ -35,18 +35,19 @@ export class Answer {
 
   /**
    * Send a request and read its stream to the end. Errors are kept in `error`.
-   * @param {object} body  of a chat completion, without `stream`
+   * @param {() => Promise<object>} prepare  returns the body of a chat completion, without `stream`
    * @param {AbortSignal} signal  stops the answer
    * @param {() => void} onChange  called after each change
    */
-  async run(body, signal, onChange) {
+  async run(prepare, signal, onChange) {
     this.running = true;
     this.started = performance.now();
     onChange();
     const options = { stream: true, stream_options: { include_usage: true } };
     try {
-      for await (const event of streamChat({ ...body, ...options }, signal)) {
-        if (event.comment !== undefined) this.note = this.isEmpty ? event.comment : "";
+      const body = { ...(await prepare()), ...options };
+      for await (const event of streamChat(body, signal)) {
+        if (event.comment !== undefined) this.note = this.isEmpty ? progressOf(event.comment) : "";
         else this.#take(event.chunk);
         onChange();
       }
@@ -82,6 +83,12 @@ export class Answer {
     this.finish = choice.finish_reason ?? this.finish;
     this.ids = choice.token_ids ?? this.ids;
   }
+}
+
+/** Return the comment of a waiting stream in words; "keepalive 64/128" counts prompt tokens. */
+function progressOf(comment) {
+  const found = /^keepalive (\d+)\/(\d+)$/.exec(comment);
+  return found ? `Reading the prompt: ${found[1]} of ${found[2]} tokens` : comment;
 }
 
 /**

@@ -72,11 +72,17 @@ export class AnswerView {
       this.text.replaceChildren(render(answer.content));
     }
     this.#drawCalls();
-    if (this.shown.error !== answer.error) {
-      this.shown.error = answer.error;
-      this.problem.replaceChildren(errorNode(answer.error, () => this.actions.regenerate()));
-    }
+    this.#drawError();
     this.#drawFooter();
+  }
+
+  #drawError() {
+    const { error } = this.answer;
+    if (error && this.shown.error !== error) {
+      this.problem.replaceChildren(errorNode(error, () => this.actions.regenerate()));
+      this.shown.error = error;
+    }
+    if (error && !this.isLast) this.problem.querySelector("button")?.remove();
   }
 
   #drawCalls() {
@@ -92,12 +98,13 @@ export class AnswerView {
       if (name.textContent !== call.name) name.textContent = call.name;
       if (args.textContent !== text) args.textContent = text;
       const asks = !this.answer.running && this.isLast && call.result === null;
-      if (asks && node.children.length === 2) node.append(this.#resultForm(call, i));
+      if (asks && node.children.length === 2) node.append(this.#resultForm(call));
+      if (!this.isLast) node.querySelector("form")?.remove(); // the conversation went on
     });
   }
 
-  #resultForm(call, i) {
-    const input = element("textarea", { rows: "2", spellcheck: "false", required: true });
+  #resultForm(call) {
+    const input = element("textarea", { rows: "2", spellcheck: "false" });
     const form = element("form", { class: "result" },
       element("label", {}, `Result of ${call.name}`, input),
       element("button", { type: "submit" }, "Give result")); // prettier-ignore
@@ -110,7 +117,6 @@ export class AnswerView {
       if (next) next.focus();
       else this.actions.resultsGiven();
     });
-    form.id = `result-${i}`;
     return form;
   }
 

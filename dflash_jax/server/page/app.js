@@ -35,7 +35,7 @@ const monitor = new Monitor(
   () => {
     status.showState(monitor);
     status.showDetails(monitor);
-    if (monitor.props) showModels(monitor.props.models.map((model) => model.id));
+    showModels(monitor.models);
   },
 );
 for (const text of EXAMPLES) {

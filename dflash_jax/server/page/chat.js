@@ -2,7 +2,7 @@
 
 import { Answer } from "./answer.js";
 import { say, sayProgress } from "./announcer.js";
-import { AnswerView } from "./answer_view.js";
+import { AnswerView, showsTokens } from "./answer_view.js";
 import { byId, element } from "./dom.js";
 import { baseRequest, systemMessages } from "./settings.js";
 
@@ -30,6 +30,12 @@ export class Chat {
     this.input.addEventListener("input", () => this.#fitInput());
     this.stop.addEventListener("click", () => this.abort?.abort());
     byId("new-chat").addEventListener("click", () => this.clear());
+    // Streams keep the end of the log in view unless the reader scrolls away from it.
+    this.sticks = true;
+    this.box = byId("scroll");
+    this.box.addEventListener("scroll", () => {
+      this.sticks = this.box.scrollHeight - this.box.scrollTop - this.box.clientHeight < 60;
+    });
     for (const radio of document.getElementsByName("view")) {
       radio.addEventListener("change", () => this.#redraw());
     }
@@ -38,6 +44,8 @@ export class Chat {
   /** Stop the running answer, and forget the conversation. */
   clear() {
     this.abort?.abort();
+    this.abort = null;
+    this.#setRunning(false);
     this.turns = [];
     this.log.replaceChildren();
     this.strip.show([]);
@@ -52,6 +60,7 @@ export class Chat {
   }
 
   #redraw() {
+    byId("legend").hidden = !showsTokens();
     for (const turn of this.turns) turn.view?.draw();
   }
 
@@ -73,42 +82,41 @@ export class Chat {
     for (const { role, content, answer } of this.turns) {
       if (role === "user") found.push({ role, content });
       else if (answer.content || answer.calls.length) found.push(...answerMessages(answer));
+      else if (found.at(-1)?.role === "user") found.pop(); // it got no answer
     }
     return found;
   }
 
   async #answer() {
     byId("empty").hidden = true;
-    let body;
+    for (const turn of this.turns) turn.view?.setLast(false);
+    const messages = this.#messages();
     const answer = new Answer();
     const view = new AnswerView(answer, {
       regenerate: () => this.#regenerate(),
       resultsGiven: () => this.#answer(),
     });
-    for (const turn of this.turns) turn.view?.setLast(false);
-    try {
-      body = { ...(await baseRequest()), messages: this.#messages() };
-    } catch (error) {
-      answer.error = error; // such as tools that are not JSON
-    }
     this.turns.push({ role: "assistant", answer, view });
     this.log.append(view.node);
-    if (body) {
-      this.abort = new AbortController();
-      this.#setRunning(true);
-      say("Answering.");
-      await answer.run(body, this.abort.signal, () => {
-        this.#follow(() => view.draw());
+    this.sticks = true;
+    const abort = new AbortController();
+    this.abort = abort;
+    this.#setRunning(true);
+    say("Answering.");
+    await answer.run(
+      async () => ({ ...(await baseRequest()), messages }),
+      abort.signal,
+      () => {
+        if (this.abort !== abort) return; // the conversation was cleared
+        view.draw();
+        this.#follow();
         this.strip.show(answer.rounds);
         sayProgress(answer);
-      });
-      this.abort = null;
-      this.#setRunning(false);
-    }
-    const known = this.turns.some((turn) => turn.answer === answer);
-    if (!known) return; // the conversation was cleared meanwhile
-    view.setLast(true);
-    this.#follow(() => view.draw());
+      },
+    );
+    if (this.abort !== abort) return;
+    this.abort = null;
+    this.#setRunning(false);
   }
 
   #regenerate() {
@@ -125,12 +133,9 @@ export class Chat {
     if (document.activeElement === document.body) (running ? this.stop : this.input).focus();
   }
 
-  /** Draw, and keep the end of the log in view unless the reader scrolled away from it. */
-  #follow(draw) {
-    const box = byId("scroll");
-    const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 80;
-    draw();
-    if (atEnd) requestAnimationFrame(() => (box.scrollTop = box.scrollHeight));
+  /** Scroll to the end in the next frame, after views have drawn. */
+  #follow() {
+    if (this.sticks) requestAnimationFrame(() => (this.box.scrollTop = this.box.scrollHeight));
   }
 }
 

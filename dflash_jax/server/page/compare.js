@@ -33,7 +33,7 @@ class Column {
   start(answer) {
     this.answer = answer;
     this.difference = -1;
-    this.text = element("div", { class: "output", tabindex: "0" });
+    this.text = element("div", { class: "output" });
     this.facts = element("p", { class: "facts" });
     this.problem = element("div");
     this.root.replaceChildren(this.facts, this.problem, this.text);
@@ -84,26 +84,23 @@ export class Compare {
     this.#setRunning(true);
     this.#conclude("", "Running.");
     for (const column of this.columns) column.start(null);
-    try {
-      const messages = [...systemMessages(), { role: "user", content }];
-      const body = { ...(await baseRequest()), messages, temperature: 0, return_token_ids: true };
-      delete body.tools;
-      const answers = [];
-      for (const [i, column] of this.columns.entries()) {
-        const answer = new Answer();
-        answers.push(answer);
-        column.start(answer);
-        const speculative = { enabled: i === 0 };
-        await answer.run({ ...body, speculative }, this.abort.signal, column.draw);
-        if (answer.error || answer.stopped) break;
-      }
-      this.#judge(answers);
-    } catch (error) {
-      this.#conclude("differs", error.message);
-    } finally {
-      this.abort = null;
-      this.#setRunning(false);
+    const messages = [...systemMessages(), { role: "user", content }];
+    const request = async (speculative) => {
+      const { tools, ...body } = await baseRequest();
+      const greedy = { temperature: 0, return_token_ids: true, speculative: { enabled: speculative } };
+      return { ...body, ...greedy, messages };
+    };
+    const answers = [];
+    for (const [i, column] of this.columns.entries()) {
+      const answer = new Answer();
+      answers.push(answer);
+      column.start(answer);
+      await answer.run(() => request(i === 0), this.abort.signal, column.draw);
+      if (answer.error || answer.stopped) break;
     }
+    this.#judge(answers);
+    this.abort = null;
+    this.#setRunning(false);
   }
 
   #judge(answers) {

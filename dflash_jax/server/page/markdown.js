@@ -85,7 +85,7 @@ function code(parent, lines, at) {
   const text = lines.slice(start, at).join("\n");
   const name = language.trim().split(/\s/)[0];
   const label = name ? `${name} code` : "code"; // it scrolls, so it takes the keyboard's focus
-  const block = { tabindex: "0", role: "region", "aria-label": label };
+  const block = { tabindex: "0", role: "group", "aria-label": label };
   parent.append(element("pre", block, element("code", {}, text)));
   return at + 1;
 }
@@ -155,7 +155,7 @@ function table(parent, lines, at) {
   const head = element("thead", {}, row(lines[at], "th"));
   at += 2;
   while (at < lines.length && lines[at].includes("|")) body.append(row(lines[at++], "td"));
-  const scroll = { class: "table", tabindex: "0", role: "region", "aria-label": "table" };
+  const scroll = { class: "table", tabindex: "0", role: "group", "aria-label": "table" };
   parent.append(element("div", scroll, element("table", {}, head, body)));
   return at;
 }

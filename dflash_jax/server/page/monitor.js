@@ -35,6 +35,7 @@ export class Monitor {
     this.onChange = onChange;
     this.state = "connecting";
     this.words = "";
+    this.models = [];
     this.props = null;
     this.metrics = null; // Prometheus text
     this.failures = 0;
@@ -78,6 +79,8 @@ export class Monitor {
     try {
       await this.#askState();
       if (this.state === "refused") return;
+      // Short, and needs the key: so a key that is no longer accepted is noticed.
+      this.models = (await getJson("v1/models")).data.map((model) => model.id);
       if (this.props === null || this.state !== "ready" || this.wantsDetails()) {
         known = this.props = await getJson("props");
       }

@@ -11,7 +11,6 @@ const STATES = {
   failed: "Failed",
   offline: "Not reachable",
 };
-const PARTS = { target: "weights of the target", drafter: "weights of the drafter" };
 
 /** A titled list of names and values. Values change in place, so that selected text stays. */
 class Facts {
@@ -79,7 +78,7 @@ class ModelStatus {
     if (!row) {
       const bar = element("progress", { "aria-label": `Compiled ${variant} programs` });
       const cells = [element("td"), element("td", {}, bar, element("span"))];
-      row = element("tr", {}, element("th", { scope: "row" }, variant), ...cells);
+      row = element("tr", {}, element("th", { scope: "row" }, titled(variant)), ...cells);
       this.rows.set(variant, row);
       this.programs.append(row);
     }
@@ -89,6 +88,11 @@ class ModelStatus {
     progress.firstChild.value = compiled;
     progress.lastChild.textContent = ` ${compiled} of ${of}`;
   }
+}
+
+function titled(name) {
+  const text = name.replaceAll("_", " ");
+  return text[0].toUpperCase() + text.slice(1);
 }
 
 function shown(value) {
@@ -141,7 +145,7 @@ export class Status {
     const looked = total("prefix_cache_queries_total");
     this.caches.show({
       "Host memory": total("resident_memory_bytes") ? size(total("resident_memory_bytes")) : null,
-      "KV cache in use": `${figure(total("kv_cache_usage_perc") * 100)} %`,
+      "KV cache in use": `${Math.round(total("kv_cache_usage_perc") * 100)} %`,
       "Prompt tokens from the cache": looked
         ? `${Math.round((total("prefix_cache_hits_total") / looked) * 100)} % of ${count(looked, "token")}`
         : "none yet",
@@ -153,13 +157,15 @@ export class Status {
         this.models.set(model.id, new ModelStatus(byId("status-models"), model.id));
       }
       const parts = (metrics.get("memory_bytes") ?? []).filter((each) => each.labels.model === model.id);
-      const named = parts.map(({ labels, value }) => [PARTS[labels.part] ?? labels.part, size(value)]);
+      const known = parts.filter((each) => each.value); // programs are not known on a CPU
+      const named = known.map(({ labels, value }) => [titled(labels.part), size(value)]);
       this.models.get(model.id).show(model, Object.fromEntries(named));
     }
   }
 
   #showRequests(props, metrics, total) {
     const ends = (metrics.get("request_success_total") ?? []).filter((each) => each.value);
+    const failures = (metrics.get("request_failure_total") ?? []).filter((each) => each.value);
     const first = total("time_to_first_token_seconds_count");
     const spent = total("tokens_predicted_seconds_total");
     const queues = props.models.map((model) => model.plan?.queue).filter(Boolean);
@@ -167,7 +173,7 @@ export class Status {
       Running: total("num_requests_running"),
       Waiting: `${total("num_requests_waiting")}, at most ${queues.join(" and ") || "unknown"} in all`,
       Finished: ends.map((each) => `${each.value} ${each.labels.finished_reason}`).join(", ") || "none",
-      Failed: total("request_failure_total"),
+      Failed: failures.map((each) => `${each.value} with ${each.labels.status}`).join(", ") || "none",
       Cancelled: total("request_cancelled_total"),
       "Output tokens": total("generation_tokens_total").toLocaleString("en"),
       "Time to first token": first

@@ -3,10 +3,9 @@
 import { summary } from "./answer.js";
 import { byId, count, figure, perFrame, svg } from "./dom.js";
 
-const SHOWN = 120; // rounds; older ones leave on the left
 const WINDOW = 8; // rounds over which the speed is averaged
-const WIDTH = 6; // of a bar and its gap
-const HEIGHT = 40;
+const WIDTH = 7; // pixels of a bar and its gap
+const HEIGHT = 40; // pixels
 
 /** Return the speed after each round in tokens per second, averaged over the last rounds. */
 function speeds(rounds) {
@@ -24,14 +23,11 @@ export function inWords(rounds) {
   const parts = [];
   if (found.length !== null) {
     const share = Math.round(found.accepted * 100);
-    parts.push(
-      `on average ${figure(found.length)} tokens per round over ${count(found.rounds, "round")}` +
-        `, ${share} % of drafts accepted`,
-    );
+    parts.push(`on average ${figure(found.length)} tokens per round (bars), ${share} % of drafts accepted`);
   } else if (found.tokens > 1) {
     parts.push("no drafts, one token per step");
   }
-  if (found.speed !== null) parts.push(`${figure(found.speed)} tokens per second`);
+  if (found.speed !== null) parts.push(`${figure(found.speed)} tokens per second (line)`);
   const text = parts.join("; ");
   return text ? `${text[0].toUpperCase()}${text.slice(1)}.` : "";
 }
@@ -57,7 +53,8 @@ export class Strip {
     this.node.hidden = !this.rounds.length;
     if (this.words.textContent !== words) this.words.textContent = words;
     const after = this.rounds.slice(1);
-    const shown = after.slice(-SHOWN);
+    const room = Math.max(1, Math.floor(this.node.clientWidth / WIDTH)); // older rounds leave
+    const shown = after.slice(-room);
     const most = Math.max(1, ...shown.map((round) => Math.max(round.proposed + 1, round.tokens.length)));
     const bar = (i, tokens, kind) => {
       const height = (tokens / most) * HEIGHT;
@@ -71,16 +68,14 @@ export class Strip {
         bar(i, round.tokens.length, own === round.tokens.length ? "bar-target" : "bar-accepted"),
       ].filter(Boolean);
     });
-    const rates = speeds(after).slice(-SHOWN);
+    const rates = speeds(after).slice(-room);
     const top = Math.max(1, ...rates);
     const points = rates.map((rate, i) => {
       const y = HEIGHT - (rate / top) * (HEIGHT - 4);
       return `${(i + 0.5) * WIDTH},${y.toFixed(1)}`;
     });
-    // A short answer does not fill the strip: bars keep their width.
-    const width = Math.max(shown.length, 40) * WIDTH;
-    this.chart.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-    this.chart.setAttribute("aria-label", `Tokens of each round, and speed. ${words}`);
+    this.chart.setAttribute("width", shown.length * WIDTH);
+    this.chart.setAttribute("aria-label", `Tokens of each of ${count(this.rounds.length, "round")}, and speed. ${words}`);
     const line = points.length > 1 ? svg("polyline", { class: "speed", points: points.join(" ") }) : "";
     this.chart.replaceChildren(...bars, line);
   }

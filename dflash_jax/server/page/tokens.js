@@ -59,7 +59,8 @@ class RoundCard {
     const room = document.documentElement.clientWidth - own.width - 8;
     const above = place.top - own.height - 6;
     this.node.style.left = `${Math.max(8, Math.min(place.left - 12, room))}px`;
-    this.node.style.top = `${above > 4 ? above : place.bottom + 6}px`;
+    const least = byId("scroll").getBoundingClientRect().top;
+    this.node.style.top = `${above > least ? above : place.bottom + 6}px`;
   }
 
   hide() {
