@@ -145,7 +145,7 @@ export function figures(answer) {
   if (found.length !== null) parts.push(`${figure(found.length)} per round`);
   const speed = answer.timings?.predicted_per_second || found.speed;
   if (speed) parts.push(`${figure(speed)} tok/s`);
-  if (!answer.running && answer.ended) parts.push(duration((answer.ended - answer.started) / 1000));
+  if (!answer.running && !answer.isEmpty) parts.push(duration((answer.ended - answer.started) / 1000));
   if (answer.stopped) parts.push("stopped");
   if (FINISHES[answer.finish]) parts.push(FINISHES[answer.finish]);
   return parts;

@@ -172,7 +172,7 @@ export class Status {
     this.requests.show({
       Running: total("num_requests_running"),
       Waiting: `${total("num_requests_waiting")}, at most ${queues.join(" and ") || "unknown"} in all`,
-      Finished: ends.map((each) => `${each.value} ${each.labels.finished_reason}`).join(", ") || "none",
+      Finished: ends.map((each) => `${each.value} ${each.labels.finished_reason.replace("_", " ")}`).join(", ") || "none",
       Failed: failures.map((each) => `${each.value} with ${each.labels.status}`).join(", ") || "none",
       Cancelled: total("request_cancelled_total"),
       "Output tokens": total("generation_tokens_total").toLocaleString("en"),
@@ -192,7 +192,7 @@ export class Status {
       Rounds: rounds.toLocaleString("en"),
       "Acceptance length": rounds ? `${figure(1 + accepted / rounds)} tokens per round` : "none yet",
       "Drafts accepted": drafted ? `${Math.round((accepted / drafted) * 100)} %` : "none yet",
-      "Plain rounds": plain.map((each) => `${each.value} ${each.labels.reason}`).join(", ") || "none",
+      "Plain rounds": plain.map((each) => `${each.value} ${each.labels.reason.replaceAll("_", " ")}`).join(", ") || "none",
     });
   }
 }
