@@ -181,10 +181,10 @@ def test_tokens_are_coloured_and_rejected_drafts_are_shown_on_focus(page: Page) 
     words = window.run("return document.activeElement.textContent")
     assert "Round 2: 7 drafts, 2 accepted" in words
     assert "rejected: “ green” “ not” “ yellow”" in words
-    assert "Round 2 2 of 7 drafts accepted" in window.text(".round-card")
+    assert "Round 2: 2 of 7 drafts accepted" in window.text(".round-card")
     assert window.count(".round-card del") == 5
     window.press(RIGHT)
-    assert "Round 3 7 of 7 drafts" in window.text(".round-card")
+    assert "Round 3: 7 of 7 drafts" in window.text(".round-card")
     assert window.count("[tabindex='0'].cut") == 1
     assert window.count(".tokens .token.rejected") == 0
     window.click("#show-rejected")

@@ -10,7 +10,11 @@ import { Strip } from "./strip.js";
 import { setUpLegend } from "./tokens.js";
 
 const VIEWS = ["chat", "compare", "status"];
-const EXAMPLES = ["What can you do for me?", "List three colours.", "Write a function that adds two numbers."];
+const EXAMPLES = [
+  "What can you do for me?",
+  "Tell me a story about a cat.",
+  "Write a function that checks whether a number is prime.",
+];
 
 /** Show the view that the address names; others, such as #main, change nothing. */
 function showView() {

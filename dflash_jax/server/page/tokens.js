@@ -10,14 +10,19 @@ function quoted(token) {
 
 /** Describe a round in words, for the card next to it and for screen readers. */
 function describe(round, number) {
-  const rejected = round.proposed - round.accepted;
+  const cut = round.proposed - round.accepted;
   const parts = [
     `Round ${number}: ${count(round.proposed, "draft")}, ${round.accepted} accepted`,
     duration(round.ms / 1000),
   ];
   if (round.rejected.length) parts.push(`rejected: ${round.rejected.map(quoted).join(" ")}`);
-  else if (rejected > 0) parts.push(`${rejected} rejected`);
+  else if (cut > 0) parts.push(unreported(cut));
   return `${parts.join(", ")}.`;
+}
+
+/** Say that drafts are not known: the output ended before them, or the plan does not report drafts. */
+function unreported(cut) {
+  return `the other ${count(cut, "draft")} not reported`;
 }
 
 function tokenNode(token) {
@@ -47,12 +52,12 @@ class RoundCard {
       element("del", { class: "token rejected" }, token.text || `token ${token.id}`),
     );
     const cut = round.proposed - round.accepted;
-    const unknown = cut > 0 && !rejected.length ? `${cut} rejected drafts, not reported` : null;
-    this.node.replaceChildren(
-      element("strong", {}, `Round ${number}`),
-      ` ${round.accepted} of ${count(round.proposed, "draft")} accepted, ${duration(round.ms / 1000)}`,
-      rejected.length || unknown ? element("div", {}, "Rejected: ", ...rejected, unknown) : null,
-    );
+    const words = `: ${round.accepted} of ${count(round.proposed, "draft")} accepted, `;
+    this.node.replaceChildren(element("strong", {}, `Round ${number}`), words, duration(round.ms / 1000));
+    if (cut > 0) {
+      const found = rejected.length ? ["Rejected: ", ...rejected] : [unreported(cut)];
+      this.node.append(element("div", {}, ...found));
+    }
     this.node.hidden = false;
     const place = button.getBoundingClientRect();
     const own = this.node.getBoundingClientRect();
