@@ -17,12 +17,15 @@ export function sayProgress(answer) {
   const now = performance.now();
   if (answer.running && now - spoken.time < PAUSE) return;
   const rest = answer.content.slice(spoken.at);
-  const end = answer.running ? Math.max(rest.lastIndexOf(". "), rest.lastIndexOf("\n")) + 1 : rest.length;
+  const end = answer.running
+    ? Math.max(rest.lastIndexOf(". "), rest.lastIndexOf("\n")) + 1
+    : rest.length;
   if (answer.running && end <= 0) return;
   spoken.at += end;
   spoken.time = now;
   const said = [rest.slice(0, end).trim()];
-  if (!answer.running && !answer.error) { // an error is an alert of its own
+  const isWhole = !answer.running && !answer.error; // an error is an alert of its own
+  if (isWhole) {
     said.push(answer.stopped ? "Stopped." : "Answer complete.");
     if (answer.calls.length) said.push(`${count(answer.calls.length, "tool call")}.`);
   }

@@ -41,8 +41,18 @@ export class AnswerView {
     this.problem = element("div");
     this.footer = element("footer");
     const head = element("h2", { class: "who" }, "Model");
-    this.node = element("article", { class: "message assistant", "aria-busy": "true" }, head, this.note,
-      this.reasoning, this.text, this.tokens.node, this.calls, this.problem, this.footer); // prettier-ignore
+    this.node = element(
+      "article",
+      { class: "message assistant", "aria-busy": "true" },
+      head,
+      this.note,
+      this.reasoning,
+      this.text,
+      this.tokens.node,
+      this.calls,
+      this.problem,
+      this.footer,
+    );
     this.shown = { content: null, error: null, footer: null };
     this.draw = perFrame(() => this.#draw());
     this.draw();
@@ -89,8 +99,12 @@ export class AnswerView {
     this.answer.calls.forEach((call, i) => {
       let node = this.calls.children[i];
       if (!node) {
-        node = element("section", { class: "call", "aria-label": "Tool call" },
-          element("h3", {}, ""), element("pre", { class: "arguments", tabindex: "0" }, "")); // prettier-ignore
+        node = element(
+          "section",
+          { class: "call", "aria-label": "Tool call" },
+          element("h3", {}, ""),
+          element("pre", { class: "arguments", tabindex: "0" }, ""),
+        );
         this.calls.append(node);
       }
       const [name, args] = node.children;
@@ -105,9 +119,12 @@ export class AnswerView {
 
   #resultForm(call) {
     const input = element("textarea", { rows: "2", spellcheck: "false" });
-    const form = element("form", { class: "result" },
+    const form = element(
+      "form",
+      { class: "result" },
       element("label", {}, `Result of ${call.name}`, input),
-      element("button", { type: "submit" }, "Give result")); // prettier-ignore
+      element("button", { type: "submit" }, "Give result"),
+    );
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       call.result = input.value;
@@ -145,7 +162,8 @@ export function figures(answer) {
   if (found.length !== null) parts.push(`${figure(found.length)} per round`);
   const speed = answer.timings?.predicted_per_second || found.speed;
   if (speed) parts.push(`${figure(speed)} tok/s`);
-  if (!answer.running && !answer.isEmpty) parts.push(duration((answer.ended - answer.started) / 1000));
+  if (!answer.running && !answer.isEmpty)
+    parts.push(duration((answer.ended - answer.started) / 1000));
   if (answer.stopped) parts.push("stopped");
   if (FINISHES[answer.finish]) parts.push(FINISHES[answer.finish]);
   return parts;

@@ -148,7 +148,8 @@ export async function* streamChat(body, signal) {
     }
   } catch (error) {
     if (error instanceof ServerError || signal?.aborted) throw error;
-    if (error instanceof SyntaxError) throw new ServerError(`The stream is not valid: ${error.message}`);
+    if (error instanceof SyntaxError)
+      throw new ServerError(`The stream is not valid: ${error.message}`);
     throw new Unreachable("The connection to the server was lost before the answer was complete.");
   }
   throw new Unreachable("The stream ended before the answer was complete.");

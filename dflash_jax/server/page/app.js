@@ -16,10 +16,10 @@ const EXAMPLES = [
   "Write a function that checks whether a number is prime.",
 ];
 
-/** Show the view that the address names; others, such as #main, change nothing. */
+/** Show the view that the address names; other addresses, such as #main, keep the view. */
 function showView() {
-  const wanted = location.hash.slice(1) || "chat";
-  if (!VIEWS.includes(wanted)) return;
+  const named = location.hash.slice(1) || "chat";
+  const wanted = VIEWS.includes(named) ? named : document.body.dataset.view;
   document.body.dataset.view = wanted;
   for (const name of VIEWS) byId(`view-${name}`).hidden = name !== wanted;
   for (const link of document.querySelectorAll("nav a")) {

@@ -127,10 +127,12 @@ export class Chat {
   }
 
   #setRunning(running) {
+    const before = document.activeElement;
     this.send.hidden = running;
     this.stop.hidden = !running;
-    // The button that had the focus is gone.
-    if (document.activeElement === document.body) (running ? this.stop : this.input).focus();
+    // The button that had the focus may be gone.
+    const gone = [document.body, this.send, this.stop].includes(before);
+    if (gone) (running ? this.stop : this.input).focus();
   }
 
   /** Scroll to the end in the next frame, after views have drawn. */

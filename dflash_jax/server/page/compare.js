@@ -46,7 +46,11 @@ class Column {
     const text = wholeText(answer);
     const at = this.difference;
     if (at < 0) this.text.textContent = text;
-    else this.text.replaceChildren(text.slice(0, at), element("mark", {}, text.slice(at) || "(ends here)"));
+    else
+      this.text.replaceChildren(
+        text.slice(0, at),
+        element("mark", {}, text.slice(at) || "(ends here)"),
+      );
     this.facts.textContent = this.#figures().join(" · ") || answer.note || "…";
     const shown = this.problem.childElementCount > 0;
     if (answer.error && !shown) this.problem.append(errorNode(answer.error));
@@ -87,7 +91,11 @@ export class Compare {
     const messages = [...systemMessages(), { role: "user", content }];
     const request = async (speculative) => {
       const { tools, ...body } = await baseRequest();
-      const greedy = { temperature: 0, return_token_ids: true, speculative: { enabled: speculative } };
+      const greedy = {
+        temperature: 0,
+        return_token_ids: true,
+        speculative: { enabled: speculative },
+      };
       return { ...body, ...greedy, messages };
     };
     const answers = [];
@@ -116,8 +124,13 @@ export class Compare {
     if (place >= 0) {
       const unit = known ? "token" : "character";
       const at = firstDifference(...texts);
-      const ids = known ? ` (ids ${fast.ids[place] ?? "none"} and ${plain.ids[place] ?? "none"})` : "";
-      this.#conclude("differs", `Different: the first difference is at ${unit} ${place + 1}${ids}.`);
+      const ids = known
+        ? ` (ids ${fast.ids[place] ?? "none"} and ${plain.ids[place] ?? "none"})`
+        : "";
+      this.#conclude(
+        "differs",
+        `Different: the first difference is at ${unit} ${place + 1}${ids}.`,
+      );
       for (const column of this.columns) {
         column.difference = at;
         column.draw();
@@ -127,9 +140,10 @@ export class Compare {
     const same = known ? `the same ${count(fast.ids.length, "token")}` : "the same text";
     const [a, b] = [seconds(fast), seconds(plain)];
     const ratio = a <= b ? `${figure(b / a)} times as fast` : `${figure(a / b)} times as slow`;
-    const drafted = fast.timings?.spec_ran === false
-      ? ` The server drafted nothing${fast.timings.fallback_reason ? ` (${fast.timings.fallback_reason})` : ""}.`
-      : ""; // prettier-ignore
+    const drafted =
+      fast.timings?.spec_ran === false
+        ? ` The server drafted nothing${fast.timings.fallback_reason ? ` (${fast.timings.fallback_reason})` : ""}.`
+        : "";
     this.#conclude(
       "equal",
       `Equal: both gave ${same}. Speculative decoding took ${duration(a)}, plain decoding` +

@@ -13,7 +13,8 @@ const RULE = /^ {0,3}(?:(?:\*\s*){3,}|(?:-\s*){3,}|(?:_\s*){3,})$/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?:( {1,4})(?=\S)|\s*$| )/;
 const QUOTE = /^ {0,3}> ?/;
 const DELIMITERS = /^ {0,3}\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
-const LINK = /\[((?:\\.|[^[\]\\])*)\]\(\s*<?([^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?:\s+"[^"]*")?\s*\)/y;
+const LINK =
+  /\[((?:\\.|[^[\]\\])*)\]\(\s*<?([^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?:\s+"[^"]*")?\s*\)/y;
 const ADDRESS = /https?:[^\s<>"'`|]+/y;
 const PUNCTUATION = /[!-/:-@[-`{-~]/;
 const WORD = /[\p{L}\p{N}_]/u;
@@ -38,7 +39,9 @@ function blocks(parent, lines, depth) {
     else if (HEADING.test(line)) {
       const [, marks, title] = HEADING.exec(line);
       // Headings of an answer are below those of the page.
-      const heading = element(`h${Math.min(marks.length + 2, 6)}`, { class: `level-${marks.length}` });
+      const heading = element(`h${Math.min(marks.length + 2, 6)}`, {
+        class: `level-${marks.length}`,
+      });
       inline(heading, title, 0);
       parent.append(heading);
       at += 1;
@@ -132,7 +135,10 @@ function list(parent, lines, at, depth) {
 }
 
 function cells(line) {
-  const inner = line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "");
+  const inner = line
+    .trim()
+    .replace(/^\|/, "")
+    .replace(/(?<!\\)\|$/, "");
   return inner.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
 }
 
@@ -206,7 +212,9 @@ function inline(parent, text, depth) {
         at += run.length;
       } else {
         flush();
-        parent.append(element("code", {}, text.slice(at + run.length, end).replace(/^ (.*) $/, "$1")));
+        parent.append(
+          element("code", {}, text.slice(at + run.length, end).replace(/^ (.*) $/, "$1")),
+        );
         at = end + run.length;
       }
       continue;
@@ -249,7 +257,7 @@ function inline(parent, text, depth) {
 }
 
 function closingTicks(text, run, from) {
-  for (let at = text.indexOf(run, from); at >= 0; ) {
+  for (let at = text.indexOf(run, from); at >= 0;) {
     let end = at;
     while (text[end] === "`") end += 1;
     if (end - at === run.length) return at;

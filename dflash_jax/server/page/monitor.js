@@ -65,7 +65,8 @@ export class Monitor {
       this.#forget();
     }
     this.onChange(this);
-    const pause = this.state === "offline" ? RETRY[Math.min(this.failures, RETRY.length) - 1] : POLL;
+    const pause =
+      this.state === "offline" ? RETRY[Math.min(this.failures, RETRY.length) - 1] : POLL;
     if (!document.hidden) this.timer = setTimeout(() => this.look(), pause);
   }
 

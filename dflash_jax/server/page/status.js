@@ -40,6 +40,7 @@ class Facts {
   }
 }
 
+/** The status of one model: its configuration, memory, programs and plan. */
 class ModelStatus {
   constructor(parent, id) {
     this.node = element("section", { class: "model-status", "aria-label": `Model ${id}` });
@@ -48,9 +49,18 @@ class ModelStatus {
     this.facts = new Facts(boxes, "Model", "h3");
     this.memory = new Facts(boxes, "Memory", "h3");
     this.programs = element("tbody");
-    const head = ["Programs", "State", "Compiled"].map((name) => element("th", { scope: "col" }, name));
-    const table = element("table", {}, element("thead", {}, element("tr", {}, ...head)), this.programs);
-    boxes.append(element("section", { class: "facts-box" }, element("h3", {}, "Compilation"), table));
+    const head = ["Programs", "State", "Compiled"].map((name) =>
+      element("th", { scope: "col" }, name),
+    );
+    const table = element(
+      "table",
+      {},
+      element("thead", {}, element("tr", {}, ...head)),
+      this.programs,
+    );
+    boxes.append(
+      element("section", { class: "facts-box" }, element("h3", {}, "Compilation"), table),
+    );
     const plan = element("details", {}, element("summary", {}, "Plan"));
     this.plan = new Facts(plan, "Options of the plan", "h3");
     this.node.append(boxes, plan);
@@ -69,8 +79,10 @@ class ModelStatus {
       "Tool calls": plan ? (model.tool_calls ?? "not supported") : null,
     });
     this.memory.show(memory);
-    if (plan) this.plan.show(Object.fromEntries(Object.entries(plan).map(([k, v]) => [k, shown(v)])));
-    for (const [variant, found] of Object.entries(model.programs ?? {})) this.#program(variant, found);
+    if (plan)
+      this.plan.show(Object.fromEntries(Object.entries(plan).map(([k, v]) => [k, shown(v)])));
+    for (const [variant, found] of Object.entries(model.programs ?? {}))
+      this.#program(variant, found);
   }
 
   #program(variant, { state, compiled, of, error }) {
@@ -127,7 +139,8 @@ export class Status {
     } else if (state === "ready" && this.before !== "ready") {
       const gone = ["offline", "starting", "failed"].includes(this.before);
       banner.textContent = gone ? "The server is back." : "";
-      if (this.before === "starting" && !this.wasOffline) banner.textContent = "The server is ready.";
+      if (this.before === "starting" && !this.wasOffline)
+        banner.textContent = "The server is ready.";
       banner.dataset.kind = "good";
       this.timer = setTimeout(() => (banner.textContent = ""), 6000);
     }
@@ -152,11 +165,19 @@ export class Status {
       "Spent compiling": duration(total("jit_compile_seconds_total")),
       Version: monitor.props.build_info,
     });
+    const served = new Set(monitor.props.models.map((model) => model.id));
+    for (const [id, shown] of this.models) {
+      if (served.has(id)) continue;
+      shown.node.remove(); // another server is at this address
+      this.models.delete(id);
+    }
     for (const model of monitor.props.models) {
       if (!this.models.has(model.id)) {
         this.models.set(model.id, new ModelStatus(byId("status-models"), model.id));
       }
-      const parts = (metrics.get("memory_bytes") ?? []).filter((each) => each.labels.model === model.id);
+      const parts = (metrics.get("memory_bytes") ?? []).filter(
+        (each) => each.labels.model === model.id,
+      );
       const known = parts.filter((each) => each.value); // programs are not known on a CPU
       const named = known.map(({ labels, value }) => [titled(labels.part), size(value)]);
       this.models.get(model.id).show(model, Object.fromEntries(named));
@@ -172,14 +193,20 @@ export class Status {
     this.requests.show({
       Running: total("num_requests_running"),
       Waiting: `${total("num_requests_waiting")}, at most ${queues.join(" and ") || "unknown"} in all`,
-      Finished: ends.map((each) => `${each.value} ${each.labels.finished_reason.replace("_", " ")}`).join(", ") || "none",
-      Failed: failures.map((each) => `${each.value} with ${each.labels.status}`).join(", ") || "none",
+      Finished:
+        ends
+          .map((each) => `${each.value} ${each.labels.finished_reason.replace("_", " ")}`)
+          .join(", ") || "none",
+      Failed:
+        failures.map((each) => `${each.value} with ${each.labels.status}`).join(", ") || "none",
       Cancelled: total("request_cancelled_total"),
       "Output tokens": total("generation_tokens_total").toLocaleString("en"),
       "Time to first token": first
         ? `${duration(total("time_to_first_token_seconds_sum") / first)} on average`
         : null,
-      "Decoding speed": spent ? `${figure(total("generation_tokens_total") / spent)} tok/s per request` : null,
+      "Decoding speed": spent
+        ? `${figure(total("generation_tokens_total") / spent)} tok/s per request`
+        : null,
     });
   }
 
@@ -190,9 +217,14 @@ export class Status {
     const plain = (metrics.get("spec_decode_disabled_total") ?? []).filter((each) => each.value);
     this.speculation.show({
       Rounds: rounds.toLocaleString("en"),
-      "Acceptance length": rounds ? `${figure(1 + accepted / rounds)} tokens per round` : "none yet",
+      "Acceptance length": rounds
+        ? `${figure(1 + accepted / rounds)} tokens per round`
+        : "none yet",
       "Drafts accepted": drafted ? `${Math.round((accepted / drafted) * 100)} %` : "none yet",
-      "Plain rounds": plain.map((each) => `${each.value} ${each.labels.reason.replaceAll("_", " ")}`).join(", ") || "none",
+      "Plain rounds":
+        plain
+          .map((each) => `${each.value} ${each.labels.reason.replaceAll("_", " ")}`)
+          .join(", ") || "none",
     });
   }
 }

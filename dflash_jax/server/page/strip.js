@@ -23,7 +23,9 @@ export function inWords(rounds) {
   const parts = [];
   if (found.length !== null) {
     const share = Math.round(found.accepted * 100);
-    parts.push(`on average ${figure(found.length)} tokens per round (bars), ${share} % of drafts accepted`);
+    parts.push(
+      `on average ${figure(found.length)} tokens per round (bars), ${share} % of drafts accepted`,
+    );
   } else if (found.tokens > 1) {
     parts.push("no drafts, one token per step");
   }
@@ -55,7 +57,10 @@ export class Strip {
     const after = this.rounds.slice(1);
     const room = Math.max(1, Math.floor(this.node.clientWidth / WIDTH)); // older rounds leave
     const shown = after.slice(-room);
-    const most = Math.max(1, ...shown.map((round) => Math.max(round.proposed + 1, round.tokens.length)));
+    const most = Math.max(
+      1,
+      ...shown.map((round) => Math.max(round.proposed + 1, round.tokens.length)),
+    );
     const bar = (i, tokens, kind) => {
       const height = (tokens / most) * HEIGHT;
       const place = { x: i * WIDTH, y: HEIGHT - height, width: WIDTH - 1.5, height };
@@ -68,15 +73,19 @@ export class Strip {
         bar(i, round.tokens.length, own === round.tokens.length ? "bar-target" : "bar-accepted"),
       ].filter(Boolean);
     });
-    const rates = speeds(after).slice(-room);
+    const rates = speeds(after.slice(-room - WINDOW)).slice(-room);
     const top = Math.max(1, ...rates);
     const points = rates.map((rate, i) => {
       const y = HEIGHT - (rate / top) * (HEIGHT - 4);
       return `${(i + 0.5) * WIDTH},${y.toFixed(1)}`;
     });
     this.chart.setAttribute("width", shown.length * WIDTH);
-    this.chart.setAttribute("aria-label", `Tokens of each of ${count(this.rounds.length, "round")}, and speed. ${words}`);
-    const line = points.length > 1 ? svg("polyline", { class: "speed", points: points.join(" ") }) : "";
+    this.chart.setAttribute(
+      "aria-label",
+      `Tokens of each of ${count(this.rounds.length, "round")}, and speed. ${words}`,
+    );
+    const line =
+      points.length > 1 ? svg("polyline", { class: "speed", points: points.join(" ") }) : "";
     this.chart.replaceChildren(...bars, line);
   }
 }

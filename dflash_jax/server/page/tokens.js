@@ -38,7 +38,6 @@ function tokenNode(token) {
 class RoundCard {
   constructor() {
     this.node = element("div", { class: "round-card", hidden: true, "aria-hidden": "true" });
-    this.round = null;
     document.body.append(this.node);
     document.addEventListener("keydown", (event) => {
       if (event.key === "Escape") this.hide();
@@ -47,13 +46,16 @@ class RoundCard {
   }
 
   show(button, round, number) {
-    this.round = button;
     const rejected = round.rejected.map((token) =>
       element("del", { class: "token rejected" }, token.text || `token ${token.id}`),
     );
     const cut = round.proposed - round.accepted;
     const words = `: ${round.accepted} of ${count(round.proposed, "draft")} accepted, `;
-    this.node.replaceChildren(element("strong", {}, `Round ${number}`), words, duration(round.ms / 1000));
+    this.node.replaceChildren(
+      element("strong", {}, `Round ${number}`),
+      words,
+      duration(round.ms / 1000),
+    );
     if (cut > 0) {
       const found = rejected.length ? ["Rejected: ", ...rejected] : [unreported(cut)];
       this.node.append(element("div", {}, ...found));
@@ -70,7 +72,6 @@ class RoundCard {
 
   hide() {
     this.node.hidden = true;
-    this.round = null;
   }
 }
 
