@@ -52,6 +52,11 @@ class Browser:
         """Return the result of a function's body."""
         return self._call("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
+    def frame(self) -> None:
+        """Wait until changes that scripts made are drawn."""
+        script = "requestAnimationFrame(() => requestAnimationFrame(() => arguments[0]()))"
+        self._call("POST", "/execute/async", {"script": script, "args": []})
+
     def text(self, selector: str) -> str:
         """Return the visible text of all elements, joined by lines."""
         found = f"[...document.querySelectorAll({selector!r})]"
@@ -82,10 +87,11 @@ class Browser:
         return found[ELEMENT]
 
     def until(self, condition: Callable[[], Any], what: str, seconds: float = 10.0) -> Any:
-        """Wait until a condition holds, and return its value."""
+        """Wait until a condition holds and is drawn, and return its value."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             if value := condition():
+                self.frame()
                 return value
             time.sleep(0.02)
         raise AssertionError(f"{what}: not within {seconds} s; the page shows: {self.text('body')}")

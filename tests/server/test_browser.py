@@ -71,6 +71,7 @@ class Page:
 
     def show(self, view: str) -> None:
         self.browser.click(f"label:has([value={view}]) span")
+        self.browser.frame()
 
     def stub(self, body: Any, status: int = 200, **headers: str) -> None:
         """Answer the following requests with a body, or with the chunks of a stream."""
