@@ -27,7 +27,10 @@ export function setUpSettings() {
     byId("tools").value = JSON.stringify(EXAMPLE, null, 2);
   });
   // The panel is next to the conversation where there is room, above it elsewhere.
-  byId("settings").open = window.matchMedia("(min-width: 60rem)").matches;
+  const wide = window.matchMedia("(min-width: 60rem)");
+  const fit = () => (byId("settings").open = wide.matches);
+  wide.addEventListener("change", fit);
+  fit();
 }
 
 /** Offer the server's models, and keep the chosen one. */

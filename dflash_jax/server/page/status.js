@@ -128,7 +128,8 @@ export class Status {
     const { state, words } = monitor;
     byId("connection").dataset.state = state;
     byId("state").textContent = STATES[state];
-    byId("status-words").textContent = words || (state === "ready" ? "The server is ready." : "");
+    // In other states the banner has the words.
+    byId("status-words").textContent = state === "ready" ? "The server is ready." : "";
     const banner = byId("banner");
     if (state !== "ready" && state !== "connecting") {
       clearTimeout(this.timer);
