@@ -34,7 +34,7 @@ ORACLE = Path(__file__).parent / "oracle"
 # The slowest files, slowest first: one that starts late would keep a single worker busy.
 LONGEST = """
 contracts/test_bitwise engine/test_lossless test_shipped_pair models/test_qwen3_5
-benchmarks/test_audit
+benchmarks/test_audit server/test_browser
 server/test_clients test_cli train/test_tiny models/test_gemma4 decode/test_sampling
 compiler/test_published server/test_robustness models/test_target_oracle engine/test_recovery
 models/test_drafter_oracle server/test_commands server/test_agents models/test_dflash2

@@ -92,6 +92,9 @@ def test_a_wheel_installs_one_package_with_the_converters_in_it(python: Path) ->
     folder = ROOT / "converters"
     kept = {p.relative_to(folder) for p in folder.rglob("*") if p.suffix in (".py", ".npz")}
     assert stored == kept
+    page = Path("dflash_jax", "server", "page")
+    names = [sorted(p.name for p in (top / page).iterdir()) for top in (packages, ROOT)]
+    assert names[0] == names[1]
 
 
 def test_an_installed_wheel_leaves_the_name_converters_to_its_user(

@@ -117,6 +117,7 @@ def _request_options(server: Any) -> None:
     server.add_argument(
         "--metrics", action="store_true", help="include statistics in every response"
     )
+    server.add_argument("--no-ui", action="store_true", help="serve no web page at /")
     server.add_argument("--quiet", action="store_true", help="no log line per request")
 
 
@@ -204,6 +205,7 @@ def run(options: argparse.Namespace) -> int:
         metrics=options.metrics,
         cors=tuple(options.cors),
         allowed_hosts=tuple(options.allowed_host),
+        ui=not options.no_ui,
     )
     listening = ServerConfig(
         host=options.host,

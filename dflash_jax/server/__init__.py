@@ -5,7 +5,8 @@ order:
 
 1. `connection` and `middleware`: HTTP, API keys, limits; `access` checks hosts and origins.
 2. `app`: the routes that generate. `information` has the other routes, `metrics` the Prometheus
-   page. `background` runs slow work in threads.
+   page, `web_page` the page for browsers, whose files are in the folder `page`. `background` runs
+   slow work in threads.
 3. `chat`, `completions`, `responses` or `anthropic` decode the body into a `GenerationRequest`
    (`protocol`), using `fields`, `unsupported_fields`, `thinking` and `conversation`;
    `message_formats` converts the messages of Responses and Anthropic, `response_store` keeps past

@@ -35,6 +35,7 @@ from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
+from dflash_jax.server.web_page import WebPage
 from dflash_jax.server.writer import ResponseWriter, keepalive_event
 
 log = logging.getLogger("dflash_jax.server")
@@ -89,6 +90,8 @@ class Server:
         wrap_handler = self._middleware.wrap_handler
         routes = [Route(path, wrap_handler(f), methods=["POST"]) for path, f in posts.items()]
         routes += [Route(p, wrap_handler(f), methods=["GET"]) for p, f in information.gets.items()]
+        for path, page in WebPage().gets.items() if settings.ui else ():
+            routes.append(Route(path, wrap_handler(page, needs_key=False), methods=["GET"]))
         stored = wrap_handler(self._stored_response)
         routes.append(Route("/v1/responses/{response_id}", stored, methods=["GET", "DELETE"]))
         handlers: Any = {404: self._middleware.no_route, 405: self._middleware.no_route}

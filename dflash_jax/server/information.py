@@ -83,7 +83,6 @@ class InfoRoutes:
         return {
             "/v1/models": self._list_models,
             "/v1/models/{name:path}": self._one_model,
-            "/": self._health,
             "/health": self._health,
             "/ready": self._ready,
             "/metrics": self._show_metrics,

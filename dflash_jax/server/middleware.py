@@ -24,7 +24,7 @@ from dflash_jax.utils.allocator import give_back
 
 log = logging.getLogger("dflash_jax.server")
 Handler = Callable[[Request], Awaitable[Response]]
-OPEN_PATHS = ("/", "/health", "/ready")
+OPEN_PATHS = ("/health", "/ready")
 MOST_HEADERS = 64 * 1024
 # A token is about four bytes of text. An escaped character takes six bytes, and messages, calls and
 # schemas contain names and punctuation that the template does not render.
@@ -50,6 +50,7 @@ class Settings:
       metrics: include the statistics of `return_metrics` and `timings_per_token` in all responses.
       cors: origins whose pages may use the server, or "*" for any.
       allowed_hosts: additional hosts to accept, see `access.allowed_hosts`.
+      ui: serve the web page at `/`.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -60,6 +61,7 @@ class Settings:
     metrics: bool = False
     cors: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+    ui: bool = True
 
 
 class Middleware:
@@ -100,14 +102,15 @@ class Middleware:
 
         return checked
 
-    def wrap_handler(self, handler: Handler) -> Handler:
+    def wrap_handler(self, handler: Handler, *, needs_key: bool = True) -> Handler:
         """Return the handler with the check of API keys; its exceptions become error responses."""
 
         async def answer(request: Request) -> Response:
             request.state.id = request_id = new_id("req_")
             try:
                 self._check_headers(request)
-                self._check_key(request)
+                if needs_key:
+                    self._check_key(request)
                 return _with_request_id(await handler(request), request_id)
             except Problem as problem:
                 if problem.status >= 500 and request.scope["path"] not in OPEN_PATHS:

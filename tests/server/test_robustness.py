@@ -489,7 +489,7 @@ def test_small_routes(live: LiveServer) -> None:
         assert b"".join(map(bytes, codes)).decode() == "\U0001f600"
         assert client.post("/tokenize", json={"content": "a", "chat_template": "b"}).is_error
         assert client.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
-        assert client.get("/").json() == {"status": "ok"}
+        assert client.get("/health").json() == {"status": "ok"}
         options = client.options(CHAT)
         assert (options.status_code, options.headers["allow"]) == (204, "POST")
         assert client.options("/nothing").status_code == 404
