@@ -346,4 +346,5 @@ class Engine:
             cancel=cancel,
             call_grammars=self.call_grammars if retries_calls else None,
             break_even=None if fixed else self.break_even,
+            expectation=self.core.expectation,
         )

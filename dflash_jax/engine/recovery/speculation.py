@@ -15,11 +15,15 @@ BAD_DRAFTS = 3  # non-finite drafts in a row after which a request goes on witho
 SMOOTHING = 0.2
 TRIAL, PROBE = 8, 4  # rounds before a verdict: at first, and after a pause
 PAUSE, LONGEST_PAUSE = 64, 1024  # tokens decoded plainly between probes
+FIRST_PAUSE = 32  # tokens before the first probe where drafting is not expected to pay off
+MEMORY = 64  # rounds after which two thirds of an expectation are of later requests
+UNPREJUDICED = 16  # one of so many requests drafts at once, whatever is expected
 
 
 class DraftingState(NamedTuple):
     """What is known about the use of drafting for one request."""
 
+    rounds: int = 0  # that drafted
     drafted: int = 0  # drafts so far
     accepted: int = 0  # of these
     bad: int = 0  # steps in a row whose draft was not finite
@@ -36,6 +40,37 @@ class DraftingState(NamedTuple):
     def drafts(self) -> bool:
         """Whether the next step should draft."""
         return self.off is None and self.pause == 0
+
+
+class Expectation(NamedTuple):
+    """Acceptance of an engine's requests so far, from which later ones begin."""
+
+    length: float = 0.0  # smoothed tokens per round; 0 before the first
+    requests: int = 0  # that drafted and ended
+
+    def after_request(self, ended: DraftingState) -> "Expectation":
+        """Return the expectation with the rounds of a request that ended."""
+        if not ended.rounds:
+            return self
+        length = 1 + ended.accepted / ended.rounds
+        weight = 1 - (1 - 1 / MEMORY) ** ended.rounds if self.requests else 1.0
+        return Expectation(self.length + weight * (length - self.length), self.requests + 1)
+
+    def first_state(self, number: int, break_even: float) -> DraftingState:
+        """Return the state in which a request begins.
+
+        A request that is not expected to gain by drafting first decodes some tokens plainly.
+
+        Args:
+          number: of the request, in their order.
+          break_even: see `Policy`.
+        """
+        if self.requests and self.length < break_even and number % UNPREJUDICED:
+            return DraftingState(pause=FIRST_PAUSE)
+        return DraftingState()
+
+
+UNKNOWN = Expectation()
 
 
 def after_step(
@@ -64,6 +99,7 @@ def after_step(
     smoothed = state.length + SMOOTHING * (decided - state.length)
     state = state._replace(
         bad=0,
+        rounds=state.rounds + 1,
         drafted=state.drafted + drafts,
         accepted=state.accepted + decided - 1,
         length=smoothed if state.length else decided,

@@ -1,9 +1,19 @@
 """P18, P19, P38: when drafting stops, and when it is tried again."""
 
+import pytest
 from fake_device import DEAD, EOS, WORDS, Device, recovery, run, scripted
 
 from dflash_jax.engine.recovery.controller import Policy, Prefilled, Stepped
-from dflash_jax.engine.recovery.speculation import PAUSE, PROBE, TRIAL
+from dflash_jax.engine.recovery.speculation import (
+    FIRST_PAUSE,
+    MEMORY,
+    PAUSE,
+    PROBE,
+    TRIAL,
+    UNKNOWN,
+    UNPREJUDICED,
+    DraftingState,
+)
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.engine.sequence import Sequence
@@ -110,6 +120,34 @@ def test_drafting_below_break_even_pauses_and_is_tried_again() -> None:
     assert seen.drafted_steps == TRIAL + 3 * PROBE
     assert seen.plain_steps >= PAUSE * (1 + 2 + 4)
     assert seen.emitted == list(SCRIPT[:600])
+
+
+def test_a_request_begins_plainly_where_earlier_ones_gained_nothing() -> None:
+    earlier = run_device([1, 0], 2.5).seen.state.drafting
+    assert earlier.accepted / earlier.rounds == pytest.approx(0.5, abs=0.1)
+    seen = UNKNOWN.after_request(earlier)
+    assert seen.length == pytest.approx(1.5, abs=0.1)
+    assert seen.first_state(1, 2.5).pause == FIRST_PAUSE
+    assert seen.first_state(1, 1.2).drafts  # drafting pays off
+    assert seen.first_state(1, 0.0).drafts  # its cost is not known
+    assert seen.first_state(UNPREJUDICED, 2.5).drafts
+    assert UNKNOWN.first_state(1, 2.5).drafts
+    policy = Policy(max_tokens=600, break_even=2.5)
+    device = Device(scripted(SCRIPT), policy, accepts=[1, 0])
+    device.seen.state = device.seen.state._replace(drafting=seen.first_state(1, 2.5))
+    found = device.run()
+    assert found.emitted == list(SCRIPT[:600])
+    assert found.drafted_steps == 4 * PROBE  # after 32, 64, 128 and 256 tokens
+
+
+def test_an_expectation_follows_the_requests_that_drafted() -> None:
+    seen = UNKNOWN.after_request(DraftingState(rounds=10, accepted=10))
+    assert seen == UNKNOWN.after_request(DraftingState()).after_request(
+        DraftingState(rounds=1, accepted=1)
+    )
+    for _ in range(MEMORY):
+        seen = seen.after_request(DraftingState(rounds=4, accepted=20))
+    assert seen.length == pytest.approx(6, abs=0.1)
 
 
 def test_a_drafter_that_recovers_is_used_again() -> None:
