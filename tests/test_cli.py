@@ -146,7 +146,7 @@ def test_deprecated_flags_set_the_same_fields_with_a_notice_each(
         "dflash-jax explain: --taps is deprecated; use --layer-ids one-based",
     ]
     with pytest.raises(SystemExit):
-        parser().parse_args(["explain", "--help"])
+        parser().parse_args(["explain", "--help-all"])
     shown = capsys.readouterr().out
     assert "--steps-per-call" in shown
     assert not any(flag in shown for flag in ("--rounds", "--order", "--taps "))
