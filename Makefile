@@ -6,7 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 LOWEST := .venv-lowest/bin
 
-.PHONY: demo smollm2 check test test-lowest lint fix soak bench llama-cpp clean
+.PHONY: demo smollm2 check test test-lowest lint fix soak bench llama-cpp docs release-check clean
 
 # Stream text from the shipped pair, then time it against plain decoding.
 demo: .venv/installed
@@ -72,8 +72,18 @@ llama-cpp: .venv/installed-dev
 	$(BIN)/python -m benchmarks.startup --llama-cpp $(LLAMA_CPP) --json benchmarks/results/startup.json
 	$(BIN)/python -m benchmarks.accuracy --llama-cpp $(LLAMA_CPP) --json benchmarks/results/accuracy.json
 
+# Build the documentation into build/docs; a broken link fails. `mkdocs serve` shows it while editing.
+docs: .venv/installed-docs
+	$(BIN)/mkdocs build --strict
+
+# Check versions, build both files of a release into dist, install the wheel into a clean environment,
+# generate with it, and run the packaging tests. Nothing is published. TAG=v0.1.0 checks a tag, too.
+TAG ?=
+release-check: .venv/installed-dev
+	$(BIN)/python -m recipes.release --tag "$(TAG)"
+
 clean:
-	rm -rf .venv .venv-lowest
+	rm -rf .venv .venv-lowest build dist
 
 .venv/bin/python .venv-lowest/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
@@ -86,6 +96,10 @@ clean:
 .venv/installed-dev: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -e '.[dev]'
 	@touch $@ .venv/installed
+
+.venv/installed-docs: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -e '.[docs]'
+	@touch $@
 
 .venv-lowest/installed: pyproject.toml | .venv-lowest/bin/python
 	$(LOWEST)/python -m pip install --no-compile --disable-pip-version-check uv
