@@ -135,8 +135,12 @@ def test_a_line_shows_what_is_done_and_the_time_left_in_one_line_of_the_terminal
     count()  # after the block
 
 
-def test_details_are_shown_on_terminals_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Stream(terminal=False)
+@pytest.mark.parametrize(("terminal", "columns"), [(False, 80), (True, 12)])
+def test_details_are_shown_on_terminals_that_are_wide_enough(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = Stream(terminal=terminal)
     monkeypatch.setattr(sys, "stderr", stream)
     with announced("compiling", shown=True, patience=0):
         progress.ShownCount(4)(2)

@@ -57,9 +57,12 @@ def test_an_engine_with_random_weights_is_made_of_a_configuration(tmp_path: Path
     one = {"num_layers": 1, "windows": (None,), "causal": (False,)}
     drafter = tiny_drafter(target, target_layer_ids=(0,), **one)
     plan = dj.Plan(max_length=32, chunk=16, block=4)
-    engine = dj.random_engine(target, drafter, plan=plan, seed=3)
-    plain = engine.generate([1, 2, 3], max_tokens=6, speculative=False).token_ids
-    assert engine.generate([1, 2, 3], max_tokens=6).token_ids == plain
+    first, again, other = (
+        dj.random_engine(target, drafter, plan=plan, seed=seed) for seed in (3, 3, 4)
+    )
+    assert (first.target, first.plan.block) == (target, 4)
+    sums = [float(abs(engine.params["drafter"]["norm"]).sum()) for engine in (first, again, other)]
+    assert sums[0] == sums[1] != sums[2]
 
 
 def test_the_configuration_may_be_a_folder(oracle: Path) -> None:
@@ -67,6 +70,7 @@ def test_the_configuration_may_be_a_folder(oracle: Path) -> None:
     for given in (folder, str(folder / "config.json")):
         engine = dj.random_engine(given, plan=dj.Plan(max_length=32))
         assert engine.target.model_type == "llama"
+        assert engine.drafter is None
 
 
 def test_what_is_no_configuration_is_refused(oracle: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import jaxlib
 
 from dflash_jax.errors import NativeError
 from dflash_jax.utils.processor import features, processor
-from dflash_jax.utils.progress import ShownCount, announced
+from dflash_jax.utils.progress import ShownCount, announced, is_shown
 from dflash_jax.utils.switches import NO, YES
 
 ENVIRONMENT = "DFLASH_NATIVE"  # "off", or a folder for the compiled library
@@ -65,7 +65,7 @@ def _library() -> Library:
     if missing := NEEDED - features():
         return Library(None, f"the processor has no {', '.join(sorted(missing))}")
     try:
-        path = build()
+        path = build(shown=is_shown())
         loaded = ctypes.CDLL(str(path))
         for name in NAMES:
             function = jax.ffi.pycapsule(getattr(loaded, f"dflash_{name}"))

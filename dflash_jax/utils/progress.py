@@ -94,9 +94,9 @@ class _Line:
                 _write(f" {seconds:.1f} s\n")
 
     def _draw(self) -> None:
-        """Write the line again. One that is wider than the terminal could not be overwritten."""
-        if self._detail and sys.stderr.isatty():
-            width = shutil.get_terminal_size().columns - 1
+        """Write the line again, where it fits: a wider one could not be overwritten."""
+        width = shutil.get_terminal_size().columns - 1
+        if self._detail and len(self._text) + 4 < width and sys.stderr.isatty():
             line = f"{self._text} ... {self._detail}"[:width]
             _write("\r" + line.ljust(self._drawn))
             self._drawn = len(line)

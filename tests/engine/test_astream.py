@@ -2,28 +2,26 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from dflash_jax import CancelCell, Plan
+from dflash_jax import CancelCell
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.handle import AsyncStream
 from dflash_jax.errors import QueueFullError, RequestError
-from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
-    target = tiny_target(num_layers=1)
-    one = {"num_layers": 1, "windows": (None,), "causal": (False,)}
-    drafter = tiny_drafter(target, target_layer_ids=(0,), **one)
-    plan = Plan(rows=2, max_length=512, chunk=16, block=4, steps_per_call=1, queue=4)
-    made = random_engine(target, drafter, plan)
-    made.warm_up()
+def engine(tiny3: Engine) -> Engine:
+    """An engine of three rows with a short queue."""
+    plan = dataclasses.replace(tiny3.plan, queue=4)
+    made = Engine(tiny3.target, tiny3.drafter, tiny3.params, plan)
+    made.share_programs(tiny3)
     return made
 
 
@@ -80,7 +78,7 @@ def test_the_event_loop_goes_on_while_an_engine_works(
 @pytest.mark.parametrize("way", ["task", "break", "cell"])
 def test_a_stream_that_is_given_up_ends_its_request(engine: Engine, way: str) -> None:
     cell = CancelCell()
-    stream = engine.astream([1, 2], max_tokens=400, ignore_eos=True, cancel=cell)
+    stream = engine.astream([1, 2], max_tokens=110, ignore_eos=True, cancel=cell)
 
     async def read() -> None:
         async for _ in stream:
@@ -102,7 +100,7 @@ def test_a_stream_that_is_given_up_ends_its_request(engine: Engine, way: str) ->
 
     asyncio.run(main())
     assert stream.result.finish_reason == "cancelled"
-    assert len(stream.result.token_ids) < 400
+    assert len(stream.result.token_ids) < 110
 
 
 def test_a_task_that_is_cancelled_while_it_is_queued_leaves_no_request(
@@ -117,7 +115,7 @@ def test_a_task_that_is_cancelled_while_it_is_queued_leaves_no_request(
     monkeypatch.setattr(engine, "submit", slow)
 
     async def main() -> None:
-        task = asyncio.ensure_future(ids_of(engine.astream([1], max_tokens=400, ignore_eos=True)))
+        task = asyncio.ensure_future(ids_of(engine.astream([1], max_tokens=110, ignore_eos=True)))
         await asyncio.sleep(0.02)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -137,10 +135,10 @@ def test_what_is_wrong_is_raised_while_iterating(engine: Engine) -> None:
         await ids_of(stream)
         with pytest.raises(RequestError, match="iterated already"):
             await ids_of(stream)
-        streams = [engine.astream([1], max_tokens=400, ignore_eos=True) for _ in range(9)]
+        streams = [engine.astream([1], max_tokens=110, ignore_eos=True) for _ in range(12)]
         found = await asyncio.gather(*map(ids_of, streams), return_exceptions=True)
         assert any(isinstance(each, QueueFullError) for each in found)
-        assert any(isinstance(each, list) and len(each) == 400 for each in found)
+        assert any(isinstance(each, list) and len(each) == 110 for each in found)
 
     asyncio.run(main())
 
@@ -158,7 +156,7 @@ def test_a_turn_that_fails_ends_every_stream(
     monkeypatch.setattr(engine.core, "step", breaking)
 
     async def main() -> list:
-        streams = [engine.astream([1], max_tokens=400, ignore_eos=True) for _ in range(2)]
+        streams = [engine.astream([1], max_tokens=110, ignore_eos=True) for _ in range(2)]
         return await asyncio.gather(*map(ids_of, streams), return_exceptions=True)
 
     found = asyncio.run(main())

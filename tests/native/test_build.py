@@ -118,7 +118,7 @@ def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
         "from dflash_jax.native.build import library\n"
         "print(library().path)"
     )
-    variables = os.environ | {native.ENVIRONMENT: str(tmp_path / "made")}
+    variables = os.environ | {native.ENVIRONMENT: str(tmp_path / "made"), "DFLASH_PROGRESS": "on"}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     running = [
         subprocess.Popen([sys.executable, "-c", code], env=variables, **options) for _ in range(2)
