@@ -194,7 +194,8 @@ class AsyncStream:
                     raise failures[0]
                 await news.wait()
         finally:
-            handle.drop()
+            if not handle.done:
+                handle.drop()
 
     @property
     def result(self) -> Result:
