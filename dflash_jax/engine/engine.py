@@ -157,10 +157,7 @@ class Engine:
         cancel: CancelCell | None = None,
         **options: Unpack[SamplingOptions],
     ) -> AsyncStream:
-        """Generate piece by piece, for `async for`.
-
-        Arguments and errors as for `stream`, but all errors are raised while iterating.
-        """
+        """Generate piece by piece, for `async for`; as `stream`, with errors while iterating."""
         submit = functools.partial(self.submit, prompt, params, cancel=cancel, **options)
         return AsyncStream(submit, self.advance, self._driver)
 
