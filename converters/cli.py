@@ -21,6 +21,7 @@ from dflash_jax.converters.taps import AUTO, CHOICES
 from dflash_jax.errors import ConfigError
 from dflash_jax.utils.command import exit_code
 from dflash_jax.utils.deprecation import add_deprecated_flag
+from dflash_jax.utils.progress import time_left
 from dflash_jax.utils.smollm2 import NAME as SMOLLM2
 from dflash_jax.utils.smollm2 import find as find_smollm2
 
@@ -217,7 +218,8 @@ def _compare(options: argparse.Namespace) -> int:
     first, second = (
         open_model(path, taps=options.layer_ids) for path in (options.first, options.second)
     )
-    found = compare.compare(first, second)
+    with ProgressBar(first) as progress:
+        found = compare.compare(first, second, progress=progress)
     _print(options, found.to_json(), compare.lines(found, options.worst))
     return 0 if found.agree else CHECK_FAILED
 
@@ -306,7 +308,7 @@ class ProgressBar:
         shapes = (model.tensors.shape(name) for name in model.tensors.names())
         self._total = max(1, sum(math.prod(shape) for shape in shapes))
         self._done = 0
-        self._shown = 0.0
+        self._started, self._shown = time.monotonic(), 0.0
         self._lock = threading.Lock()
         self._live = sys.stderr is not None and sys.stderr.isatty()
 
@@ -321,7 +323,8 @@ class ProgressBar:
                 self._shown = now
                 share = min(1.0, self._done / self._total)
                 bar = "#" * int(30 * share)
-                self._show(f"[{bar:30}] {share:4.0%} {name[:40]}")
+                left = time_left((now - self._started) * (1 - share) / max(share, 1e-9))
+                self._show(f"[{bar:30}] {share:4.0%} {left}  {name[:40]}")
 
     def __exit__(self, *exception: object) -> None:
         if self._live and self._shown:

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -83,14 +84,29 @@ class ModelComparison:
 _INCIDENTAL = frozenset({"dtype", "eos_token_ids", "max_length", "num_target_layers"})
 
 
-def compare(first: StoredModel, second: StoredModel) -> ModelComparison:
-    """Compare inventories, configurations and every tensor that both models have."""
+def compare(
+    first: StoredModel,
+    second: StoredModel,
+    *,
+    progress: Callable[[str, int], object] = lambda name, weights: None,
+) -> ModelComparison:
+    """Compare inventories, configurations and every tensor that both models have.
+
+    Args:
+      progress: called with the name and the size of each tensor that was compared.
+    """
     ours, theirs = set(first.tensors.names()), set(second.tensors.names())
     both = [name for name in first.tensors.names() if name in theirs]
     unequal = [n for n in both if first.tensors.shape(n) != second.tensors.shape(n)]
     same = [n for n in both if n not in set(unequal)]
+
+    def compared(name: str) -> Difference:
+        found = difference(name, first.tensors, second.tensors)
+        progress(name, math.prod(first.tensors.shape(name)))
+        return found
+
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        found = list(pool.map(lambda n: difference(n, first.tensors, second.tensors), same))
+        found = list(pool.map(compared, same))
     head = first.config.head_dim
     found = [_explained(d, first.tensors, second.tensors, head) for d in found]
     found.sort(key=lambda d: (d.not_finite == 0, -d.rms / max(d.limits.fail, 1e-12)))

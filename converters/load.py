@@ -23,6 +23,7 @@ from dflash_jax.converters.quants.types import GgmlType
 from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.quant.layouts import Spec
+from dflash_jax.utils.progress import ShownCount
 
 _EXPONENTS = {FLOATS["float16"]: np.uint16(0x7C00), FLOATS["bfloat16"]: np.uint16(0x7F80)}
 CHUNK_BYTES = 1 << 19  # of float32, read and placed at a time: fits a core's cache
@@ -61,9 +62,12 @@ def load(
     arrays = [np.empty(slot.shape, kept_as(slot, kind)) for slot in slots]
     jobs = [job for slot, array in zip(slots, arrays, strict=True) for job in _jobs(slot, array)]
 
+    count = ShownCount(sum(job.view.size for job in jobs))
+
     def run(job: "_ReadJob") -> None:
         job.place(found)
         progress(job.part.name, job.view.size)
+        count(job.view.size)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         for _ in pool.map(run, jobs):

@@ -1,6 +1,7 @@
 """DFlash speculative decoding for JAX: block-diffusion drafts, lossless verification.
 
 import dflash_jax as dj
+
 engine = dj.load("tiny")
 print(engine.generate("Hello", max_tokens=32).text)
 """
@@ -11,8 +12,9 @@ from dflash_jax.version import __version__
 
 TYPE_CHECKING = False  # as `typing` has it, whose import takes longer than the rest of this file
 if TYPE_CHECKING:
+    from dflash_jax.config import DrafterConfig, TargetConfig
     from dflash_jax.engine.engine import Engine
-    from dflash_jax.engine.handle import RequestHandle, Stream
+    from dflash_jax.engine.handle import AsyncStream, RequestHandle, Stream
     from dflash_jax.engine.recovery import Recovery
     from dflash_jax.engine.request import CancelCell
     from dflash_jax.engine.result import Piece, Result, Stats
@@ -22,21 +24,26 @@ if TYPE_CHECKING:
         ComputeError,
         ConfigError,
         DFlashError,
+        ForkedProcessError,
         PlanError,
         QueueFullError,
         RequestError,
     )
     from dflash_jax.loading import load, load_target
     from dflash_jax.plan import Plan
+    from dflash_jax.random_weights import random_engine
     from dflash_jax.target_model import ForwardOutput, TargetModel
 
 __all__ = [
+    "AsyncStream",
     "CancelCell",
     "CheckpointError",
     "ComputeError",
     "ConfigError",
     "DFlashError",
+    "DrafterConfig",
     "Engine",
+    "ForkedProcessError",
     "ForwardOutput",
     "Piece",
     "Plan",
@@ -49,17 +56,20 @@ __all__ = [
     "SamplingParams",
     "Stats",
     "Stream",
+    "TargetConfig",
     "TargetModel",
     "__version__",
     "load",
     "load_target",
+    "random_engine",
 ]
 
 # Names are imported on first use, so that `dflash-jax --help` does not wait for JAX.
 _MODULES = {
+    "config": ("DrafterConfig", "TargetConfig"),
     "plan": ("Plan",),
     "engine.engine": ("Engine",),
-    "engine.handle": ("RequestHandle", "Stream"),
+    "engine.handle": ("AsyncStream", "RequestHandle", "Stream"),
     "engine.recovery": ("Recovery",),
     "engine.request": ("CancelCell",),
     "engine.result": ("Piece", "Result", "Stats"),
@@ -69,11 +79,13 @@ _MODULES = {
         "ComputeError",
         "ConfigError",
         "DFlashError",
+        "ForkedProcessError",
         "PlanError",
         "QueueFullError",
         "RequestError",
     ),
     "loading": ("load", "load_target"),
+    "random_weights": ("random_engine",),
     "target_model": ("ForwardOutput", "TargetModel"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from dflash_jax import random_weights
 from dflash_jax.compiler import resolve
-from dflash_jax.compiler.models import abstract_params, weight_specs
-from dflash_jax.config import ALWAYS_FLOAT32, DrafterConfig, RopeConfig, TargetConfig, read_json
+from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig, read_json
 from dflash_jax.config.dflash2 import DFlash2Config
 from dflash_jax.config.dspark import DSparkConfig
 from dflash_jax.config.gemma4 import Gemma4Config
@@ -22,8 +22,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.models.scripted import ScriptedConfig
 from dflash_jax.plan import Plan
 from dflash_jax.quant.formats import KINDS
-from dflash_jax.quant.layouts import pack_tree
-from dflash_jax.quant.products import with_kernel
+from dflash_jax.random_weights import random_params as random_params
 
 AMPLE = 1 << 40  # bytes; random models are small
 OWN = -1  # in a script: keep the drafter's own token
@@ -141,7 +140,6 @@ TINY_HEADS: dict[str, tuple[type[DrafterConfig], dict[str, Any]]] = {
     "dflash2": (DFlash2Config, {"selector_rank": 8, "selector_top_k": 4, "conv_group_size": 4}),
     "dspark": (DSparkConfig, {"markov_rank": 8, "confidence_head": True}),
 }
-TABLES = ("embed", "predecessor", "successor", "markov_w1")  # gathered by token
 
 
 def tiny_drafter(target: TargetConfig, kind: str = "dflash", **changes: Any) -> DrafterConfig:
@@ -163,35 +161,6 @@ def tiny_drafter(target: TargetConfig, kind: str = "dflash", **changes: Any) -> 
         "causal": (True, False),
     }
     return cls(**fields | own | changes)
-
-
-def random_params(
-    target: TargetConfig, drafter: DrafterConfig | None, *, dtype: str = "float32", seed: int = 0
-) -> dict[str, Any]:
-    """Return random weights as NumPy arrays, large enough that every term affects the output."""
-    plan = Plan(max_length=2, block=2, chunk=1, dtype="float32")
-    rng = np.random.default_rng(seed)
-
-    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
-        stacked = path[-1].key.startswith("experts_")  # [E, in, ...]
-        if jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer):  # offsets of a draft vocabulary
-            return np.zeros(leaf.shape, leaf.dtype)
-        if path[-1].key == "a_log":  # decay over a few to a hundred tokens
-            values = np.log(rng.uniform(0.01, 0.5, leaf.shape))
-        elif len(leaf.shape) == 1:  # norms
-            values = 1 + 0.3 * rng.standard_normal(leaf.shape)
-        elif path[-1].key == "embed":  # token by token
-            values = rng.standard_normal(leaf.shape[::-1]).T / np.sqrt(leaf.shape[0])
-        else:
-            values = rng.standard_normal(leaf.shape) / np.sqrt(leaf.shape[stacked])
-        always = path[-1].key in ALWAYS_FLOAT32
-        return values.astype(np.float32 if always else jax.numpy.dtype(dtype))
-
-    params = jax.tree_util.tree_map_with_path(draw, abstract_params(plan, target, drafter))
-    for tree in params.values():
-        for name in tree.keys() & set(TABLES):
-            tree[name] = (tree[name] * np.sqrt(len(tree[name]))).astype(tree[name].dtype)
-    return params
 
 
 def folder_params(
@@ -226,11 +195,7 @@ def random_engine(
 ) -> Engine:
     """Return an engine with random weights, planned for a CPU."""
     plan = resolve(plan, target, drafter, platform="cpu", memory=AMPLE)
-    params = random_params(target, drafter, dtype=plan.dtype, seed=seed)
-    params = with_kernel(
-        pack_tree(params, weight_specs(plan, target, drafter)), plan.kernels != "xla"
-    )
-    return Engine(target, drafter, jax.device_put(params), plan)
+    return random_weights.engine(target, drafter, plan, seed=seed)
 
 
 def scripted_engine(engine: Engine) -> Engine:

@@ -5,10 +5,14 @@ import re
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import dflash_jax as dj
+from dflash_jax.compiler import build
+from dflash_jax.compiler.build import CompiledPrograms
+from dflash_jax.compiler.keys import ProgramKey, Step
 from dflash_jax.utils import progress
 from dflash_jax.utils.progress import announced, is_shown
 
@@ -104,3 +108,53 @@ def test_loading_and_compiling_are_announced_on_a_terminal_alone(
         lines[shown] = [line.split(" ...")[0] for line in capsys.readouterr().err.splitlines()]
     loading, compiling = f"dflash_jax: loading {folder}", "dflash_jax: compiling"
     assert lines == {None: [], True: [loading, compiling, loading, compiling]}
+
+
+def test_a_line_shows_what_is_done_and_the_time_left_in_one_line_of_the_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = Stream(terminal=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setenv("COLUMNS", "40")
+    with announced("compiling", shown=True, patience=0):
+        count = progress.ShownCount(4, "programs")
+        count(0)
+        count()
+        count(3)
+        progress.ShownCount(50)(25)
+    first, *drawn, blank, last = stream.getvalue().split("\r")
+    assert first == "compiling ..."
+    assert drawn[0] == "compiling ... 0/4 programs"
+    assert re.fullmatch(r"compiling \.\.\. 1/4 programs, \d+ s left", drawn[1])
+    assert drawn[3].startswith("compiling ... 50%, ")
+    assert blank == " " * len(drawn[-1].rstrip())
+    assert len(drawn[1]) > len(drawn[0])
+    assert max(map(len, drawn)) < 40
+    assert re.fullmatch(r"compiling \.\.\. \d+\.\d s\n", last)
+    count()  # after the block
+
+
+@pytest.mark.parametrize(("terminal", "columns"), [(False, 80), (True, 12)])
+def test_details_are_shown_on_terminals_that_are_wide_enough(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = Stream(terminal=terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    with announced("compiling", shown=True, patience=0):
+        progress.ShownCount(4)(2)
+    assert re.fullmatch(r"compiling \.\.\. \d+\.\d s\n", stream.getvalue())
+
+
+def test_compiling_shows_its_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(terminal=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    compiled = CompiledPrograms({})
+    monkeypatch.setattr(build, "compile_programs", lambda programs, workers, begun: {})
+    with announced("compiling", shown=True, patience=0):
+        compiled._compile([], 1)
+        for key in (ProgramKey(Step.COPY_ROW), ProgramKey(Step.CLEAR_ROWS)):
+            compiled._begin(SimpleNamespace(key=key))
+    assert "1/1 programs" in stream.getvalue()

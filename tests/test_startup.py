@@ -12,7 +12,7 @@ import dflash_jax
 from dflash_jax.utils.command import default_signals
 
 LOADING = ("generate", "chat", "serve", "explain", "bench", "verify", "replay", "probe", "train")
-COMMANDS = (*LOADING, "inspect", "convert", "compare", "export")
+COMMANDS = (*LOADING, "inspect", "convert", "compare", "export", "native", "completion")
 ANSWERED = [["--version"], ["--help"], *([command, "--help"] for command in COMMANDS)]
 MISUSED = [[], ["fly"], ["generate", "--wings"], ["generate", "-n", "x"], ["convert", "a"]]
 REFUSED = [

@@ -15,6 +15,7 @@ import jax
 from dflash_jax.bench.prompts import BenchmarkPrompt
 from dflash_jax.bench.runs import BenchmarkBackend, Sample
 from dflash_jax.errors import RequestError, install_hint
+from dflash_jax.utils.progress import ShownCount
 from dflash_jax.version import __version__
 
 
@@ -84,6 +85,7 @@ def measure(
     for mode in backend.modes:
         backend.run(prompts[:1], 1, mode)
     runs = []
+    count = ShownCount(len(concurrencies) * repeats * len(backend.modes), "runs")
     for concurrency in concurrencies:
         walls: dict[str, list[float]] = {mode: [] for mode in backend.modes}
         samples: dict[str, list[Sample]] = {}
@@ -92,6 +94,7 @@ def measure(
                 started = time.perf_counter()
                 samples[mode] = backend.run(prompts, concurrency, mode)
                 walls[mode].append(time.perf_counter() - started)
+                count()
         runs += [
             BenchmarkRun(concurrency, mode, samples[mode], walls[mode]) for mode in backend.modes
         ]

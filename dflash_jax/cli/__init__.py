@@ -31,7 +31,8 @@ def _run(arguments: "Sequence[str] | None") -> int:
     if unknown:
         options.error(f"unrecognized arguments: {' '.join(unknown)}")
     options.check(options)
-    prepare(options)
+    if options.uses_jax:
+        prepare(options)
     return options.run(options)
 
 
@@ -42,6 +43,7 @@ def parser() -> "argparse.ArgumentParser":
     from dflash_jax.cli import (
         bench,
         chat,
+        completion,
         explain,
         generate,
         native,
@@ -51,6 +53,7 @@ def parser() -> "argparse.ArgumentParser":
         train,
         verify,
     )
+    from dflash_jax.cli.help import HIDDEN, CommandParser
     from dflash_jax.cli.options import check_values
     from dflash_jax.converters.cli import add_commands
     from dflash_jax.version import __version__
@@ -59,12 +62,15 @@ def parser() -> "argparse.ArgumentParser":
         prog="dflash-jax", description="DFlash speculative decoding in JAX, losslessly."
     )
     top.add_argument("--version", action="version", version=f"dflash-jax {__version__}")
-    top.set_defaults(check=check_values)
-    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    top.set_defaults(check=check_values, uses_jax=True)
+    commands = top.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
     for module in (generate, chat, serve, explain, bench, verify, replay, probe, train, native):
         module.add_command(commands)
     add_commands(commands)
-    for command in commands.choices.values():
+    completion.add_command(commands)
+    for name, command in commands.choices.items():
+        if hidden := HIDDEN.get(name):
+            command.hide(hidden)
         command.set_defaults(error=command.error)  # with the usage of the command
     return top
 

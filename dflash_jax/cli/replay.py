@@ -12,6 +12,7 @@ from typing import Any
 from dflash_jax.cli.options import load_engine, model_options, new_command, report_progress
 from dflash_jax.cli.terminal import columns, filled, table
 from dflash_jax.errors import RequestError
+from dflash_jax.utils.progress import ShownCount
 
 SHIPPED = Path(__file__).parents[1] / "data" / "tiny" / "turns.jsonl"
 
@@ -80,7 +81,11 @@ def run(options: argparse.Namespace) -> int:
     bad = 0
     for name in settings if options.recovery == "both" else (options.recovery,):
         with report_progress(f"{len(turns)} turns, recovery {name}", quiet=options.json):
-            played = [replay.play(engine, turn, settings[name]) for turn in turns]
+            count = ShownCount(len(turns), "turns")
+            played = []
+            for turn in turns:
+                played.append(replay.play(engine, turn, settings[name]))
+                count()
         unequal = [p.turn.id for p in played if not p.equal]
         missed = [p.turn.id for p in played if p.turn.expected not in (None, p.outcome)]
         bad += len(unequal) + (len(missed) if name == "on" else 0)

@@ -50,6 +50,18 @@ def _listening_options(server: Any) -> None:
         help="another pair to serve; requests choose models by name (repeatable)",
     )
     server.add_argument(
+        "--alias",
+        action="append",
+        default=[],
+        metavar="NAME=MODEL",
+        help="another name for a served model, such as claude-sonnet=tiny (repeatable)",
+    )
+    server.add_argument(
+        "--serve-any-name",
+        action="store_true",
+        help="answer requests for models of any other name, too; responses repeat that name",
+    )
+    server.add_argument(
         "--queue", type=int, default=64, help="most outputs that wait or run (default 64)"
     )
     server.add_argument(
@@ -172,6 +184,8 @@ def check(options: argparse.Namespace) -> None:
             f"--grammar-timeout is {options.grammar_timeout}; expected seconds, more than 0"
         )
 
+    _aliases(options)
+
     from dflash_jax.server import access
 
     options.allowed_host = [access.allowed_host(text) for text in options.allowed_host]
@@ -206,6 +220,8 @@ def run(options: argparse.Namespace) -> int:
         cors=tuple(options.cors),
         allowed_hosts=tuple(options.allowed_host),
         ui=not options.no_ui,
+        aliases=_aliases(options),
+        any_name=options.serve_any_name,
     )
     listening = ServerConfig(
         host=options.host,
@@ -248,9 +264,31 @@ def _leave() -> None:
     os._exit(0)
 
 
+def _first_name(options: argparse.Namespace) -> str:
+    return options.name or Path(options.target).name or options.target
+
+
+def _aliases(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
+    """Return further names of models, each with the name of its model.
+
+    Raises:
+      RequestError: an alias is malformed, is taken, or names no model.
+    """
+    models = [_first_name(options), *(text.partition("=")[0] for text in options.model)]
+    aliases: dict[str, str] = {}
+    for text in options.alias:
+        name, _, model = text.partition("=")
+        if not name or name in (*models, *aliases) or model not in models:
+            raise RequestError(
+                f"--alias {text!r}: expected a new NAME=MODEL; models are {', '.join(models)}"
+            )
+        aliases[name] = model
+    return tuple(aliases.items())
+
+
 def _pairs(options: argparse.Namespace) -> dict[str, Any]:
     """Return the opened models by name."""
-    pairs = {options.name or Path(options.target).name or options.target: open_pair(options)}
+    pairs = {_first_name(options): open_pair(options)}
     for text in options.model:
         name, _, paths = text.partition("=")
         target, _, drafter = paths.partition(",")

@@ -17,6 +17,7 @@ from dflash_jax.compiler.programs import Program
 from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.errors import DFlashError, PlanError
 from dflash_jax.utils.allocator import fewer_collections, give_back
+from dflash_jax.utils.progress import ShownCount
 
 log = logging.getLogger("dflash_jax.compiler")
 # On a GPU XLA joins products that share an input by copying their weights into one, in every call.
@@ -185,6 +186,7 @@ class CompiledPrograms:
         self._current: set[ProgramKey] = set()  # programs that are being compiled
         self._errors: dict[ProgramKey, str] = {}
         self._compiled = 0
+        self._count = ShownCount(0)
         self._lock = threading.Lock()
 
     def missing(self, variants: Iterable[Variant]) -> list[ProgramKey]:
@@ -243,7 +245,7 @@ class CompiledPrograms:
         return {"state": state} | found
 
     def _compile(self, keys: list[ProgramKey], workers: int) -> float:
-        started = time.perf_counter()
+        started, self._count = time.perf_counter(), ShownCount(len(keys), "programs")
         try:
             programs = [self.programs[key] for key in keys]
             made = compile_programs(programs, workers=workers, begun=self._begin)
@@ -263,6 +265,7 @@ class CompiledPrograms:
 
     def _begin(self, program: Program) -> None:
         """Note that a program is about to be compiled."""
+        self._count(1 if self._current else 0)
         self._current.add(program.key)
         wanted, label = list(self._wanted), f"{self.label}: " if self.label else ""
         place = sum(key in self.executables for key in wanted) + len(self._current)

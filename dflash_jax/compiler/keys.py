@@ -36,6 +36,12 @@ class Variant(enum.StrEnum):
 
 # Variants that prefill and decode steps exist in. Each also serves the requests of those before it.
 STEP_VARIANTS = (Variant.GREEDY, Variant.SAMPLED, Variant.PENALIZED, Variant.CONSTRAINED)
+WARM_UP_KINDS = {  # kinds of requests that `Engine.warm_up` knows
+    "sampled": Variant.SAMPLED,
+    "penalized": Variant.PENALIZED,
+    "constrained": Variant.CONSTRAINED,
+    "recovery": Variant.FORCED_TOKENS,
+}
 LOGITS_VARIANTS = (Variant.PENALIZED, Variant.CONSTRAINED)  # steps that carry a logits state
 _NEEDED_BY = {
     Step.FORCED_TOKENS: (Variant.FORCED_TOKENS,),

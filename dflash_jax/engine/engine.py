@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
 from dflash_jax.compiler.build import WORKERS, CompiledPrograms, Executable
-from dflash_jax.compiler.keys import ProgramKey, Variant
+from dflash_jax.compiler.keys import WARM_UP_KINDS, ProgramKey, Variant
 from dflash_jax.compiler.resolve import resolve_here
 from dflash_jax.compiler.settings import untraced
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.decode.pair import Params
 from dflash_jax.engine.core import EngineCore
-from dflash_jax.engine.handle import RequestHandle, Stream
+from dflash_jax.engine.handle import AsyncDriver, AsyncStream, RequestHandle, Stream
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.prefix.cache import PrefixCache
 from dflash_jax.engine.request import CancelCell, Prompt, Request, make_requests
@@ -32,13 +32,6 @@ from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils import forking
 from dflash_jax.utils.deprecation import current_kinds
 from dflash_jax.utils.progress import announced
-
-WARM = {  # kinds of requests that `Engine.warm_up` knows
-    "sampled": Variant.SAMPLED,
-    "penalized": Variant.PENALIZED,
-    "constrained": Variant.CONSTRAINED,
-    "recovery": Variant.FORCED_TOKENS,
-}
 
 
 class Engine:
@@ -73,6 +66,7 @@ class Engine:
         self.runner = runner = ModelRunner(target, drafter, params, plan)
         self.core = EngineCore(self.runner, plan)
         self.events = self.core.events
+        self._driver = AsyncDriver()
         self.break_even = 0.0  # tokens a drafted round must commit to pay off; 0 until measured
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_token_ids)
         self.call_grammars = CallGrammars(
@@ -85,8 +79,6 @@ class Engine:
         target = f"{self.target.model_type} target of {self.target.num_layers} layers"
         rows = f"{plan.rows} row{'s' * (plan.rows > 1)} of {plan.max_length} tokens"
         return f"<Engine: {target}, {kind}{block}, {rows}, {plan.dtype}>"
-
-    # -- generating ---------------------------------------------------------------------------
 
     def generate(
         self,
@@ -157,6 +149,18 @@ class Engine:
         handle = self.submit(prompt, params, cancel=cancel, **options)
         return Stream(handle, self.advance, self.cancel)
 
+    def astream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cancel: CancelCell | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> AsyncStream:
+        """Generate piece by piece, for `async for`; as `stream`, with errors while iterating."""
+        submit = functools.partial(self.submit, prompt, params, cancel=cancel, **options)
+        return AsyncStream(submit, self.advance, self._driver)
+
     def check(
         self,
         prompt: Prompt,
@@ -176,8 +180,6 @@ class Engine:
             raise RequestError("this model ships no tokenizer; give token ids instead of messages")
         return self.tokenizer.chat(messages, **variables)
 
-    # -- compiling ----------------------------------------------------------------------------
-
     def warm_up(self, *, measure: bool = False, **kinds: bool) -> float:
         """Compile the greedy programs, and others if asked; return the seconds it took.
 
@@ -190,7 +192,7 @@ class Engine:
         Raises:
           TypeError: a kind has another name.
         """
-        wanted = [WARM[name] for name, given in current_kinds(kinds, WARM).items() if given]
+        wanted = [WARM_UP_KINDS[k] for k, on in current_kinds(kinds, WARM_UP_KINDS).items() if on]
         seconds = self.compile([Variant.GREEDY, *wanted])
         if measure and self.drafter is not None and self.plan.exact:
             measured = functools.partial(untraced, self.runner.break_even)
@@ -204,8 +206,6 @@ class Engine:
         workers = 1 if self.busy else WORKERS  # a busy engine needs cores of its own
         with announced("dflash_jax: compiling", shown=self.progress):  # or loading programs
             return self.compiled.compile(variants, workers=workers)
-
-    # -- for servers --------------------------------------------------------------------------
 
     def submit(
         self,
@@ -276,8 +276,6 @@ class Engine:
     def active(self) -> int:
         """Number of requests that have a row."""
         return len(self.core.scheduler.running)
-
-    # -- parameters and programs --------------------------------------------------------------
 
     @property
     def params(self) -> Params:

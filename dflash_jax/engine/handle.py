@@ -1,6 +1,8 @@
 """A submitted request as its caller holds it."""
 
-from collections.abc import Callable, Iterator
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.result import Piece, Result, Stats
@@ -141,3 +143,121 @@ class Stream:
         if not self._handle.done:
             raise RequestError("the stream still runs; iterate it to its end, or close it first")
         return self._handle.result()
+
+
+class AsyncStream:
+    """A request for `async for`: iterate over it for pieces, then read `result`.
+
+    The request is queued when iteration begins. It is cancelled with the iterating task, and when
+    the iterator is closed. The event loop is never blocked: a thread runs the engine.
+    """
+
+    def __init__(
+        self,
+        submit: Callable[[], RequestHandle],
+        advance: Callable[[], None],
+        driver: "AsyncDriver",
+    ):
+        self._submit, self._advance, self._driver = submit, advance, driver
+        self._handle: RequestHandle | None = None
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        if self._handle is not None:
+            raise RequestError("the stream was iterated already; call `astream` for another one")
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        queued = loop.run_in_executor(None, self._submit)  # may compile programs and grammars
+        try:
+            handle = self._handle = await asyncio.shield(queued)
+        except asyncio.CancelledError:
+            queued.add_done_callback(_drop_queued)
+            raise
+        failures: list[BaseException] = []
+        given = 0
+
+        def notify(failure: BaseException | None) -> None:
+            failures.extend([failure] if failure else ())
+            if failure or handle.done or len(handle.pieces) > given:
+                loop.call_soon_threadsafe(news.set)
+
+        try:
+            self._driver.attach(handle, self._advance, notify)
+            while True:
+                news.clear()
+                done = handle.done  # before looking: a thread drives the engine
+                while given < len(handle.pieces):
+                    given += 1
+                    yield handle.pieces[given - 1]
+                if done:
+                    handle.result()
+                    return
+                if failures:
+                    raise failures[0]
+                await news.wait()
+        finally:
+            if not handle.done:
+                handle.drop()
+
+    @property
+    def result(self) -> Result:
+        """The result, once iteration ended.
+
+        Raises:
+          RequestError: the stream still runs or was not iterated, or its grammar gave up.
+          ComputeError: the device or the target's numbers broke.
+        """
+        if self._handle is None or not self._handle.done:
+            raise RequestError("the stream still runs; iterate it to its end first")
+        return self._handle.result()
+
+
+def _drop_queued(queued: "asyncio.Future[RequestHandle]") -> None:
+    """Give up a request that was queued after its task was cancelled."""
+    if not queued.cancelled() and queued.exception() is None:
+        queued.result().drop()
+
+
+class AsyncDriver:
+    """Runs an engine's turns in a thread while requests of `AsyncStream`s run."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._attached: dict[RequestHandle, Callable[[BaseException | None], None]] = {}
+
+    def attach(
+        self,
+        handle: RequestHandle,
+        advance: Callable[[], None],
+        notify: Callable[[BaseException | None], None],
+    ) -> None:
+        """Run turns until a request ended.
+
+        Args:
+          advance: runs a turn of the engine.
+          notify: called in the thread after every turn, with the error if the turn failed, which
+            ends all attached requests.
+        """
+        with self._lock:
+            idle = not self._attached
+            self._attached[handle] = notify
+        if idle:  # a daemon, as one turn may compile
+            threading.Thread(target=self._run, args=(advance,), name="async", daemon=True).start()
+
+    def _run(self, advance: Callable[[], None]) -> None:
+        ended = False
+        while not ended:
+            failure: BaseException | None = None
+            try:
+                advance()
+            except BaseException as error:  # nothing may end this thread silently
+                failure = error
+            with self._lock:
+                told = list(self._attached.items())
+                for handle, _ in told:
+                    if failure or handle.done:
+                        del self._attached[handle]
+                ended = not self._attached
+            for handle, notify in told:
+                try:
+                    notify(failure)
+                except RuntimeError:  # the event loop is closed
+                    handle.drop()

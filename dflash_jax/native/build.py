@@ -20,7 +20,7 @@ import jaxlib
 
 from dflash_jax.errors import NativeError
 from dflash_jax.utils.processor import features, processor
-from dflash_jax.utils.progress import announced
+from dflash_jax.utils.progress import ShownCount, announced, is_shown
 from dflash_jax.utils.switches import NO, YES
 
 ENVIRONMENT = "DFLASH_NATIVE"  # "off", or a folder for the compiled library
@@ -65,7 +65,7 @@ def _library() -> Library:
     if missing := NEEDED - features():
         return Library(None, f"the processor has no {', '.join(sorted(missing))}")
     try:
-        path = build()
+        path = build(shown=is_shown())
         loaded = ctypes.CDLL(str(path))
         for name in NAMES:
             function = jax.ffi.pycapsule(getattr(loaded, f"dflash_{name}"))
@@ -84,8 +84,14 @@ def build(*, shown: bool = True) -> Path:
     Raises:
       NativeError: there is no compiler, or it fails.
     """
-    compiler = find_compiler()
-    path = _folder() / f"{_key(compiler)}.so"
+    source = _source_key()
+    try:
+        compiler = find_compiler()
+    except NativeError:  # as in a container, whose image has the library alone
+        if made := sorted(_folder().glob(f"{source}-*.so")):
+            return made[0]
+        raise
+    path = _folder() / f"{source}-{_compiler_key(compiler)}.so"
     if path.is_file():
         return path
     try:
@@ -116,7 +122,9 @@ def _compile(compiler: tuple[str, ...], path: Path) -> None:
         objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
         pairs = zip(SOURCES, objects, strict=True)
         commands = ([*including, str(source), "-o", made] for source, made in pairs)
-        list(pool.map(_run, commands))
+        count = ShownCount(len(SOURCES), "files")
+        for _ in pool.map(_run, commands):
+            count()
         _run([*compiler, *FLAGS, "-shared", *objects, "-o", str(path)])
 
 
@@ -151,18 +159,26 @@ def find_compiler() -> tuple[str, ...]:
     )
 
 
-def _key(compiler: tuple[str, ...]) -> str:
-    """Return a digest of everything that the compiled library depends on."""
+def _source_key() -> str:
+    """Return a digest of everything but the compiler that the compiled library depends on."""
+    parts = [source.read_text(encoding="utf-8") for source in (*HEADERS, *SOURCES)]
+    parts += [*FLAGS, processor(), jaxlib.__version__, sysconfig.get_platform()]
+    return _digest(parts)
+
+
+def _compiler_key(compiler: tuple[str, ...]) -> str:
+    """Return a digest of a compiler's version."""
     try:
         version = subprocess.run(
             [*compiler, "--version"], capture_output=True, text=True, timeout=60, check=False
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeError(f"the C++ compiler {compiler[0]} cannot be run: {error}") from error
-    parts = [source.read_text(encoding="utf-8") for source in (*HEADERS, *SOURCES)]
-    parts += [version, *FLAGS, processor()]
-    parts += [jaxlib.__version__, sysconfig.get_platform()]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+    return _digest([version])
+
+
+def _digest(parts: list[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _folder() -> Path:

@@ -9,6 +9,7 @@ from dflash_jax.server.conversation import check_tools, parse_messages, parse_to
 from dflash_jax.server.fields import CommonFields, common_arguments, stop_strings
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.message_formats import continues_assistant, messages_from_anthropic
+from dflash_jax.server.models import answer_name
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode, new_id
 from dflash_jax.server.reply import Reply, ReplyPart
 from dflash_jax.server.thinking import positive_budget, reasoning_options
@@ -244,7 +245,7 @@ class MessagesWriter:
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": self.generation.model.name,
+            "model": answer_name(self.generation.model.name, self.generation.request.model),
             "content": content,
             "stop_reason": _reason(reply) if reply else None,
             "stop_sequence": reply.stop_string if reply else None,

@@ -26,6 +26,7 @@ from dflash_jax.server.connection import (
     json_response,
     unless_disconnected,
 )
+from dflash_jax.server.conversation_store import ConversationRoutes
 from dflash_jax.server.generation import Generation, ReplyEvents, prepare
 from dflash_jax.server.information import InfoRoutes
 from dflash_jax.server.metrics import Metrics
@@ -71,7 +72,7 @@ class Server:
         settings: Settings,
         bound: Sequence[str] = ("127.0.0.1",),
     ):
-        self.models = ServedModels(models)
+        self.models = ServedModels(models, settings.aliases, any_name=settings.any_name)
         self._settings, self._metrics = settings, Metrics()
         self._middleware = Middleware(settings, self._metrics, self.models)
         self._running: set[Generation] = set()
@@ -92,6 +93,9 @@ class Server:
         routes += [Route(p, wrap_handler(f), methods=["GET"]) for p, f in information.gets.items()]
         for path, page in WebPage().gets.items() if settings.ui else ():
             routes.append(Route(path, wrap_handler(page, needs_key=False), methods=["GET"]))
+        conversations = ConversationRoutes(self._store.conversations, self._middleware).handlers
+        for path, (handler, methods) in conversations.items():
+            routes.append(Route(path, wrap_handler(handler), methods=methods))
         stored = wrap_handler(self._stored_response)
         routes.append(Route("/v1/responses/{response_id}", stored, methods=["GET", "DELETE"]))
         handlers: Any = {404: self._middleware.no_route, 405: self._middleware.no_route}

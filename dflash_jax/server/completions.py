@@ -32,8 +32,6 @@ def decode_completion(body: bytes) -> GenerationRequest:
         prompts = list(parsed.prompt)
         if any(isinstance(p, int) for p in prompts):
             raise Problem(400, "prompt mixes token ids with prompts", param="prompt")
-    if parsed.suffix:
-        raise Problem(400, "suffix is not supported; put it into the prompt", param="suffix")
     if parsed.best_of not in (None, 1, parsed.n):
         raise Problem(400, "best_of is not supported; use n", param="best_of")
     if parsed.echo and parsed.logprobs is not None and parsed.stream:
@@ -46,6 +44,7 @@ def decode_completion(body: bytes) -> GenerationRequest:
     return GenerationRequest(
         api="completions",
         prompts=prompts,
+        suffix=parsed.suffix or "",
         echo=bool(parsed.echo),
         logprobs=parsed.logprobs,
         **openai_arguments(parsed, unknown),

@@ -9,6 +9,7 @@ from urllib.parse import unquote_to_bytes
 
 from dflash_jax.errors import RequestError
 from dflash_jax.server.protocol import Message, Problem, check_entries
+from dflash_jax.server.unsupported_fields import text_only
 from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice, choice_of, is_deep, tools_of
 
 MOST_MESSAGES = 8192  # rendering takes time per message, even if messages are short
@@ -209,11 +210,19 @@ def content_texts(content: Any, param: str) -> str | list[str] | None:
         return content
     if not isinstance(content, list):
         raise Problem(400, "content is neither a text nor a list", param=param)
-    return _unwrap([_part_text(part, param) for part in content] or [""])
+    texts = [part_text(part, f"{param}[{at}]") for at, part in enumerate(content)]
+    return _unwrap(texts or [""])
 
 
-def _part_text(part: Any, param: str) -> str:
-    """Return the text of a content part; raises Problem if it has none."""
+def part_text(part: Any, param: str) -> str:
+    """Return the text of a content part.
+
+    Args:
+      param: path of the part in the request.
+
+    Raises:
+      Problem: the part has no text, such as an image.
+    """
     if not isinstance(part, dict):
         kind, text = None, part
     elif (kind := part.get("type")) == "document":
@@ -225,9 +234,7 @@ def _part_text(part: Any, param: str) -> str:
     else:
         text = None
     if not isinstance(text, str):
-        raise Problem(
-            400, f"a content part of type {kind!r}; this server reads text only", param=param
-        )
+        raise text_only(f"a content part of type {kind!r}", param)
     return text
 
 
@@ -245,12 +252,8 @@ def _document_text(part: Mapping[str, Any], param: str) -> str:
     blocks = given if isinstance(given, list) else [given]  # documents do not nest
     texts = [block.get("text") if isinstance(block, dict) else block for block in blocks]
     if not all(isinstance(text, str) for text in texts):
-        raise Problem(
-            400,
-            f"a document whose source is of type {source.get('type')!r} and holds more than text;"
-            " this server reads text only",
-            param=param,
-        )
+        kind = source.get("type")
+        raise text_only(f"a document whose source is of type {kind!r} with more than text", param)
     return _lines(part.get("title"), part.get("context"), *texts)
 
 

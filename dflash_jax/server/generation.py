@@ -27,6 +27,7 @@ from dflash_jax.server.errors import (
 )
 from dflash_jax.server.jobs import Job
 from dflash_jax.server.models import ServedModel
+from dflash_jax.server.output_grammar import grammar_around, required_call_grammar
 from dflash_jax.server.prompt import (
     EncodedPrompt,
     chat_prompt,
@@ -37,7 +38,6 @@ from dflash_jax.server.prompt import (
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
 from dflash_jax.tool_parsers.events import Event
-from dflash_jax.tool_parsers.grammar import after_thought_grammar, call_grammar
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions
 COMPILING_KEEPALIVE_S = 5.0  # seconds between comments in a stream that waits for programs
@@ -125,10 +125,12 @@ class Generation:
             options["prompt_logprobs"] = max(counts)
         # A required call leaves no content, so that `request.grammar` does not apply.
         if request.tool_choice.kind in ("required", "named"):
-            options["structured"] = {"grammar": self._call_grammar(engine, prompt)}
+            calls = required_call_grammar(request, prompt, self.model.syntax, engine.tokenizer)
+            options["structured"] = {"grammar": calls}
         elif request.grammar is not None:
             kind, value = request.grammar
-            options["structured"] = {kind: value} | self._grammar_around(engine, prompt)
+            around = grammar_around(request, prompt, self.model.syntax, engine.tokenizer)
+            options["structured"] = {kind: value} | ({"around": around} if around else {})
         if len(str(options.get("structured", ""))) > MOST_GRAMMAR:
             raise Problem(
                 400, f"the output grammar or the tools are longer than {MOST_GRAMMAR} characters",
@@ -156,37 +158,6 @@ class Generation:
             return SamplingParams(**options, max_tokens=most)
         except RequestError as error:
             raise to_problem(error, request.api) from error
-
-    def _grammar_around(self, engine: Engine, prompt: EncodedPrompt) -> dict[str, str]:
-        """Return the grammar of reasoning and calls around an answer that has its own grammar."""
-        syntax, tokenizer = self.model.syntax, engine.tokenizer
-        if syntax is None or tokenizer is None:
-            return {}
-        if self.request.declared_tools and self.request.tool_choice.kind == "auto":
-            return {"around": self._call_grammar(engine, prompt, answer=True)}
-        if syntax.thought is None or not prompt.thinking:
-            return {}
-        return {"around": after_thought_grammar(syntax.thought.closing, tokenizer.special_texts)}
-
-    def _call_grammar(self, engine: Engine, prompt: EncodedPrompt, *, answer: bool = False) -> str:
-        """Return the grammar of tool calls.
-
-        Args:
-          answer: also allow the rule `answer` in place of calls.
-        """
-        request, syntax = self.request, self.model.syntax
-        if syntax is None or engine.tokenizer is None:
-            raise Problem(400, "this model's template knows no tool calls", param="tool_choice")
-        return call_grammar(
-            syntax,
-            request.declared_tools,
-            request.tool_choice,
-            engine.tokenizer.special_texts,
-            thinking=prompt.thinking,
-            thoughts=request.template_kwargs.get("enable_thinking") is not False,
-            parallel=request.parallel_tool_calls,
-            answer=answer,
-        )
 
     def _on_update(self, index: int, pieces: list[Piece], end: Result | Exception | None) -> None:
         self._updates.put_nowait((index, pieces, end))

@@ -17,7 +17,7 @@ from dflash_jax.server.fields import ENGINE_OPTIONS
 from dflash_jax.server.generation import prepare
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Handler, Middleware, Settings
-from dflash_jax.server.models import ServedModel, ServedModels
+from dflash_jax.server.models import ServedModel, ServedModels, answer_name
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode
 from dflash_jax.server.thinking import EFFORTS
 from dflash_jax.server.unsupported_fields import check_unknown_fields
@@ -130,7 +130,7 @@ class InfoRoutes:
         return json_response({"content": text, "prompt": text})
 
     async def _list_models(self, raw_request: Request) -> Response:
-        data = [_model_entry(model) for model in self._models]
+        data = [_model_entry(self._models.named(name), name) for name in self._models.names]
         fields: dict[str, Any] = {"object": "list", "data": data}
         if "client_version" in raw_request.query_params:
             fields["models"] = []  # Codex adds its own models to an empty catalogue
@@ -143,7 +143,8 @@ class InfoRoutes:
     async def _one_model(self, raw_request: Request) -> Response:
         if not raw_request.path_params["name"]:  # "/v1/models/"
             return await self._list_models(raw_request)
-        fields = _model_entry(self._models.named(raw_request.path_params["name"]))
+        name = raw_request.path_params["name"]
+        fields = _model_entry(self._models.named(name), name)
         return json_response(
             fields | (_anthropic_fields(fields) if _is_anthropic(raw_request) else {})
         )
@@ -235,9 +236,9 @@ def _token_piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
     return list(known) if known is not None and "\ufffd" in text else text
 
 
-def _model_entry(model: ServedModel) -> dict[str, Any]:
+def _model_entry(model: ServedModel, name: str | None = None) -> dict[str, Any]:
     fields: dict[str, Any] = {
-        "id": model.name,
+        "id": answer_name(model.name, name),
         "object": "model",
         "created": model.created,
         "owned_by": "dflash_jax",

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_jax.server.conversation import check_messages, content_text, content_texts
+from dflash_jax.server.conversation import check_messages, content_text, content_texts, part_text
 from dflash_jax.server.protocol import Message, Problem
 from dflash_jax.server.thinking import join_reasoning
 
@@ -160,7 +160,7 @@ def _turn(role: str, blocks: list[dict[str, Any]], where: str) -> list[Message]:
             case "redacted_thinking":
                 pass
             case _:
-                rest["content"].append(content_text([block], place))
+                rest["content"].append(part_text(block, place))
     if reasoning:
         rest["reasoning_content"] = join_reasoning(*reasoning)
     if not rest["content"] and len(rest) == 2:

@@ -20,6 +20,7 @@ from dflash_jax.server.errors import shutting_down
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.models import ServedModels
 from dflash_jax.server.protocol import Problem, new_id
+from dflash_jax.server.unsupported_fields import check_path
 from dflash_jax.utils.allocator import give_back
 
 log = logging.getLogger("dflash_jax.server")
@@ -51,6 +52,8 @@ class Settings:
       cors: origins whose pages may use the server, or "*" for any.
       allowed_hosts: additional hosts to accept, see `access.allowed_hosts`.
       ui: serve the web page at `/`.
+      aliases: further names of models, see `ServedModels`.
+      any_name: answer requests for models of any name.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -62,6 +65,8 @@ class Settings:
     cors: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     ui: bool = True
+    aliases: tuple[tuple[str, str], ...] = ()
+    any_name: bool = False
 
 
 class Middleware:
@@ -130,13 +135,18 @@ class Middleware:
         return answer
 
     async def no_route(self, request: Request, error: Any) -> Response:
-        """Return 404 or 405, or the allowed methods for OPTIONS."""
+        """Return 404 or 405, 400 for paths of other media, or the allowed methods for OPTIONS."""
         if request.method == "OPTIONS" and error.status_code == 405:
             return _with_request_id(
                 Response(status_code=204, headers=error.headers), new_id("req_")
             )
-        message = f"{request.method} {request.scope['path']} does not exist"
+        path = request.scope["path"]
+        message = f"{request.method} {path} does not exist"
         unknown = Problem(error.status_code, message, code="unknown_url")
+        try:
+            check_path(path)
+        except Problem as problem:
+            unknown = problem
         refusal = self._refuse(unknown, new_id("req_"))
         refusal.headers.update(error.headers or {})
         return refusal

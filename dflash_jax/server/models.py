@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -18,6 +18,11 @@ from dflash_jax.tool_parsers import Syntax, syntax_of
 
 ANY = "any"
 NO_NAME = (None, "", ANY, "dummy")  # Hugging Face's client sends "dummy" for none
+
+
+def answer_name(name: str, asked: str | None) -> str:
+    """Return a model's name in a response: the one that the request used, if it named a model."""
+    return name if asked is None or asked in NO_NAME else asked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,10 +92,23 @@ class ServedModel:
 
 
 class ServedModels:
-    """All served models."""
+    """All served models.
 
-    def __init__(self, models: Sequence[ServedModel]):
+    Args:
+      aliases: further names, each with the name of its model.
+      any_name: names of no model mean the most recently used one.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        aliases: Iterable[tuple[str, str]] = (),
+        *,
+        any_name: bool = False,
+    ):
         self._models = list(models)
+        self._aliases = dict(aliases)
+        self._any_name = any_name
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models)
@@ -98,19 +116,27 @@ class ServedModels:
     def __getitem__(self, at: int) -> ServedModel:
         return self._models[at]
 
+    @property
+    def names(self) -> list[str]:
+        """Return the names of all models, and their aliases."""
+        return [*(model.name for model in self), *self._aliases]
+
     def named(self, name: str | None) -> ServedModel:
-        """Return the model of this name; for a name in NO_NAME, the most recently used one.
+        """Return the model of this name or alias; for a name in NO_NAME, the last used one.
 
         Raises:
           Problem: 404, there is no such model.
         """
-        for model in self:
-            if name == model.name:
-                return model
-        if name in NO_NAME:
+        by_name = {model.name: model for model in self}
+        if model := by_name.get(name or "", by_name.get(self._aliases.get(name or "", ""))):
+            return model
+        if name in NO_NAME or self._any_name:
             return max(self, key=lambda m: m.last_used_ms)
-        known = ", ".join(model.name for model in self)
         raise Problem(
-            404, f"there is no model {name!r}; loaded are {known}, and {ANY!r} takes the last used",
-            param="model", code="model_not_found",
-        )  # fmt: skip
+            404,
+            f"there is no model {name!r}; loaded are {', '.join(self.names)}, and {ANY!r} takes the"
+            " last used; `dflash-jax serve` gives a model further names by --alias NAME=MODEL, and"
+            " takes every name with --serve-any-name",
+            param="model",
+            code="model_not_found",
+        )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from dflash_jax.errors import RequestError
+from dflash_jax.server.infill import infill_ids
 from dflash_jax.server.protocol import NO_LIMIT, GenerationRequest, Message, Problem
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers.syntax import Thought
@@ -25,6 +26,7 @@ class EncodedPrompt:
 
     Attributes:
       thinking: the prompt ends inside reasoning.
+      may_think: reasoning may follow, as the prompt does not end after some.
       lead: returns the ids that the template puts after the assistant's header, such as empty
         reasoning. A past turn has to start with them. It returns None if the template renders past
         turns with another header.
@@ -32,6 +34,7 @@ class EncodedPrompt:
 
     ids: list[int]
     thinking: bool = False
+    may_think: bool = False
     lead: Callable[[], tuple[int, ...] | None] = tuple
 
 
@@ -111,19 +114,27 @@ def text_prompts(
     """Return the prompts of a request that contains texts or token ids.
 
     Raises:
-      Problem: the model has no tokenizer.
+      Problem: the model has no tokenizer, or no tokens for a suffix.
       PromptTooLongError: a text certainly has more than `max_length` tokens.
     """
-    if tokenizer is None and any(isinstance(given, str) for given in request.prompts):
+    given = (_given_ids(x, request.suffix, tokenizer, max_length) for x in request.prompts)
+    return [EncodedPrompt(ids) for ids in given]
+
+
+def _given_ids(
+    given: str | list[int], suffix: str, tokenizer: Tokenizer | None, max_length: int
+) -> list[int]:
+    """Return the ids of one prompt of completions; raises as `text_prompts` does."""
+    if isinstance(given, list) and not suffix:
+        return list(given)
+    if tokenizer is None:
         raise Problem(400, "this model ships no tokenizer; give token ids", param="prompt")
-    prompts = []
-    for given in request.prompts:
-        if isinstance(given, str):
-            assert tokenizer is not None
-            tokenizer.check_fits(given, max_length)
-            given = tokenizer.encode(given)
-        prompts.append(EncodedPrompt(list(given)))
-    return prompts
+    for text in (given, suffix):
+        if isinstance(text, str):
+            tokenizer.check_fits(text, max_length)
+    if suffix or isinstance(given, list):
+        return infill_ids(tokenizer, given, suffix)
+    return tokenizer.encode(given)
 
 
 def chat_prompt(
@@ -176,9 +187,12 @@ def _chat_prompt(
     for turn, part in zip(recalled, parts[1:], strict=True):
         ids += turn
         ids += tokenizer.encode(part, specials=False)
-    opened = thought is not None and text.rstrip().endswith(thought.opening.rstrip())
+    end = text.rstrip()
     return EncodedPrompt(
-        ids, opened, functools.partial(_lead_ids, marked, tokenizer, variables, text)
+        ids,
+        thought is not None and end.endswith(thought.opening.rstrip()),
+        thought is not None and not end.endswith(thought.closing.rstrip()),
+        functools.partial(_lead_ids, marked, tokenizer, variables, text),
     )
 
 

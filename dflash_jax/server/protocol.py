@@ -82,6 +82,7 @@ class GenerationRequest:
     Attributes:
       messages: the conversation as chat completions messages; None if `prompts` is given.
       prompts: texts or lists of token ids; each gets `n` outputs.
+      suffix: text after the outputs of `prompts`, for models that fill in the middle.
       tools: tool definitions as the chat template receives them.
       declared_tools: the same tools as calls are checked against them.
       options: arguments of `Engine.submit` that the client set.
@@ -108,6 +109,7 @@ class GenerationRequest:
     model: str | None
     messages: list[Message] | None = None
     prompts: list[str | list[int]] = dataclasses.field(default_factory=list)
+    suffix: str = ""
     tools: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     declared_tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = AUTO

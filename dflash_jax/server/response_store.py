@@ -3,6 +3,7 @@
 import json
 from typing import Any, NamedTuple
 
+from dflash_jax.server.conversation_store import ConversationStore
 from dflash_jax.server.protocol import Problem
 
 Item = dict[str, Any]
@@ -25,13 +26,40 @@ class ResponseStore:
     """Responses in memory; the oldest are dropped first.
 
     Args:
-      max_bytes: limit for all stored conversations, as JSON.
+      max_bytes: limit for all stored responses with their input, as JSON.
+
+    Attributes:
+      conversations: what `conversation` of a request refers to.
     """
 
     def __init__(self, max_bytes: int = 2**25):
         self._max_bytes, self._size = max_bytes, 0
         self._stored: dict[str, StoredResponse] = {}  # by response id
         self._response_of_item: dict[str, str] = {}  # response ids, by the ids of output items
+        self.conversations = ConversationStore()
+
+    def record(
+        self,
+        response: dict[str, Any],
+        given: list[Item],
+        *,
+        keep: bool = True,
+        conversation: str | None = None,
+        added: int = 0,
+    ) -> None:
+        """Store a finished response, and extend its conversation.
+
+        Args:
+          given: the input items, those of the conversation included.
+          keep: store the response itself.
+          conversation: id of the conversation to extend.
+          added: number of input items that were new in this request.
+        """
+        if conversation is not None:
+            new = given[len(given) - added :]
+            self.conversations.extend(conversation, [*new, *response["output"]])
+        if keep:
+            self.put(response, given)
 
     def put(self, response: dict[str, Any], given: list[Item]) -> None:
         """Store a response and its input items."""
@@ -73,11 +101,14 @@ class ResponseStore:
             )
         return stored
 
-    def resolve_input(self, previous: str | None, items: list[Item]) -> list[Item]:
-        """Return a request's input items with the previous conversation and references resolved.
+    def resolve_input(
+        self, previous: str | None, items: list[Item], conversation: str | None = None
+    ) -> list[Item]:
+        """Return a request's input items with everything before them, and references resolved.
 
         Args:
           previous: id of the response that the items follow.
+          conversation: id of the conversation that they follow.
 
         Raises:
           Problem: a response or item is not stored.
@@ -88,6 +119,8 @@ class ResponseStore:
                 param="previous_response_id", code="previous_response_not_found",
             )  # fmt: skip
         before = _from_json(self._stored[previous].conversation) if previous else []
+        if conversation is not None:
+            before = self.conversations.items(conversation)
         return before + [self._resolve(item, f"input[{at}]") for at, item in enumerate(items)]
 
     def _resolve(self, item: Item, where: str) -> Item:

@@ -10,8 +10,10 @@ from dflash_jax.server.fields import CommonFields, common_arguments
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.logprobs import chat_logprobs
 from dflash_jax.server.message_formats import messages_from_responses
+from dflash_jax.server.models import answer_name
 from dflash_jax.server.protocol import NO_LIMIT, GenerationRequest, Problem, decode, new_id
 from dflash_jax.server.reply import Reply, ReplyPart
+from dflash_jax.server.response_items import BEGINNINGS, call_item, message_item, reasoning_item
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.thinking import reasoning_options
 from dflash_jax.server.writer import sse_event
@@ -63,7 +65,7 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
     """
     store = store or ResponseStore()
     parsed, unknown = decode(body, ResponsesRequest)
-    for name in ("background", "prompt", "conversation"):
+    for name in ("background", "prompt"):
         if getattr(parsed, name):
             raise Problem(400, f"{name} is not supported here", param=name)
     if not parsed.input and isinstance(parsed.input, list):
@@ -71,7 +73,12 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
     items = parsed.input
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
-    items = store.resolve_input(parsed.previous_response_id, items)
+    added, conversation = len(items), _conversation(parsed)
+    items = store.resolve_input(parsed.previous_response_id, items, conversation)
+    keep = parsed.store is not False
+    record = functools.partial(
+        store.record, given=items, keep=keep, conversation=conversation, added=added
+    )
     text = parsed.text or {}
     common = common_arguments(parsed, unknown, text.get("format"), "text.format")
     warnings = list(common["warnings"])
@@ -105,9 +112,27 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
         max_tokens=parsed.max_output_tokens,
         logprobs=(parsed.top_logprobs or 0) if logprobs else None,
         echoed_fields=_echoed(parsed),
-        store=None if parsed.store is False else functools.partial(store.put, given=items),
+        store=record if keep or conversation else None,
         **common | {"warnings": tuple(warnings)},
     )
+
+
+def _conversation(parsed: ResponsesRequest) -> str | None:
+    """Return the id of the conversation that a request continues, if it names one."""
+    given = parsed.conversation
+    if isinstance(given, dict):
+        given = given.get("id", given)
+    if given is not None and not (given and isinstance(given, str)):
+        raise Problem(
+            400, f"conversation is {str(given)[:100]!r}; expected an id, or an object with one",
+            param="conversation",
+        )  # fmt: skip
+    if given and parsed.previous_response_id:
+        raise Problem(
+            400, "conversation and previous_response_id were given; give one of them",
+            param="conversation",
+        )  # fmt: skip
+    return given
 
 
 def _echoed(parsed: ResponsesRequest) -> dict[str, Any]:
@@ -119,6 +144,7 @@ def _echoed(parsed: ResponsesRequest) -> dict[str, Any]:
         max_output_tokens = None
     return {
         "background": False,
+        "conversation": {"id": id_} if (id_ := _conversation(parsed)) else None,
         "instructions": parsed.instructions,
         "max_output_tokens": max_output_tokens,
         "max_tool_calls": parsed.max_tool_calls,
@@ -156,12 +182,12 @@ class ResponsesWriter:
         items: list[dict[str, Any]] = []
         for part in reply.parts or [ReplyPart("content")]:
             if part.kind == "reasoning":
-                items.append(_reasoning(new_id("rs_"), part.text))
+                items.append(reasoning_item(new_id("rs_"), part.text))
             elif part.call is None:
-                items.append(_message(new_id("msg_"), part.text, self._new_logprobs()))
+                items.append(message_item(new_id("msg_"), part.text, self._new_logprobs()))
             else:
                 call = part.call
-                items.append(_call(new_id("fc_"), call.id, call.name, call.arguments))
+                items.append(call_item(new_id("fc_"), call.id, call.name, call.arguments))
         if reply.finish_reason == "length" and items[-1]["type"] != "function_call":
             items[-1]["status"] = "incomplete"
         return self._ended(items, reply)
@@ -269,15 +295,15 @@ class ResponsesWriter:
             status = "incomplete" if item["type"] == "function_call" else "completed"
         if item["type"] == "message":
             logprobs = self._logprobs + self._new_logprobs()
-            item = _message(item["id"], text, logprobs, status)
+            item = message_item(item["id"], text, logprobs, status)
             out = self._place("response.output_text.done", text=text, logprobs=logprobs)
             out += self._place("response.content_part.done", part=item["content"][0])
         elif item["type"] == "reasoning":
-            item = _reasoning(item["id"], text, status)
+            item = reasoning_item(item["id"], text, status)
             out = self._place("response.reasoning_text.done", text=text)
             out += self._place("response.content_part.done", part=item["content"][0])
         else:
-            item = _call(item["id"], item["call_id"], item["name"], text or "{}", status)
+            item = call_item(item["id"], item["call_id"], item["name"], text or "{}", status)
             place = {"item_id": item["id"], "output_index": len(self._items)}
             kind = "response.function_call_arguments.done"
             out = self._event(kind, **place, name=item["name"], arguments=text or "{}")
@@ -306,7 +332,7 @@ class ResponsesWriter:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "model": self.generation.model.name,
+            "model": answer_name(self.generation.model.name, request.model),
             "output": items,
             "temperature": request.options.get("temperature", temperature),
             "top_p": request.options.get("top_p", 1.0),
@@ -320,30 +346,3 @@ class ResponsesWriter:
             response["token_ids"] = reply.ids
             response["prompt_token_ids"] = self.generation.prompts[0].ids
         return response | statistics.requested_statistics(self.generation, self.id)
-
-
-def _message(
-    item_id: str, text: str, logprobs: list[dict[str, Any]], status: str = "completed"
-) -> dict[str, Any]:
-    head = {"id": item_id, "type": "message", "role": "assistant", "status": status}
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-    return head | {"content": [part]}
-
-
-def _reasoning(item_id: str, text: str, status: str = "completed") -> dict[str, Any]:
-    content = [{"type": "reasoning_text", "text": text}]
-    return {"id": item_id, "type": "reasoning", "summary": [], "content": content, "status": status}
-
-
-def _call(
-    item_id: str, call_id: str, name: str, arguments: str, status: str = "completed"
-) -> dict[str, Any]:
-    head = {"id": item_id, "type": "function_call", "call_id": call_id, "name": name}
-    return head | {"arguments": arguments, "status": status}
-
-
-BEGINNINGS: dict[str, tuple[Any, ...]] = {
-    "message": (_message, "msg_", "", []),
-    "reasoning": (_reasoning, "rs_", ""),
-    "function_call": (_call, "fc_", ""),
-}

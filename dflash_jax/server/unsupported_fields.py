@@ -1,4 +1,4 @@
-"""Fields of other servers that would change the output: refused instead of ignored."""
+"""Fields and paths of other servers that are refused by name instead of ignored."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -61,6 +61,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "xtc_probability": (0,),
 }
+MEDIA_FIELDS = ("audio", "modalities")
+MEDIA_PATHS = ("/v1/audio", "/v1/embeddings", "/v1/images", "/v1/realtime", "/v1/videos")
 ALTERNATIVES = {
     "ebnf": "guided_grammar, in Lark's notation",
     "function_call": "tool_choice",
@@ -78,6 +80,22 @@ ALTERNATIVES = {
 }
 
 
+def text_only(subject: str, param: str | None = None) -> Problem:
+    """Return the error of a request for images, audio, video or embeddings."""
+    text = f"{subject} is not supported: this server reads and writes text only"
+    return Problem(400, text, param=param, code="text_only")
+
+
+def check_path(path: str) -> None:
+    """Refuse paths of other servers that take or return something else than text.
+
+    Raises:
+      Problem: 400, the path is one of them.
+    """
+    if any(path == known or path.startswith(f"{known}/") for known in MEDIA_PATHS):
+        raise text_only(path)
+
+
 def check_unknown_fields(unknown: Mapping[str, Any]) -> tuple[str, ...]:
     """Return a warning for each unknown field.
 
@@ -86,6 +104,8 @@ def check_unknown_fields(unknown: Mapping[str, Any]) -> tuple[str, ...]:
     """
     for name, value in unknown.items():
         if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
+            if name in MEDIA_FIELDS:
+                raise text_only(name, name)
             instead = f"; use {ALTERNATIVES[name]}" if name in ALTERNATIVES else ""
             raise Problem(400, f"{name} is not supported here{instead}", param=name)
     return tuple(f"the unknown field {name!r} was ignored" for name in unknown)

@@ -10,6 +10,7 @@ from dflash_jax.engine.result import TokenLogprob
 from dflash_jax.server import statistics
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from dflash_jax.server.models import answer_name
 from dflash_jax.server.protocol import Api, Problem, new_id
 from dflash_jax.server.reply import Reply
 from dflash_jax.tokenizer import TextStream
@@ -80,7 +81,7 @@ class OpenAIWriter(abc.ABC):
         self._head = {
             "id": self.id,
             "created": int(time.time()),
-            "model": generation.model.name,
+            "model": answer_name(generation.model.name, generation.request.model),
             "system_fingerprint": generation.model.fingerprint,
         }
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from dflash_jax.tool_parsers.gemma4 import QUOTE
+from dflash_jax.tool_parsers.harmony import ASSISTANT, FINAL
 from dflash_jax.tool_parsers.syntax import Syntax
 from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice, kinds_of
 
@@ -72,23 +73,52 @@ def call_grammar(
 
     calls = " | ".join(_CALLS[syntax.name](tool, quote) for tool in allowed)
     more_than_one = parallel and syntax.name in ("hermes", "qwen_xml", "gemma4")
-    lines = [f"call: {calls}"]
     start = "call (/\\n/ call)*" if more_than_one else "call"
-    start = f"({start} | @answer)" if answer else start
-    if thought := syntax.thought:
-        body = f"TEXT {quote(thought.closing)} BLANK"
-        opened = body if thinking else f"({quote(thought.opening)} {body})?" if thoughts else ""
-        start = f"{opened} {start}"
-        lines += THOUGHT
-    return "\n".join([f"start: {start}", *lines, *_rules(syntax, quote)])
+    start = f"({start} | {_answer(syntax, quote)})" if answer else start
+    opened, thought = _thought(syntax, quote, thinking=thinking, thoughts=thoughts)
+    lines = [f"start: {opened} {start}", f"call: {calls}", *thought, *_rules(syntax, quote)]
+    return "\n".join(lines)
+
+
+def answer_grammar(
+    syntax: Syntax, specials: Collection[str], *, thinking: bool = False, thoughts: bool = True
+) -> str:
+    """Return a Lark grammar of the rule `answer` after optional reasoning.
+
+    Args:
+      specials: texts of the tokenizer's special tokens.
+      thinking: the prompt ends inside reasoning, which has to be closed first.
+      thoughts: the output may start with reasoning.
+    """
+
+    def quote(text: str) -> str:
+        return _terminals(text, specials)
+
+    opened, rules = _thought(syntax, quote, thinking=thinking, thoughts=thoughts)
+    return "\n".join([f"start: {opened} {_answer(syntax, quote)}", *rules])
+
+
+def _answer(syntax: Syntax, quote: Quote) -> str:
+    """Return the rule `answer` with the markup that the family writes before answers."""
+    return f"{quote(FINAL)} @answer" if syntax.name == "harmony" else "@answer"
+
+
+def _thought(
+    syntax: Syntax, quote: Quote, *, thinking: bool, thoughts: bool
+) -> tuple[str, list[str]]:
+    """Return the start of an output that may be reasoning, and the rules that it refers to."""
+    if syntax.thought is None or not (thinking or thoughts):
+        return "", THOUGHT if syntax.thought else []
+    opening, closing = quote(syntax.thought.opening), quote(syntax.thought.closing)
+    after = quote(ASSISTANT) if syntax.name == "harmony" else "BLANK"
+    if closing.startswith('"'):  # no token of its own: reasoning ends with the first such text
+        rules, body = [f"thought[suffix={closing}]: /(.|\\n)*/"], f"thought {after}"
+    else:
+        rules, body = [], f"TEXT {closing} {after}"
+    return body if thinking else f"({opening} {body})?", [*rules, *THOUGHT]
 
 
 THOUGHT = [r"TEXT: /(.|\n)*/", r"BLANK: /\n*/"]
-
-
-def after_thought_grammar(closing: str, specials: Collection[str]) -> str:
-    """Return a Lark grammar of reasoning up to `closing`, followed by the rule `answer`."""
-    return "\n".join([f"start: TEXT {_terminals(closing, specials)} BLANK @answer", *THOUGHT])
 
 
 def _terminals(text: str, specials: Collection[str]) -> str:

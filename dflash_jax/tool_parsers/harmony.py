@@ -14,9 +14,10 @@ from typing import Any
 
 from dflash_jax.tool_parsers.syntax import Syntax, Thought, as_json
 
-_CALL = "<|start|>assistant<|channel|>commentary to=functions."
+ASSISTANT = "<|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+_CALL = f"{ASSISTANT}<|channel|>commentary to=functions."
 _ARGUMENTS = " <|constrain|>json<|message|>"
-_ANSWER = "<|start|>assistant<|channel|>final<|message|>"
 
 
 def _begin(name: str, parameter: str | None) -> str:
@@ -29,7 +30,7 @@ def _render(name: str, arguments: Mapping[str, Any]) -> str:
 
 HARMONY = Syntax(
     name="harmony",
-    thought=Thought("<|channel|>analysis<|message|>", "<|end|>", "<|end|>" + _ANSWER),
+    thought=Thought("<|channel|>analysis<|message|>", "<|end|>", f"<|end|>{ASSISTANT}{FINAL}"),
     opens=(" to=functions.",),
     closes=("<|call|>",),
     opening=f"<|end|>{_CALL}",

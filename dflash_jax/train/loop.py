@@ -21,7 +21,7 @@ import numpy as np
 
 from dflash_jax.errors import ComputeError
 from dflash_jax.train import saved
-from dflash_jax.train.progress import time_left
+from dflash_jax.utils.progress import time_left
 
 State = TypeVar("State")
 Metrics = dict[str, jax.Array]

@@ -4,15 +4,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from dflash_jax.utils.progress import time_left
+
 EVERY = 10.0  # seconds between two lines
-
-
-def time_left(seconds: float) -> str:
-    """Return a duration as "40 s left", "12 min left" or "3 h 20 min left"."""
-    if seconds < 90:
-        return f"{seconds:.0f} s left"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min left" if minutes >= 90 else f"{minutes} min left"
 
 
 class StageProgress:

@@ -62,6 +62,13 @@ def test_flags_that_documents_name_exist() -> None:
     assert not flags - known
 
 
+def test_every_page_has_its_place_on_the_site() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"^ +- [\w ]+: ([\w/]+\.md)$", text, re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert {path.name for path in PAGES} == {name for name in listed if "/" not in name}
+
+
 def test_readme_is_short() -> None:
     assert DOCUMENTS["README.md"].count("\n") < 150
 

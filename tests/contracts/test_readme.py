@@ -173,7 +173,7 @@ def check_command(program: str, *words: str) -> None:
 def test_commands_in_running_text_parse(page: str) -> None:
     for command in INLINE[page]:
         words = shlex.split(command)
-        if words[1:] == ["--help"] or len(words) == 1:
+        if words[1:] in (["--help"], ["--help-all"]) or len(words) == 1:
             with pytest.raises(SystemExit) as ended:
                 parser().parse_args([words[0], "--help"])
             assert ended.value.code == 0

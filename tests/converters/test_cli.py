@@ -554,6 +554,7 @@ def test_converters_import_nothing_that_computes():
         "dflash_jax.quant.layouts",
         "dflash_jax.utils.command",
         "dflash_jax.utils.atomic",
+        "dflash_jax.utils.progress",
     )
     inside += ("dflash_jax.utils.deprecation", "dflash_jax.utils.smollm2", "dflash_jax.converters")
     for path in (ROOT / "converters").rglob("*.py"):

@@ -93,6 +93,22 @@ def test_what_the_library_depends_on_names_it(
     assert len(list((tmp_path / "made").iterdir())) == 3
 
 
+def test_without_a_compiler_a_library_that_is_there_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container, whose image was built with one."""
+    monkeypatch.setenv("CXX", script(tmp_path / "cxx", "exit 0"))
+    monkeypatch.setenv(native.ENVIRONMENT, str(tmp_path / "made"))
+    made = native.build(shown=False)
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: None)
+    assert native.build(shown=False) == made
+    monkeypatch.setattr(native, "processor", lambda: "another")
+    with pytest.raises(NativeError, match=r"no C\+\+ compiler"):
+        native.build(shown=False)
+
+
 @needs_compiler
 def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
     """Compiled without optimisation, to be quick."""
@@ -102,7 +118,7 @@ def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
         "from dflash_jax.native.build import library\n"
         "print(library().path)"
     )
-    variables = os.environ | {native.ENVIRONMENT: str(tmp_path / "made")}
+    variables = os.environ | {native.ENVIRONMENT: str(tmp_path / "made"), "DFLASH_PROGRESS": "on"}
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     running = [
         subprocess.Popen([sys.executable, "-c", code], env=variables, **options) for _ in range(2)

@@ -606,7 +606,7 @@ def test_every_answer_has_an_id_in_its_headers_and_errors_in_their_bodies(live: 
     body: Any = lost.value.body
     assert body["request_id"] == lost.value.request_id is not None
     with pytest.raises(openai.NotFoundError) as missing:
-        live.openai.embeddings.create(model="tiny", input="a")
+        live.openai.fine_tuning.jobs.list()
     assert missing.value.request_id is not None
 
 

@@ -205,7 +205,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (
         responses,
         {"input": [*HELLO, {"type": "function_call_output", "output": [{"type": "image"}]}]},
-        "input[1].output",
+        "input[1].output[0]",
     ),
     (
         responses,
@@ -218,7 +218,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (chat, {"messages": []}, "messages"),
     (chat, {"recovery": "sometimes"}, "recovery"),
     (messages, {"tools": [{"name": "a"}, {"type": "bash_20250124", "name": "b"}]}, "tools[1].type"),
-    (messages, {"system": [{"type": "image"}]}, "system"),
+    (messages, {"system": [{"type": "image"}]}, "system[0]"),
     (messages, {"tool_choice": {"type": "some"}}, "tool_choice.type"),
     (
         messages,

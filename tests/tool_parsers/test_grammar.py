@@ -10,7 +10,7 @@ from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES
 from dflash_jax.tool_parsers.events import ToolCallDelta
-from dflash_jax.tool_parsers.grammar import after_thought_grammar, call_grammar
+from dflash_jax.tool_parsers.grammar import answer_grammar, call_grammar
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice
 
@@ -129,7 +129,14 @@ def test_a_structure_may_stand_behind_a_thought_or_beside_calls(
             grammar.accept([2040])
         return grammar
 
-    behind = after_thought_grammar("</think>", SPECIALS)
+    behind = answer_grammar(SYNTAXES["hermes"], SPECIALS, thinking=True)
+    first = answer_grammar(SYNTAXES["hermes"], SPECIALS)
+    for whole in (text, f"<think>Hm {text}.</think>\n\n{text}", f"<think></think>{text}"):
+        assert not said(whole, first).error
+    assert said(f"<think>{text}", first).error
+    never = answer_grammar(SYNTAXES["hermes"], SPECIALS, thoughts=False)
+    assert not said(text, never).error
+    assert said(f"<think></think>{text}", never).error
     assert not said(f"Hm {text} hm.\n</think>\n\n{text}", behind).error
     assert said("Hm.\n</think>\n\nSo.", behind).error
     assert said(text, behind).error
@@ -198,3 +205,37 @@ def said(family: str, arguments: dict) -> str:
     text = SYNTAXES[family].render("read", arguments)
     ends = ("<|start|>assistant", "<|call|>") if family == "harmony" else ("", "")
     return text.removeprefix(ends[0]).removesuffix(ends[1])
+
+
+def test_tags_of_several_tokens_end_reasoning_too(tokenizer: Tokenizer) -> None:
+    """With a greedy pattern, reasoning could never end."""
+    spelled = [text for text in SPECIALS if "think" not in text]
+    grammar = answer_grammar(SYNTAXES["hermes"], spelled).replace("@answer", '"yes"')
+    known = llguidance.LLTokenizer(tokenizer.core.to_str(), eos_token=[2040])
+    for text, fits in (
+        ("<think>Hm </b> </think>\n\nyes", True),
+        ("yes", True),
+        ("<think></think>yes", True),
+        ("<think>Hm.</think>no", False),
+        ("<think>yes", False),
+    ):
+        source = llguidance.LLMatcher.grammar_from_lark(grammar)
+        matcher = llguidance.LLMatcher(known, source, log_level=0)
+        ids = [i for character in text for i in tokenizer.encode(character, specials=False)]
+        walked = matcher.try_consume_tokens(ids) == len(ids)
+        assert (walked and matcher.is_accepting()) == fits, text
+
+
+def test_answers_of_harmony_are_in_the_final_channel(tokenizer: Tokenizer) -> None:
+    harmony = SYNTAXES["harmony"]
+    grammar = answer_grammar(harmony, SPECIALS).replace("@answer", '"yes"')
+    final = "<|channel|>final<|message|>yes"
+    assert matches(tokenizer, grammar, final)
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    assert matches(tokenizer, grammar, thought + final)
+    assert not matches(tokenizer, grammar, "yes")
+    call = harmony.render("stop", {}).removeprefix("<|start|>assistant").removesuffix("<|call|>")
+    either = call_grammar(harmony, TOOLS, ToolChoice("auto"), SPECIALS, answer=True)
+    either = either.replace("@answer", '"yes"')
+    for whole in (call, thought + call, final):
+        assert matches(tokenizer, either, whole)

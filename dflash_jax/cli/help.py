@@ -1,0 +1,95 @@
+"""Help of commands: `--help` shows the options that most users need, `--help-all` every one."""
+
+import argparse
+import contextlib
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from dflash_jax.cli.terminal import FEWEST
+from dflash_jax.plan import FIELDS
+
+
+def _rare_model_options(*usual: str) -> tuple[str, ...]:
+    """Return the options of models and plans without the usual ones."""
+    others = ("layer_ids", "lora", "tokenizer", "target_device", "drafter_device")
+    shown = {"max_length", "weights", *usual}
+    return tuple(name for name in (*FIELDS, *others) if name not in shown)
+
+
+# By command, the attributes set by options that only `--help-all` shows.
+HIDDEN = {
+    "generate": (
+        *("prompt_ids", "raw", "top_p", "top_k", "seed", "stop", "ignore_eos", "json"),
+        *_rare_model_options(),
+    ),
+    "chat": ("top_p", "top_k", "seed", *_rare_model_options()),
+    "serve": (
+        *("queue", "timeout", "drain", "max_body", "max_tokens", "temperature", "recovery"),
+        *("allowed_host", "cors", "metrics", "quiet", "warm", "compile_wait", "grammar_timeout"),
+        *_rare_model_options("rows"),
+    ),
+    "explain": ("params", "stablehlo", "hlo", *_rare_model_options("rows", "dtype")),
+    "bench": ("temperature", "seed", "repeats", "name", "out", *_rare_model_options("rows")),
+    "verify": ("prompt_ids", "raw", "system", *_rare_model_options()),
+    "replay": _rare_model_options(),
+}
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The parser of a command. Its `--help` leaves out the options of `hide`."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self._hidden: frozenset[str] = frozenset()
+
+    def hide(self, names: Iterable[str]) -> None:
+        """Show options in the output of `--help-all` only, which is added.
+
+        Args:
+          names: attributes that the options set; names of other commands' options are ignored.
+        """
+        self._hidden = frozenset(names)
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show every option and exit")
+
+    def format_help(self) -> str:
+        """Return the help with the usual options."""
+        with _suppressed(self._left_out()) as count:
+            text = super().format_help()
+        note = f"{count} more options: {self.prog} --help-all, and docs/plan.md"
+        width = shutil.get_terminal_size().columns - 2  # as argparse does
+        return f"{text}\n{textwrap.fill(note, max(width, FEWEST))}\n" if count else text
+
+    def format_usage(self) -> str:
+        """Return the usage with the usual options."""
+        with _suppressed(self._left_out()):
+            return super().format_usage()
+
+    def format_help_all(self) -> str:
+        """Return the help with every option."""
+        return super().format_help()
+
+    def _left_out(self) -> list[argparse.Action]:
+        return [x for x in self._actions if x.dest in self._hidden and x.help != argparse.SUPPRESS]
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help with every option, and exits."""
+
+    def __call__(self, parser: Any, *unused: Any, **more: Any) -> None:
+        print(parser.format_help_all(), end="")
+        parser.exit()
+
+
+@contextlib.contextmanager
+def _suppressed(actions: list[argparse.Action]) -> Iterator[int]:
+    """Leave actions out of help texts while the block runs; yields their number."""
+    texts = [action.help for action in actions]
+    for action in actions:
+        action.help = argparse.SUPPRESS
+    try:
+        yield len(actions)
+    finally:
+        for action, text in zip(actions, texts, strict=True):
+            action.help = text

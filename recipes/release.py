@@ -1,0 +1,153 @@
+"""Check a release: `python -m recipes.release [--tag v0.1.0]`. Nothing is published.
+
+One rule for versions: the first heading of CHANGELOG.md is `[Unreleased]` or the version in
+dflash_jax/version.py, and versions descend. A tag needs the second.
+"""
+
+import argparse
+import datetime
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import venv
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from dflash_jax.errors import DFlashError
+from dflash_jax.version import __version__
+
+ROOT = Path(__file__).parents[1]
+DIST = ROOT / "dist"
+HEADING = re.compile(r"^## (?:\[(Unreleased)\]|\[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d))$")
+
+
+class ReleaseError(DFlashError):
+    """The repository is not what a release needs."""
+
+
+def check_versions(changelog: str, version: str, tag: str | None = None) -> None:
+    """Check that the changelog, the package and a tag name the same version.
+
+    Args:
+      changelog: text of CHANGELOG.md.
+      version: of the package.
+      tag: of the release, "v" and the version; None if there is none yet.
+
+    Raises:
+      ReleaseError: they disagree, or a heading is not understood.
+    """
+    lines = [line for line in changelog.splitlines() if line.startswith("## ")]
+    found = [HEADING.match(line) for line in lines]
+    if wrong := [line for line, match in zip(lines, found, strict=True) if not match]:
+        expected = "## [Unreleased] or ## [1.2.3] - 2026-01-31"
+        raise ReleaseError(f"CHANGELOG.md has the heading {wrong[0]!r}; expected {expected}")
+    headings = [match for match in found if match]
+    if not headings:
+        raise ReleaseError("CHANGELOG.md has no heading of a version")
+    if any(match[1] for match in headings[1:]):
+        raise ReleaseError("[Unreleased] is not the first heading of CHANGELOG.md")
+    released = [match for match in headings if match[2]]
+    numbers = [_numbers(match[2]) for match in released]
+    dates = [datetime.date.fromisoformat(match[3]) for match in released]
+    if numbers != sorted(set(numbers), reverse=True) or dates != sorted(dates, reverse=True):
+        raise ReleaseError("the versions of CHANGELOG.md do not descend")
+    newest = released[0][2] if released else None
+    if (headings[0][2] and version != newest) or (newest and _numbers(version) < numbers[0]):
+        raise ReleaseError(
+            f"the package has version {version}, and CHANGELOG.md begins with {newest}; change"
+            " dflash_jax/version.py, or put [Unreleased] above"
+        )
+    if tag is not None and (tag != f"v{version}" or newest != version or headings[0][1]):
+        raise ReleaseError(
+            f"the tag {tag} is not v{version} with [{version}] as the first heading of"
+            " CHANGELOG.md; change the tag, the version or the heading"
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def build() -> tuple[Path, Path]:
+    """Build the source archive, and from it the wheel; return both.
+
+    Raises:
+      ReleaseError: the wheel is not that of the checkout.
+    """
+    shutil.rmtree(DIST, ignore_errors=True)
+    _run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", DIST)
+    [archive] = DIST.glob("*.tar.gz")
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.unpack_archive(archive, folder, filter="data")
+        [source] = Path(folder).iterdir()
+        _run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", DIST, cwd=source)
+    [wheel] = DIST.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        names = {name for name in file.namelist() if name.startswith("dflash_jax/")}
+    package = ROOT / "dflash_jax"
+    files = {
+        f"dflash_jax/{path.relative_to(package).as_posix()}"
+        for folder in (package, package / "converters")  # a link, which rglob does not follow
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    if missing := sorted(files - names):
+        raise ReleaseError(f"{wheel.name} lacks {', '.join(missing[:5])}")
+    if "dflash_jax/py.typed" not in names:
+        raise ReleaseError(f"{wheel.name} lacks py.typed")
+    return archive, wheel
+
+
+def try_wheel(wheel: Path) -> None:
+    """Install a wheel into a clean environment, and generate text outside the checkout.
+
+    Raises:
+      ReleaseError: the command of the wheel has another version or writes nothing.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(Path(folder) / "venv", with_pip=True)
+        binaries = Path(folder) / "venv" / "bin"
+        _run(binaries / "python", "-m", "pip", "install", wheel, cwd=folder)
+        command = binaries / "dflash-jax"
+        version = _run(command, "--version", cwd=folder, capture=True)
+        if version.split() != ["dflash-jax", __version__]:
+            raise ReleaseError(f"the command of the wheel has version {version!r}")
+        text = _run(command, "generate", "Hello", "--max-tokens", "16", cwd=folder, capture=True)
+        if not text.strip():
+            raise ReleaseError("the command of the wheel generated no text")
+        print(text)
+
+
+def _run(*command: str | Path, cwd: str | Path = ROOT, capture: bool = False) -> str:
+    """Run a command that does not see the checkout; return its output if `capture`."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    output = subprocess.PIPE if capture else None
+    done = subprocess.run(command, cwd=cwd, env=environment, stdout=output, text=True, check=False)
+    if done.returncode:
+        raise ReleaseError(f"{' '.join(map(str, command))} ended with {done.returncode}")
+    return done.stdout or ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check the versions, build both files, try the wheel, and run the packaging tests."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.release", description=main.__doc__)
+    parser.add_argument("--tag", help="tag of the release, such as v0.1.0")
+    tag = parser.parse_args(arguments).tag or None
+    try:
+        check_versions((ROOT / "CHANGELOG.md").read_text("utf-8"), __version__, tag)
+        archive, wheel = build()
+        try_wheel(wheel)
+        _run(sys.executable, "-m", "pytest", "-n", "0", "tests/test_packaging.py")
+    except ReleaseError as error:
+        print(f"release: {error}", file=sys.stderr)
+        return 1
+    print(f"{archive.name} and {wheel.name} are in {DIST}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
