@@ -123,6 +123,10 @@ def add_plan_options(group: Any, names: Iterable[str]) -> None:
                 flag, dest=name, action="store_false", help=f"disable this default: {info.help}"
             )
             continue
+        if default is False:
+            switch = argparse.BooleanOptionalAction
+            group.add_argument(flag, action=switch, default=default, help=info.help)
+            continue
         if name == "devices":
             for role in ("target", "drafter"):
                 text = f"{info.help}; for the {role} (default: 0)"

@@ -104,6 +104,7 @@ class Explanation:
             + f"  {'exact' if p.exact else 'inexact'}"
             f"  lookahead {p.lookahead}  steps per call {p.steps_per_call}"
             + (f"  min survival {p.min_survival:g}" * (p.min_survival > 0))
+            + "  reports drafts" * p.report_drafts
         )
         yield f"memory   {self.budget}"
         yield (
