@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dflash_jax.engine.handle import RequestHandle, Stream
     from dflash_jax.engine.recovery import Recovery
     from dflash_jax.engine.request import CancelCell
-    from dflash_jax.engine.result import Piece, Result, Stats
+    from dflash_jax.engine.result import Piece, Result, RoundTrace, Stats
     from dflash_jax.engine.sampling_params import SamplingParams
     from dflash_jax.errors import (
         CheckpointError,
@@ -46,6 +46,7 @@ __all__ = [
     "RequestError",
     "RequestHandle",
     "Result",
+    "RoundTrace",
     "SamplingParams",
     "Stats",
     "Stream",
@@ -62,7 +63,7 @@ _MODULES = {
     "engine.handle": ("RequestHandle", "Stream"),
     "engine.recovery": ("Recovery",),
     "engine.request": ("CancelCell",),
-    "engine.result": ("Piece", "Result", "Stats"),
+    "engine.result": ("Piece", "Result", "RoundTrace", "Stats"),
     "engine.sampling_params": ("SamplingParams",),
     "errors": (
         "CheckpointError",

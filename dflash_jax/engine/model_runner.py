@@ -50,12 +50,16 @@ class InFlightStep:
     dispatched: float  # when, by `time.perf_counter`
     outputs: tuple[Output, ...]  # of each call
 
-    def results(self) -> Iterator[dict[int, RowStep]]:
-        """Wait for outputs that are still wanted; yield the results of each step, by row."""
+    def results(self) -> Iterator[tuple[int, dict[int, RowStep]]]:
+        """Wait for outputs that are still wanted; yield the results of each step, by row.
+
+        They come with the number of steps of the call that were not yielded before.
+        """
         for first, rows, output in self.outputs:
             if any(map(self.work.waits, rows)):
-                for step in read_output(output):
-                    yield {row: step[row - first] for row in rows}
+                steps = read_output(output)
+                for at, step in enumerate(steps):
+                    yield len(steps) - at, {row: step[row - first] for row in rows}
 
     def output_of(self, row: int) -> tuple[StepOutput, int]:
         """Return the output that holds a row's results, and the row's place in it."""

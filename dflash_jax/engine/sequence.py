@@ -36,6 +36,17 @@ class RowSettings(NamedTuple):
     opening: int
 
 
+class StepDetails(NamedTuple):
+    """What is reported about a step besides the event that it is to the state machine."""
+
+    logprobs: Seq[TokenLogprob] = ()  # of its tokens, where the request asks for them
+    drafts: tuple[int, ...] = ()  # that were verified, if the plan reports them
+    share: int = 1  # number of steps of its call that end now, this one included
+
+
+NO_DETAILS = StepDetails()
+
+
 class Sequence:
     """One request in the engine.
 
@@ -136,22 +147,20 @@ class Sequence:
     # -- events -------------------------------------------------------------------------------
 
     def process(
-        self, event: controller.Prefilled | controller.Stepped, logprobs: Seq[TokenLogprob] = ()
+        self, event: controller.Prefilled | controller.Stepped, details: StepDetails = NO_DETAILS
     ) -> controller.Effects:
         """Process a step's result, unless the caller cancelled; a failure outranks that."""
-        return self.abandon() if event.finite and self.cancel else self.take(event, logprobs)
+        return self.abandon() if event.finite and self.cancel else self.take(event, details)
 
     def abandon(self) -> controller.Effects:
         """End the request because its caller cancelled it, and count the reason."""
         self.stats.recovery[f"cancelled_{self.cancel.reason}"] += 1
         return self.take(controller.Cancelled())
 
-    def take(self, event: controller.Event, logprobs: Seq[TokenLogprob] = ()) -> controller.Effects:
-        """Advance the state machine by an event; return the effects that concern the device.
-
-        Args:
-          logprobs: of the step's tokens, where the request asks for them.
-        """
+    def take(
+        self, event: controller.Event, details: StepDetails = NO_DETAILS
+    ) -> controller.Effects:
+        """Advance the state machine by an event; return the effects that concern the device."""
         now = time.perf_counter()
         if isinstance(event, controller.Prefilled):
             self.stats.prefill_s += now - self._started
@@ -161,7 +170,12 @@ class Sequence:
         self.state, effects = controller.advance(self.state, event, self.policy)
         if self.request.params.logprobs is not None:
             new, probes = self.state.ids[before - effects.retract :], bool(self.state.probe)
-            self.output.add_logprobs(new, logprobs, retracted=effects.retract, probes=probes)
+            given = {"retracted": effects.retract, "probes": probes}
+            self.output.add_logprobs(new, details.logprobs, **given)
+        if self.output.trace:
+            new, times = self.state.ids[before - effects.retract :], (self._started, now)
+            facts = {"retracted": effects.retract, "drafts": details.drafts}
+            self.output.trace.record(event, new, **facts, times=times, share=details.share)
         self.settings = self._settings()
         if effects.fallback:
             self.stats.fallbacks[effects.fallback] += 1
@@ -294,4 +308,6 @@ class Sequence:
         output, params = self.output, self.request.params
         logprobs = None if params.logprobs is None else output.logprobs
         prompt = None if params.prompt_logprobs is None else self.prompt_logprobs
-        return Result(output.ids, output.text, self.finish.value, self.stats, logprobs, prompt)
+        trace = tuple(traced for piece in output.pieces for traced in piece.trace)
+        texts = output.text, self.finish.value, self.stats, logprobs, prompt
+        return Result(output.ids, *texts, trace)
