@@ -34,7 +34,7 @@ def add_command(commands: Any) -> None:
     _request_options(server)
     _compilation_and_cache_options(server)
     model_options(command)
-    command.set_defaults(prefix_cache=PREFIX_CACHE)
+    command.set_defaults(prefix_cache=PREFIX_CACHE, report_drafts=None)
 
 
 def _listening_options(server: Any) -> None:
@@ -155,6 +155,7 @@ def check(options: argparse.Namespace) -> None:
     Raises:
       RequestError: a value is wrong.
     """
+    options.report_drafts = _reports_drafts(options)
     check_values(options)
     if options.queue < 1 or not 0 <= options.port < 2**16:
         raise RequestError("--queue has to be at least 1 and --port from 0 to 65535")
@@ -175,6 +176,11 @@ def check(options: argparse.Namespace) -> None:
 
     options.allowed_host = [access.allowed_host(text) for text in options.allowed_host]
     options.cors = [access.cors_origin(text) for text in options.cors]
+
+
+def _reports_drafts(options: argparse.Namespace) -> bool:
+    """Return whether steps report their drafts: by default, for clients that show them."""
+    return options.report_drafts is not False
 
 
 def run(options: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ from dflash_jax.bench.prompts import read_prompts
 from dflash_jax.bench.runs import OverHttp, RequestSettings
 from dflash_jax.cli import chat, main, parser, serve
 from dflash_jax.cli.bench import report
+from dflash_jax.cli.options import chosen_plan
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.handle import Stream
 from dflash_jax.engine.recovery import OFF, Recovery
@@ -140,6 +141,18 @@ def test_serve_refuses_what_it_cannot_do(run: Run, tmp_path: Path) -> None:
         assert code == 1, arguments
         assert out == ""
         assert "Error" in err
+
+
+def test_serve_reports_drafts_unless_told_otherwise() -> None:
+    for flags, reported in (
+        ([], True),
+        (["--report-drafts"], True),
+        (["--no-report-drafts"], False),
+    ):
+        options = parser().parse_args(["serve", *flags])
+        options.check(options)
+        assert chosen_plan(options).report_drafts is reported
+    assert not chosen_plan(parser().parse_args(["generate", "Hello"])).report_drafts
 
 
 def test_serve_sets_the_time_that_a_grammar_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
