@@ -25,12 +25,13 @@ MARKS = {"drafted": "+", "target": "", "forced": "!", "rejected": "-"}
 ANSI = {"drafted": "32", "target": "36", "forced": "33", "rejected": "2;9"}
 _STYLE = """<style>
 .dflash-trace { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.6; }
+.dflash-trace small { font-family: monospace; opacity: 0.7; }
 .dflash-trace span, .dflash-trace del { border-radius: 3px; }
 .dflash-drafted { background: rgba(46, 160, 67, 0.28); }
 .dflash-target { border-bottom: 2px solid rgba(56, 139, 253, 0.9); }
 .dflash-forced { background: rgba(210, 153, 34, 0.38); }
 .dflash-rejected { background: rgba(248, 81, 73, 0.2); opacity: 0.8; }
-.dflash-table td, .dflash-table th { text-align: left; vertical-align: top; }
+.dflash-table td, .dflash-table th { text-align: left; vertical-align: top; padding-right: 1em; }
 .dflash-table td { white-space: pre-wrap; overflow-wrap: anywhere; }
 </style>"""
 
@@ -142,18 +143,22 @@ def _mark(source: str, text: str, *, colours: bool) -> str:
 
 
 def _round_html(traced: "RoundTrace", *, by_round: bool) -> str:
-    elements = "".join(map(_element, runs(traced)))
+    elements = "".join(_element(run, inline=by_round) for run in runs(traced))
     if not by_round:
         return elements
     drafts = f"{traced.accepted}/{traced.proposed}" if traced.proposed else "plain"
-    return f"<small>{drafts:>7}  {traced.seconds * 1e3:7.1f} ms  </small>{elements}"
+    return f"<small>{drafts:>5} {traced.seconds * 1e3:7.1f} ms  </small>{elements}"
 
 
-def _element(run: Run) -> str:
-    """Return the HTML element of a run, with its ids as a tooltip."""
+def _element(run: Run, *, inline: bool = False) -> str:
+    """Return the HTML element of a run, with its ids as a tooltip.
+
+    Args:
+      inline: show line breaks as a sign, as always in rejected drafts.
+    """
     rejected = run.source == "rejected"
     tag, text = ("del" if rejected else "span"), "".join(run.texts)
-    if rejected:
+    if rejected or inline:
         text = text.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}")
     title = escape(f"{NAMES[run.source]} {' '.join(map(str, run.ids))}".strip())
     return f'<{tag} class="dflash-{run.source}" title="{title}">{escape(text)}</{tag}>'

@@ -191,6 +191,36 @@ def test_generate_without_drafting_prints_the_same_tokens(
     assert run("generate", *asked, "--quiet", "--steps-per-call", 2) == (0, tokens + "\n", "")
 
 
+def test_generate_marks_drafts_if_asked_to(run: Run, asked: list[object], said: list[int]) -> None:
+    code, out, err = run("generate", *asked, "--show-drafts")
+    assert code == 0
+    tokens, legend = out.splitlines()
+    assert "[-" in tokens
+    kept = re.sub(r"\[-[^]]*\]", "", tokens)
+    assert [int(i) for i in re.sub(r"[][+!]", " ", kept).split()] == said
+    assert legend.startswith("[+accepted draft], target's own token")
+    assert "acceptance length" in legend
+    assert err.startswith("[20 tokens (length) | ")
+    code, _, err = run("generate", *asked, "--show-drafts", "--compare")
+    assert code == 1
+    assert "drop it or --show-drafts" in err
+
+
+def test_colours_are_for_terminals_unless_they_are_turned_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert not terminal.has_colours()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert terminal.has_colours()
+    monkeypatch.setenv("TERM", "dumb")
+    assert not terminal.has_colours()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not terminal.has_colours()
+
+
 @pytest.mark.parametrize("width", [80, 40, 20])
 def test_statistics_fit_the_terminal_whatever_the_block(
     width: int, monkeypatch: pytest.MonkeyPatch

@@ -185,6 +185,20 @@ def conversation_plan(options: argparse.Namespace, pair: Any) -> Any:
     return dataclasses.replace(plan, max_length=length)
 
 
+def add_show_drafts(group: Any) -> None:
+    """Add `--show-drafts`; commands with it call `report_shown_drafts`."""
+    group.add_argument(
+        "--show-drafts",
+        action="store_true",
+        help="mark accepted drafts, the target's own tokens and rejected drafts",
+    )
+
+
+def report_shown_drafts(options: argparse.Namespace) -> None:
+    """Let the plan report drafts if they are to be shown."""
+    options.report_drafts |= options.show_drafts
+
+
 def chosen_drafter(options: argparse.Namespace) -> str | None:
     """Return the source of the drafter, or None for no drafter."""
     return None if options.drafter == "none" else options.drafter

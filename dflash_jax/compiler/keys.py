@@ -37,6 +37,12 @@ class Variant(enum.StrEnum):
 # Variants that prefill and decode steps exist in. Each also serves the requests of those before it.
 STEP_VARIANTS = (Variant.GREEDY, Variant.SAMPLED, Variant.PENALIZED, Variant.CONSTRAINED)
 LOGITS_VARIANTS = (Variant.PENALIZED, Variant.CONSTRAINED)  # steps that carry a logits state
+WARM = {  # kinds of requests that `Engine.warm_up` knows
+    "sampled": Variant.SAMPLED,
+    "penalized": Variant.PENALIZED,
+    "constrained": Variant.CONSTRAINED,
+    "recovery": Variant.FORCED_TOKENS,
+}
 _NEEDED_BY = {
     Step.FORCED_TOKENS: (Variant.FORCED_TOKENS,),
     Step.REPLACE_ANCHOR: (Variant.FORCED_TOKENS,),

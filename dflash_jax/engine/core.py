@@ -96,10 +96,10 @@ class EngineCore:
     def _process(self, step: InFlightStep) -> None:
         """Wait for the oldest step, and process its results."""
         count = 0
-        for left, results in step.results():
+        for read, results in step.results():
             count += 1
             with self._lock:
-                updates = self._processor.process(step, results, left)
+                updates = self._processor.process(step, results, read)
                 self._apply(updates)
         if not step.work.prefill:
             self.scheduler.pacer.record(count, step.dispatched)

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
 from dflash_jax.compiler.build import WORKERS, CompiledPrograms, Executable
-from dflash_jax.compiler.keys import ProgramKey, Variant
+from dflash_jax.compiler.explain import Explanation, explain_here
+from dflash_jax.compiler.keys import WARM, ProgramKey, Variant
 from dflash_jax.compiler.resolve import resolve_here
 from dflash_jax.compiler.settings import untraced
 from dflash_jax.config import DrafterConfig, TargetConfig
@@ -32,13 +33,6 @@ from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils import forking
 from dflash_jax.utils.deprecation import current_kinds
 from dflash_jax.utils.progress import announced
-
-WARM = {  # kinds of requests that `Engine.warm_up` knows
-    "sampled": Variant.SAMPLED,
-    "penalized": Variant.PENALIZED,
-    "constrained": Variant.CONSTRAINED,
-    "recovery": Variant.FORCED_TOKENS,
-}
 
 
 class Engine:
@@ -85,6 +79,10 @@ class Engine:
         target = f"{self.target.model_type} target of {self.target.num_layers} layers"
         rows = f"{plan.rows} row{'s' * (plan.rows > 1)} of {plan.max_length} tokens"
         return f"<Engine: {target}, {kind}{block}, {rows}, {plan.dtype}>"
+
+    def explain(self, *, compile: bool = False) -> Explanation:
+        """Return the report of `dflash-jax explain` about the engine; it prints as a table."""
+        return explain_here(self.target, self.drafter, self.plan, compile=compile)
 
     # -- generating ---------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from dflash_jax.engine.logits_processing import prompt_logprobs, token_logprobs
 from dflash_jax.engine.model_runner import InFlightStep
 from dflash_jax.engine.recovery import controller
 from dflash_jax.engine.recovery.controller import Restart
+from dflash_jax.engine.recovery.trace import CallTime
 from dflash_jax.engine.result import Stats
 from dflash_jax.engine.sequence import Sequence, StepDetails
 from dflash_jax.state import RowStep
@@ -35,20 +36,18 @@ class OutputProcessor:
     def __init__(self, block: int, events: EventLog):
         self._block, self._events = block, events
 
-    def process(self, step: InFlightStep, results: Mapping[int, RowStep], share: int) -> RowUpdates:
-        """Process the results of one device step; return what follows for the rows.
-
-        Args:
-          share: see `StepDetails`.
-        """
+    def process(
+        self, step: InFlightStep, results: Mapping[int, RowStep], time: CallTime
+    ) -> RowUpdates:
+        """Process the results of one step of a call; return what follows for the rows."""
         updates = RowUpdates()
         for row, result in results.items():
             if step.work.waits(row):
-                self._process_row(step, row, result, share, updates)
+                self._process_row(step, row, result, time, updates)
         return updates
 
     def _process_row(
-        self, step: InFlightStep, row: int, result: RowStep, share: int, updates: RowUpdates
+        self, step: InFlightStep, row: int, result: RowStep, time: CallTime, updates: RowUpdates
     ) -> None:
         sequence, prefill = step.work.sequences[row], step.work.prefill
         if prefill and sequence.cursor.logprobs:
@@ -70,7 +69,7 @@ class OutputProcessor:
         if sequence.request.params.logprobs is not None:
             output, place = step.output_of(row)
             logprobs = token_logprobs(output, place, sequence.request)[: len(result.tokens)]
-        details = StepDetails(logprobs, result.drafts, share)
+        details = StepDetails(logprobs, result.drafts, time)
         event = _event(step, row, result)
         effects = sequence.process(event, details)
         self.report(sequence, effects.notes)

@@ -14,6 +14,7 @@ from dflash_jax.engine.forced_tokens import ForcedTokens
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.recovery import controller, repeated_calls, request_state, speculation
 from dflash_jax.engine.recovery.guards import runaway_drop
+from dflash_jax.engine.recovery.trace import CallTime
 from dflash_jax.engine.request import CancelCell, Request
 from dflash_jax.engine.result import Result, Stats, TokenLogprob
 from dflash_jax.engine.structured.call_grammars import CallGrammars
@@ -41,7 +42,7 @@ class StepDetails(NamedTuple):
 
     logprobs: Seq[TokenLogprob] = ()  # of its tokens, where the request asks for them
     drafts: tuple[int, ...] = ()  # that were verified, if the plan reports them
-    share: int = 1  # number of steps of its call that end now, this one included
+    time: CallTime | None = None  # of its call
 
 
 NO_DETAILS = StepDetails()
@@ -173,9 +174,9 @@ class Sequence:
             given = {"retracted": effects.retract, "probes": probes}
             self.output.add_logprobs(new, details.logprobs, **given)
         if self.output.trace:
-            new, times = self.state.ids[before - effects.retract :], (self._started, now)
-            facts = {"retracted": effects.retract, "drafts": details.drafts}
-            self.output.trace.record(event, new, **facts, times=times, share=details.share)
+            new, ended = self.state.ids[before - effects.retract :], details.time or CallTime(now)
+            given = {"retracted": effects.retract, "drafts": details.drafts}
+            self.output.trace.record(event, new, **given, start=self._started, time=ended)
         self.settings = self._settings()
         if effects.fallback:
             self.stats.fallbacks[effects.fallback] += 1

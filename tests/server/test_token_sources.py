@@ -56,9 +56,9 @@ def test_rounds_are_those_of_the_output_whole_and_streamed(live: LiveServer, pat
         assert all(each["proposed"] == 3 for each in rounds[1:-1])
         assert all(len(each["rejected"]) == 3 - each["accepted"] for each in rounds[1:-1])
         assert all(each["ms"] >= 0 for each in rounds)
-        mine = [c["choices"][0] for c in parts if c["choices"][0]["index"] == choice["index"]]
-        assert timeless([each for c in mine for each in c["rounds"]]) == timeless(rounds)
-        assert len([c for c in mine if c["rounds"]]) > 2
+        own = [c["choices"][0] for c in parts if c["choices"][0]["index"] == choice["index"]]
+        assert timeless([each for c in own for each in c["rounds"]]) == timeless(rounds)
+        assert len([c for c in own if c["rounds"]]) > 2
     assert all("rounds" not in c["choices"][0] for c in chunks(live, path))
 
 

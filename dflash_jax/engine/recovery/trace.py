@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dflash_jax.engine.recovery.request_state import (
     CallRetried,
@@ -14,6 +14,13 @@ from dflash_jax.engine.recovery.request_state import (
 from dflash_jax.engine.recovery.words import Ids
 
 TokenSource = Literal["drafted", "target", "forced"]
+
+
+class CallTime(NamedTuple):
+    """When the rounds of a call ended, for a request."""
+
+    read: float  # when the call's results were read, in seconds
+    left: int = 1  # number of its rounds that were not recorded yet, this one included
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,8 +81,8 @@ class TraceRecorder:
         *,
         retracted: int,
         drafts: Ids,
-        times: tuple[float, float],
-        share: int,
+        start: float,
+        time: CallTime,
     ) -> None:
         """Record an event of the state machine.
 
@@ -83,8 +90,7 @@ class TraceRecorder:
           new: tokens that the event added to the decided ones.
           retracted: number of decided tokens that it dropped before that.
           drafts: that were verified, if the plan reports them.
-          times: when the request was given a row, and now, in seconds.
-          share: number of rounds of the call that end now, this one included.
+          start: when the request was given a row, in seconds.
         """
         match event:
             case Cancelled() | CallRetried():
@@ -92,13 +98,11 @@ class TraceRecorder:
             case _ if retracted:  # the end token in whose place a call was probed
                 self._restore(retracted, new)
             case Prefilled(token) if new:
-                self._add(Stepped((token,)), new, drafts, times, share)
+                self._add(Stepped((token,)), new, drafts, start, time)
             case Stepped() if new:
-                self._add(event, new, drafts, times, share)
+                self._add(event, new, drafts, start, time)
 
-    def _add(
-        self, step: Stepped, new: Ids, drafts: Ids, times: tuple[float, float], share: int
-    ) -> None:
+    def _add(self, step: Stepped, new: Ids, drafts: Ids, start: float, time: CallTime) -> None:
         accepted, own = len(step.tokens) - 1, 0
         for token, decided in zip(new, step.tokens, strict=False):
             if token != decided:
@@ -109,9 +113,8 @@ class TraceRecorder:
         rejected = drafts[accepted:] if len(new) > accepted else ()
         if rejected[:1] == step.tokens[-1:]:  # accepted too: the output ended there
             rejected = ()
-        start, now = times
         before = start if self._end is None else self._end
-        seconds = (now - before) / share
+        seconds = (time.read - before) / time.left
         self._end = before + seconds
         self._rounds.append(RoundTrace(new, sources, step.num_drafts, accepted, rejected, seconds))
 

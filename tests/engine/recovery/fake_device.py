@@ -18,7 +18,7 @@ from dflash_jax.engine.recovery.controller import (
     advance,
 )
 from dflash_jax.engine.recovery.request_state import choices, opening, room, speculates
-from dflash_jax.engine.recovery.trace import RoundTrace, TraceRecorder
+from dflash_jax.engine.recovery.trace import CallTime, RoundTrace, TraceRecorder
 from dflash_jax.engine.recovery.words import Words
 from dflash_jax.tool_parsers import SYNTAXES
 from dflash_jax.tool_parsers.tool_schema import Tool
@@ -191,9 +191,9 @@ class Device:
     def record(self, event: Any, effects: Effects, decided: int) -> None:
         """Record an event in the trace, of which the emitted tokens are all and no others."""
         seen, new = self.seen, self.seen.state.ids[decided - effects.retract :]
-        times = (0.0, float(len(seen.effects) + 1))
+        time = CallTime(float(len(seen.effects) + 1))
         given = {"retracted": effects.retract, "drafts": ()}
-        self.recorder.record(event, new, **given, times=times, share=1)
+        self.recorder.record(event, new, **given, start=0.0, time=time)
         if effects.restart in (Restart.SAVED, Restart.FRESH):
             self.recorder.discard()
         seen.trace += self.recorder.emit(len(effects.emit))

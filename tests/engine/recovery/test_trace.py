@@ -10,7 +10,7 @@ import pytest
 from fake_device import BEST, EOS, SPECIAL, WORDS, Outcome, recovery, run, scripted
 
 from dflash_jax.engine.recovery.controller import Cancelled, Prefilled, Stepped
-from dflash_jax.engine.recovery.trace import TraceRecorder
+from dflash_jax.engine.recovery.trace import CallTime, TraceRecorder
 from tests.engine.recovery.test_call_retry import BAD, CALLS, CLOSE, OPEN, RETRY, RIGHT
 from tests.engine.recovery.test_odds import CALL, LEAD, LIKELY, ODDS, PROBED, UNLIKELY, odds
 
@@ -86,7 +86,7 @@ def test_an_answer_that_is_decoded_again_has_the_rounds_of_the_second_only() -> 
 def recorded(*steps: Any, drafts: tuple[int, ...] = (), **more: Any) -> TraceRecorder:
     recorder = TraceRecorder()
     for event, new in steps:
-        given = {"retracted": 0, "times": (1.0, 4.0), "share": 1, "drafts": drafts} | more
+        given = {"retracted": 0, "start": 1.0, "time": CallTime(4.0), "drafts": drafts} | more
         recorder.record(event, new, **given)
     return recorder
 
@@ -122,10 +122,10 @@ def test_an_output_that_ends_inside_a_round_has_no_token_after_its_end() -> None
 
 def test_rounds_of_a_call_share_its_time() -> None:
     recorder = TraceRecorder()
-    given: dict[str, Any] = {"retracted": 0, "drafts": ()}
-    recorder.record(Prefilled(1), (1,), times=(1.0, 3.0), share=1, **given)
-    for share in (3, 2, 1):
-        recorder.record(Stepped((1,)), (1,), times=(1.0, 9.0), share=share, **given)
+    given: dict[str, Any] = {"retracted": 0, "drafts": (), "start": 1.0}
+    recorder.record(Prefilled(1), (1,), time=CallTime(3.0), **given)
+    for left in (3, 2, 1):
+        recorder.record(Stepped((1,)), (1,), time=CallTime(9.0, left), **given)
     assert [traced.seconds for traced in recorder.emit(4)] == [2.0] * 4
 
 
@@ -139,5 +139,5 @@ def test_a_token_that_a_grammar_determined_is_forced_unless_it_was_drafted() -> 
 
 def test_a_cancelled_output_drops_what_is_held() -> None:
     recorder = recorded((Stepped((1, 2)), (1, 2)))
-    recorder.record(Cancelled(), (), retracted=2, drafts=(), times=(1.0, 5.0), share=1)
+    recorder.record(Cancelled(), (), retracted=2, drafts=(), start=1.0, time=CallTime(5.0))
     assert recorder.emit(0) == recorder.finish() == []
