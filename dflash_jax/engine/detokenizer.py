@@ -127,10 +127,12 @@ class _RoundTexts:
         before = (*self._last, *traced.tokens[: traced.accepted])[-CONTEXT:]
         self._last = (*self._last, *traced.tokens)[-CONTEXT:]
         texts = tuple(self._stream.push([token]) for token in traced.tokens)
-        rejected = self._tokenizer.stream()
-        rejected.push(before)
-        others = tuple(rejected.push([token]) for token in traced.rejected)
-        return dataclasses.replace(traced, texts=texts, rejected_texts=others)
+        if not traced.rejected:
+            return dataclasses.replace(traced, texts=texts)
+        others = self._tokenizer.stream()
+        others.push(before)
+        rejected_texts = tuple(others.push([token]) for token in traced.rejected)
+        return dataclasses.replace(traced, texts=texts, rejected_texts=rejected_texts)
 
 
 class OutputBuffer:

@@ -120,7 +120,7 @@ class TraceRecorder:
 
     def _drop(self, count: int) -> None:
         """Drop the last tokens, none of which was emitted."""
-        while count:
+        while count and self._rounds:  # an interrupted turn may not have recorded all of them
             last = self._rounds.pop()
             kept = max(len(last.tokens) - count, 0)
             count -= len(last.tokens) - kept
@@ -131,6 +131,8 @@ class TraceRecorder:
 
     def _restore(self, count: int, end: Ids) -> None:
         """Put the target's own end token in place of the last tokens, which were forced."""
+        if not self._rounds:
+            return
         last = self._rounds[-1]
         kept = len(last.tokens) - count
         sources: tuple[TokenSource, ...] = (*last.sources[:kept], "target")
@@ -163,7 +165,8 @@ class TraceRecorder:
 
     def finish(self) -> list[RoundTrace]:
         """Return the last round if only some of its tokens were emitted; drop all others."""
-        rest = [self._rounds[0].shortened(self._emitted)] if self._emitted else []
+        some = self._emitted and self._rounds
+        rest = [self._rounds[0].shortened(self._emitted)] if some else []
         self._rounds.clear()
         self._emitted = 0
         return rest
