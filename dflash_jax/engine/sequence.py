@@ -144,6 +144,8 @@ class Sequence:
         """Note that the request was given a row."""
         self.row = row
         self._started = time.perf_counter()
+        if self.output.trace:
+            self.output.trace.begin(self._started)
 
     # -- events -------------------------------------------------------------------------------
 
@@ -176,7 +178,7 @@ class Sequence:
         if self.output.trace:
             new, ended = self.state.ids[before - effects.retract :], details.time or CallTime(now)
             given = {"retracted": effects.retract, "drafts": details.drafts}
-            self.output.trace.record(event, new, **given, start=self._started, time=ended)
+            self.output.trace.record(event, new, **given, time=ended)
         self.settings = self._settings()
         if effects.fallback:
             self.stats.fallbacks[effects.fallback] += 1

@@ -72,17 +72,14 @@ class TraceRecorder:
     def __init__(self) -> None:
         self._rounds: collections.deque[RoundTrace] = collections.deque()  # not returned yet
         self._emitted = 0  # tokens of these that were emitted
-        self._end: float | None = None  # of the last round
+        self._end = 0.0  # of the last round, in seconds
+
+    def begin(self, now: float) -> None:
+        """Note that the request was given a row."""
+        self._end = now
 
     def record(
-        self,
-        event: Event,
-        new: Ids,
-        *,
-        retracted: int,
-        drafts: Ids,
-        start: float,
-        time: CallTime,
+        self, event: Event, new: Ids, *, retracted: int, drafts: Ids, time: CallTime
     ) -> None:
         """Record an event of the state machine.
 
@@ -90,7 +87,6 @@ class TraceRecorder:
           new: tokens that the event added to the decided ones.
           retracted: number of decided tokens that it dropped before that.
           drafts: that were verified, if the plan reports them.
-          start: when the request was given a row, in seconds.
         """
         match event:
             case Cancelled() | CallRetried():
@@ -98,11 +94,11 @@ class TraceRecorder:
             case _ if retracted:  # the end token in whose place a call was probed
                 self._restore(retracted, new)
             case Prefilled(token) if new:
-                self._add(Stepped((token,)), new, drafts, start, time)
+                self._add(Stepped((token,)), new, drafts, time)
             case Stepped() if new:
-                self._add(event, new, drafts, start, time)
+                self._add(event, new, drafts, time)
 
-    def _add(self, step: Stepped, new: Ids, drafts: Ids, start: float, time: CallTime) -> None:
+    def _add(self, step: Stepped, new: Ids, drafts: Ids, time: CallTime) -> None:
         accepted, own = len(step.tokens) - 1, 0
         for token, decided in zip(new, step.tokens, strict=False):
             if token != decided:
@@ -113,9 +109,8 @@ class TraceRecorder:
         rejected = drafts[accepted:] if len(new) > accepted else ()
         if rejected[:1] == step.tokens[-1:]:  # accepted too: the output ended there
             rejected = ()
-        before = start if self._end is None else self._end
-        seconds = (time.read - before) / time.left
-        self._end = before + seconds
+        seconds = (time.read - self._end) / time.left
+        self._end += seconds
         self._rounds.append(RoundTrace(new, sources, step.num_drafts, accepted, rejected, seconds))
 
     def _drop(self, count: int) -> None:
@@ -127,7 +122,7 @@ class TraceRecorder:
             if kept:
                 self._rounds.append(last.shortened(kept))
             else:  # its time counts to the next round
-                self._end = (self._end or 0.0) - last.seconds
+                self._end -= last.seconds
 
     def _restore(self, count: int, end: Ids) -> None:
         """Put the target's own end token in place of the last tokens, which were forced."""

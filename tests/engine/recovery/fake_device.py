@@ -193,7 +193,7 @@ class Device:
         seen, new = self.seen, self.seen.state.ids[decided - effects.retract :]
         time = CallTime(float(len(seen.effects) + 1))
         given = {"retracted": effects.retract, "drafts": ()}
-        self.recorder.record(event, new, **given, start=0.0, time=time)
+        self.recorder.record(event, new, **given, time=time)
         if effects.restart in (Restart.SAVED, Restart.FRESH):
             self.recorder.discard()
         seen.trace += self.recorder.emit(len(effects.emit))

@@ -86,7 +86,7 @@ def test_an_answer_that_is_decoded_again_has_the_rounds_of_the_second_only() -> 
 def recorded(*steps: Any, drafts: tuple[int, ...] = (), **more: Any) -> TraceRecorder:
     recorder = TraceRecorder()
     for event, new in steps:
-        given = {"retracted": 0, "start": 1.0, "time": CallTime(4.0), "drafts": drafts} | more
+        given = {"retracted": 0, "time": CallTime(4.0), "drafts": drafts} | more
         recorder.record(event, new, **given)
     return recorder
 
@@ -122,7 +122,8 @@ def test_an_output_that_ends_inside_a_round_has_no_token_after_its_end() -> None
 
 def test_rounds_of_a_call_share_its_time() -> None:
     recorder = TraceRecorder()
-    given: dict[str, Any] = {"retracted": 0, "drafts": (), "start": 1.0}
+    recorder.begin(1.0)
+    given: dict[str, Any] = {"retracted": 0, "drafts": ()}
     recorder.record(Prefilled(1), (1,), time=CallTime(3.0), **given)
     for left in (3, 2, 1):
         recorder.record(Stepped((1,)), (1,), time=CallTime(9.0, left), **given)
@@ -139,5 +140,5 @@ def test_a_token_that_a_grammar_determined_is_forced_unless_it_was_drafted() -> 
 
 def test_a_cancelled_output_drops_what_is_held() -> None:
     recorder = recorded((Stepped((1, 2)), (1, 2)))
-    recorder.record(Cancelled(), (), retracted=2, drafts=(), start=1.0, time=CallTime(5.0))
+    recorder.record(Cancelled(), (), retracted=2, drafts=(), time=CallTime(5.0))
     assert recorder.emit(0) == recorder.finish() == []
