@@ -312,5 +312,5 @@ class Sequence:
         logprobs = None if params.logprobs is None else output.logprobs
         prompt = None if params.prompt_logprobs is None else self.prompt_logprobs
         trace = tuple(traced for piece in output.pieces for traced in piece.trace)
-        texts = output.text, self.finish.value, self.stats, logprobs, prompt
-        return Result(output.ids, *texts, trace)
+        reports = {"logprobs": logprobs, "prompt_logprobs": prompt, "trace": trace}
+        return Result(output.ids, output.text, self.finish.value, self.stats, **reports)
