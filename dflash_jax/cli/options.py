@@ -168,13 +168,14 @@ def prompt_options(command: argparse.ArgumentParser) -> None:
 
 
 def chosen_plan(options: argparse.Namespace) -> Plan:
-    """Return the plan that the options describe.
+    """Return the plan that the options describe; one that is None has its default.
 
     Raises:
       PlanError: a value is wrong, or options contradict each other.
     """
     names = FIELDS.keys() - {"queue"}  # `--queue` of `serve` counts running requests as well
-    given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    given = {name: getattr(options, name, None) for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
     return Plan(**given, devices=(options.target_device, options.drafter_device))
 
 

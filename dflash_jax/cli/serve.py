@@ -155,7 +155,6 @@ def check(options: argparse.Namespace) -> None:
     Raises:
       RequestError: a value is wrong.
     """
-    options.report_drafts = _reports_drafts(options)
     check_values(options)
     if options.queue < 1 or not 0 <= options.port < 2**16:
         raise RequestError("--queue has to be at least 1 and --port from 0 to 65535")
@@ -176,11 +175,6 @@ def check(options: argparse.Namespace) -> None:
 
     options.allowed_host = [access.allowed_host(text) for text in options.allowed_host]
     options.cors = [access.cors_origin(text) for text in options.cors]
-
-
-def _reports_drafts(options: argparse.Namespace) -> bool:
-    """Return whether steps report their drafts: by default, for clients that show them."""
-    return options.report_drafts is not False
 
 
 def run(options: argparse.Namespace) -> int:
@@ -227,8 +221,7 @@ def run(options: argparse.Namespace) -> int:
     log_to_stderr(quiet=options.quiet)
 
     def make(pair: loading.OpenPair) -> Any:
-        plan = conversation_plan(options, pair)
-        engine = pair.engine(dataclasses.replace(plan, queue=options.queue))
+        engine = pair.engine(_plan(options, pair))
         engine.grammars.seconds = options.grammar_timeout
         return engine
 
@@ -242,6 +235,17 @@ def run(options: argparse.Namespace) -> int:
     if compiler.compiling:
         _leave()
     return 0
+
+
+def _plan(options: argparse.Namespace, pair: Any) -> Any:
+    """Return the plan of a model."""
+    changes = {"queue": options.queue, "report_drafts": _reports_drafts(options)}
+    return dataclasses.replace(conversation_plan(options, pair), **changes)
+
+
+def _reports_drafts(options: argparse.Namespace) -> bool:
+    """Return whether steps report their drafts: by default, for clients that show them."""
+    return True if options.report_drafts is None else options.report_drafts
 
 
 def _leave() -> None:

@@ -24,7 +24,6 @@ from dflash_jax.bench.prompts import read_prompts
 from dflash_jax.bench.runs import OverHttp, RequestSettings
 from dflash_jax.cli import chat, main, parser, serve
 from dflash_jax.cli.bench import report
-from dflash_jax.cli.options import chosen_plan
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.handle import Stream
 from dflash_jax.engine.recovery import OFF, Recovery
@@ -148,9 +147,9 @@ def test_serve_refuses_what_it_cannot_do(run: Run, tmp_path: Path) -> None:
     [([], True), (["--report-drafts"], True), (["--no-report-drafts"], False)],
 )
 def test_serve_reports_drafts_unless_told_otherwise(flags: list[str], reported: bool) -> None:
-    options = parser().parse_args(["serve", *flags])
+    options = parser().parse_args(["serve", "--max-length", "64", *flags])
     options.check(options)
-    assert chosen_plan(options).report_drafts is reported
+    assert serve._plan(options, None).report_drafts is reported
 
 
 def test_serve_sets_the_time_that_a_grammar_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
