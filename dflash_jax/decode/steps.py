@@ -280,7 +280,7 @@ def multi_step(
     *,
     max_steps: int,
     width: int,
-    drafts: int,
+    drafts: int = 0,
 ) -> StepResult:
     """Run up to `inputs.num_steps` decode steps without the host in between.
 
