@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dflash_jax.engine.handle import AsyncStream, RequestHandle, Stream
     from dflash_jax.engine.recovery import Recovery
     from dflash_jax.engine.request import CancelCell
-    from dflash_jax.engine.result import Piece, Result, Stats
+    from dflash_jax.engine.result import Piece, Result, RoundTrace, Stats
     from dflash_jax.engine.sampling_params import SamplingParams
     from dflash_jax.errors import (
         CheckpointError,
@@ -53,6 +53,7 @@ __all__ = [
     "RequestError",
     "RequestHandle",
     "Result",
+    "RoundTrace",
     "SamplingParams",
     "Stats",
     "Stream",
@@ -72,7 +73,7 @@ _MODULES = {
     "engine.handle": ("AsyncStream", "RequestHandle", "Stream"),
     "engine.recovery": ("Recovery",),
     "engine.request": ("CancelCell",),
-    "engine.result": ("Piece", "Result", "Stats"),
+    "engine.result": ("Piece", "Result", "RoundTrace", "Stats"),
     "engine.sampling_params": ("SamplingParams",),
     "errors": (
         "CheckpointError",

@@ -23,7 +23,8 @@ from dflash_jax.plan_fields import (
     with_deprecated_names,
 )
 from dflash_jax.quant.formats import Stored
-from dflash_jax.utils.deprecation import current_fields, deprecated_value, warn_renamed
+from dflash_jax.show import plan_html
+from dflash_jax.utils.deprecation import DeprecatedPlanNames, current_fields
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES = get_args(Dtype)
@@ -36,7 +37,7 @@ TapsAt = Literal["auto", "early", "late", "upstream"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(DeprecatedPlanNames):
     """Choices made before compiling. 0 and "auto" leave a choice to `compiler.resolve`."""
 
     rows: int = plan_field(1, "requests decoded in parallel", "cache", minimum=1, metavar="N")
@@ -213,6 +214,11 @@ class Plan:
         maximum=1,
         metavar="P",
     )
+    report_drafts: bool = plan_field(
+        False,
+        "report the drafts of every step, so that traces of requests show the rejected ones",
+        "program",
+    )
     memory_limit: int = plan_field(
         0,
         "most bytes the engine may use; by default the free memory of the device",
@@ -244,6 +250,9 @@ class Plan:
                 " devices and mesh (1, 1). The environment chooses which device is the first"
                 " (CUDA_VISIBLE_DEVICES)"
             )
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)
 
     def to_json(self) -> str:
         """Return the plan as one JSON object, which `from_json` reads."""
@@ -293,18 +302,6 @@ class Plan:
         return all(
             getattr(self, name) not in (0, "auto") for name, f in FIELDS.items() if f.automatic
         )
-
-    @property
-    def rounds(self) -> int:
-        """Deprecated name of `steps_per_call`."""
-        warn_renamed("plan.rounds", "plan.steps_per_call")
-        return self.steps_per_call
-
-    @property
-    def order(self) -> str:
-        """Deprecated name of `weight_layout`, with deprecated names of its values."""
-        warn_renamed("plan.order", "plan.weight_layout")
-        return deprecated_value("weight_layout", self.weight_layout)
 
     @property
     def two_devices(self) -> bool:

@@ -7,6 +7,7 @@ heads, P key width, Q value width, C convolved channels, W convolution inputs ke
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -138,22 +139,25 @@ class OutputColumn(enum.IntEnum):
 class StepOutput:
     """Output of one step, or of R steps made by one call, packed for a single copy to the host.
 
-    Columns are T tokens, then those of `OutputColumn`. All columns of a step that was not made are
-    -1.
+    Columns are T tokens, `draft_columns` drafts that were verified (-1 where there was none), and
+    those of `OutputColumn`. All columns of a step that was not made are -1.
 
     With `reports_odds`, a first column holds the bits of a float32: the logit of
     `RowRules.opening` minus that of the last decided token, or, in a row with `RowRules.choices`,
     minus the largest logit.
     """
 
-    packed: Int[Array, "*R B T+4"]
+    packed: Int[Array, "*R B columns"]
     logprobs: Logprobs | None = None  # of the T tokens, if there is a logits state
     reports_odds: bool = struct.field(pytree_node=False, default=False)
+    # T - 1 in steps that draft, if the plan reports drafts (`Plan.report_drafts`).
+    draft_columns: int = struct.field(pytree_node=False, default=0)
 
     @property
     def tokens(self) -> Int[Array, "*R B T"]:
         """Decided tokens; the first `num_tokens` of each row are valid."""
-        return self.packed[..., int(self.reports_odds) : OutputColumn.NUM_TOKENS]
+        end = OutputColumn.NUM_TOKENS - self.draft_columns
+        return self.packed[..., int(self.reports_odds) : end]
 
     @property
     def num_tokens(self) -> Int[Array, "*R B"]:
@@ -176,10 +180,15 @@ def pack_output(
     finite: Bool[Array, " B"],
     num_drafts: Int[Array, " B"],
     *,
+    drafts: Int[Array, "B T-1"] | None = None,
     logprobs: Logprobs | None = None,
     call_odds: Float[Array, " B"] | None = None,
 ) -> StepOutput:
-    """Return the output of a step; `read_output` unpacks it on the host."""
+    """Return the output of a step; `read_output` unpacks it on the host.
+
+    Args:
+      drafts: drafts to report, of which the first `num_drafts` were verified.
+    """
     columns = {
         OutputColumn.NUM_TOKENS: num_tokens,
         OutputColumn.NEXT_BEST: next_best,
@@ -187,13 +196,18 @@ def pack_output(
         OutputColumn.NUM_DRAFTS: num_drafts,
     }
     parts = [tokens, jnp.stack([columns[column] for column in OutputColumn], axis=1)]
+    if drafts is not None:
+        verified = jnp.arange(drafts.shape[1])[None, :] < num_drafts[:, None]
+        parts.insert(1, jnp.where(verified, drafts, -1))
     if call_odds is not None:
         parts.insert(0, jax.lax.bitcast_convert_type(call_odds, jnp.int32)[:, None])
-    return StepOutput(jnp.concatenate(parts, axis=1), logprobs, call_odds is not None)
+    draft_columns = 0 if drafts is None else drafts.shape[1]
+    packed = jnp.concatenate(parts, axis=1)
+    return StepOutput(packed, logprobs, call_odds is not None, draft_columns)
 
 
 def output_columns(rules: RowRules) -> int:
-    """Return the number of columns besides the tokens, in programs with such rules."""
+    """Return the number of columns besides tokens and drafts, in programs with such rules."""
     return len(OutputColumn) + (rules.opening is not None)
 
 
@@ -207,6 +221,7 @@ class RowStep(NamedTuple):
     draft_finite: bool
     num_drafts: int  # verified by the target
     call_odds: float | None = None  # of `RowRules.opening`, if the program reports them
+    drafts: tuple[int, ...] = ()  # that were verified, if the program reports them
 
 
 def read_output(out: StepOutput) -> list[list[RowStep]]:
@@ -214,17 +229,22 @@ def read_output(out: StepOutput) -> list[list[RowStep]]:
     packed = np.asarray(out.packed)
     packed = packed.reshape(-1, *packed.shape[-2:])
     packed = packed[packed[:, 0, OutputColumn.NUM_TOKENS] >= 0]  # steps that were made
+    read = functools.partial(_row_step, out.draft_columns)
     if not out.reports_odds:
-        return [list(map(_row_step, rows)) for rows in packed.tolist()]
+        return [list(map(read, rows)) for rows in packed.tolist()]
     odds = np.ascontiguousarray(packed[:, :, 0]).view(np.float32).tolist()
     steps = zip(packed[:, :, 1:].tolist(), odds, strict=True)
-    return [list(map(_row_step, rows, row_odds)) for rows, row_odds in steps]
+    return [list(map(read, rows, row_odds)) for rows, row_odds in steps]
 
 
-def _row_step(row: list[int], call_odds: float | None = None) -> RowStep:
+def _row_step(draft_columns: int, row: list[int], call_odds: float | None = None) -> RowStep:
     num_tokens, next_best, finite, num_drafts = row[OutputColumn.NUM_TOKENS :]
-    tokens, draft_finite = tuple(row[:num_tokens]), num_drafts >= 0
-    return RowStep(tokens, next_best, bool(finite), draft_finite, max(num_drafts, 0), call_odds)
+    tokens, draft_finite, num_drafts = tuple(row[:num_tokens]), num_drafts >= 0, max(num_drafts, 0)
+    drafts = ()
+    if draft_columns:
+        first = len(row) - len(OutputColumn) - draft_columns
+        drafts = tuple(row[first : first + num_drafts])
+    return RowStep(tokens, next_best, bool(finite), draft_finite, num_drafts, call_odds, drafts)
 
 
 def empty_cache(

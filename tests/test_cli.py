@@ -122,7 +122,7 @@ def test_the_command_line_reaches_every_choice_of_a_plan() -> None:
     without_flag = {"lookahead", "stored", "stop_slots", "queue", "prefix_folder", "prefix_disk"}
     flags = """--rows 2 --steps-per-call 3 --max-length 64 --block 4 --chunk 16 --dtype float16
         --weights int8 --weight-layout row_major --kv-dtype int8 --kernels xla --plain-width 1
-        --activations float --inexact --no-rings
+        --inexact --no-rings --report-drafts --activations float
         --no-call-odds --taps-at late --min-survival 0.5 --memory-limit 9 --prefix-cache 8
         --mesh 2x2"""
     plan = chosen_plan(parser().parse_args(["explain", *flags.split()]))
@@ -189,6 +189,36 @@ def test_generate_without_drafting_prints_the_same_tokens(
     assert "plain decoding" in err
     assert "acceptance" not in err
     assert run("generate", *asked, "--quiet", "--steps-per-call", 2) == (0, tokens + "\n", "")
+
+
+def test_generate_marks_drafts_if_asked_to(run: Run, asked: list[object], said: list[int]) -> None:
+    code, out, err = run("generate", *asked, "--show-drafts")
+    assert code == 0
+    tokens, legend = out.splitlines()
+    assert "[-" in tokens
+    kept = re.sub(r"\[-[^]]*\]", "", tokens)
+    assert [int(i) for i in re.sub(r"[][+!]", " ", kept).split()] == said
+    assert legend.startswith("[+accepted draft], target's own token")
+    assert "acceptance length" in legend
+    assert err.startswith("[20 tokens (length) | ")
+    code, _, err = run("generate", *asked, "--show-drafts", "--compare")
+    assert code == 1
+    assert "drop it or --show-drafts" in err
+
+
+def test_colours_are_for_terminals_unless_they_are_turned_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert not terminal.has_colours()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert terminal.has_colours()
+    monkeypatch.setenv("TERM", "dumb")
+    assert not terminal.has_colours()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not terminal.has_colours()
 
 
 @pytest.mark.parametrize("width", [80, 40, 20])

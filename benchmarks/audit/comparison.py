@@ -53,6 +53,8 @@ def _first(outcome: Outcome, answer: Answer) -> Found | None:
         return "the ids of its pieces", answer.token_ids, answer.pieces[0]
     if answer.text is not None and answer.pieces[1] != answer.text:
         return "the text of its pieces", answer.text, answer.pieces[1]
+    if answer.traced not in (None, answer.token_ids):
+        return "the ids of its trace", answer.token_ids, answer.traced
     alone = outcome.reference
     if alone is None:
         return None

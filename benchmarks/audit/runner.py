@@ -38,6 +38,7 @@ class Answer:
 
     Attributes:
       pieces: ids and text of the streamed pieces, joined.
+      traced: ids of its trace; None if it has none.
       error: the error that ended the request, if one did.
       failures: of the device while the request ran.
     """
@@ -49,6 +50,7 @@ class Answer:
     stats: Stats
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
+    traced: tuple[int, ...] | None = None
     error: str | None = None
     failures: int = 0
 
@@ -113,6 +115,7 @@ def _answer(live: RequestHandle) -> Answer:
     except DFlashError as raised:
         error = f"{type(raised).__name__}: {raised}"
     ids = tuple(i for piece in live.pieces for i in piece.token_ids)
+    trace = result.trace if result else ()
     assert live.finish_reason is not None
     return Answer(
         token_ids=tuple(live.token_ids),
@@ -122,6 +125,7 @@ def _answer(live: RequestHandle) -> Answer:
         stats=live.stats,
         logprobs=result.logprobs if result else None,
         prompt_logprobs=result.prompt_logprobs if result else None,
+        traced=tuple(i for traced in trace for i in traced.tokens) if trace else None,
         error=error,
         failures=live.sequence.failures,
     )
@@ -234,7 +238,8 @@ class _Session:
             request = requests[number]
             engine = self._engines[request.engine]
             cell = self._cells[number] = dj.CancelCell()
-            options = cast(Any, _options(request))
+            traces = {"trace": number % 2 == 0}  # a trace changes no token
+            options = cast(Any, _options(request) | traces)
             lives = engine.prepare(request.prompt, n=request.answers, cancel=cell, **options)
             engine.enqueue(lives)
             self._lives[number] = lives

@@ -2,22 +2,24 @@
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from dflash_jax.cli.options import (
+    add_show_drafts,
     check_request,
     conversation_plan,
     model_options,
     new_command,
     open_pair,
     report_progress,
+    report_shown_drafts,
     use_compilation_cache,
 )
-from dflash_jax.cli.terminal import bracketed, columns, note
+from dflash_jax.cli.terminal import bracketed, columns, has_colours, note
 from dflash_jax.errors import RequestError
+from dflash_jax.show import legend, marked
 from dflash_jax.utils.command import counted_interrupts
 
 HELP = "/stats: figures of the last answer; /reset: forget all; /exit: end"
@@ -26,7 +28,7 @@ HELP = "/stats: figures of the last answer; /reset: forget all; /exit: end"
 def add_command(commands: Any) -> None:
     """Add `chat` to the command line."""
     text = "Chat with the model; reads lines until the end of input."
-    command = new_command(commands, "chat", run, text, check=check_request)
+    command = new_command(commands, "chat", run, text, check=check)
     command.add_argument("--system", help="system message")
     command.add_argument("-n", "--max-tokens", type=int, default=512, help="per answer")
     command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
@@ -37,7 +39,14 @@ def add_command(commands: Any) -> None:
         "--no-thinking", action="store_true", help="ask for answers without reasoning"
     )
     command.add_argument("--plain", action="store_true", help="decode without drafting")
+    add_show_drafts(command)
     model_options(command)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Check the options before JAX is imported or a model is opened."""
+    report_shown_drafts(options)
+    check_request(options)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -153,6 +162,8 @@ class ChatSession:
         print(flush=True)
         if self._stream is not None:
             self._last, self._stream = self._stream.result, None
+            if self._options.show_drafts:
+                print(legend(self._last.stats, colours=has_colours()), flush=True)
         answer = "".join(parts)
         if stopped and not answer:
             self._messages.pop()
@@ -160,7 +171,10 @@ class ChatSession:
             self._messages.append({"role": "assistant", "content": answer})
 
     def _answer(self) -> Iterator[str]:
-        """Generate and print the answer; yield its text without reasoning."""
+        """Generate and print the answer; yield its text without reasoning.
+
+        With --show-drafts, the tokens are printed as the model decided them, tags included.
+        """
         from dflash_jax.engine.detokenizer import Detokenizer
         from dflash_jax.engine.vocabulary import opens_thought
         from dflash_jax.tool_parsers.stream import OutputParser
@@ -168,9 +182,9 @@ class ChatSession:
         options, tokenizer = self._options, self.engine.tokenizer
         prompt = self._prompt()
         markers = self._syntax.markers(calls=False) if self._syntax else ()
-        marked = tokenizer.showing(markers)
+        showing = tokenizer.showing(markers)
         # The engine's text leaves out special tokens, among them the markers of reasoning.
-        output = Detokenizer(marked) if marked.shown else None
+        output = Detokenizer(showing) if showing.shown else None
         parser = OutputParser(self._syntax, thinking=opens_thought(tokenizer, prompt))
         room = self.engine.plan.max_length - len(prompt)
         self._stream = self.engine.stream(
@@ -181,12 +195,16 @@ class ChatSession:
             top_k=options.top_k,
             seed=options.seed,
             speculative=not options.plain,
+            trace=options.show_drafts,
         )
+        shown = not options.show_drafts
         for piece in self._stream:
+            for traced in piece.trace:
+                print(marked(traced, colours=has_colours()), end="", flush=True)
             for event in parser.push(output.push(piece.token_ids) if output else piece.text):
-                yield _print(event)
+                yield _print(event, shown=shown)
         for event in parser.push(output.finish() if output else "") + parser.finish():
-            yield _print(event)
+            yield _print(event, shown=shown)
 
     def _prompt(self) -> list[int]:
         """Return the ids of the conversation; removes its oldest exchanges if it is too long.
@@ -219,14 +237,17 @@ class ChatSession:
         return statistics(self._last, self.engine.compile_s)
 
 
-def _print(event: Any) -> str:
-    """Print an event, and return its text if it is content. Reasoning is dimmed on a terminal."""
+def _print(event: Any, *, shown: bool = True) -> str:
+    """Print an event, and return its text if it is content. Reasoning is dimmed on a terminal.
+
+    Args:
+      shown: False prints nothing.
+    """
     from dflash_jax.tool_parsers.events import Content, Thinking
 
-    if isinstance(event, Thinking):
-        colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        print(f"\033[2m{event.text}\033[0m" if colours else event.text, end="", flush=True)
-        return ""
-    assert isinstance(event, Content)
-    print(event.text, end="", flush=True)
-    return event.text
+    assert isinstance(event, Content | Thinking)
+    thought = isinstance(event, Thinking)
+    if shown:
+        dimmed = thought and has_colours()
+        print(f"\033[2m{event.text}\033[0m" if dimmed else event.text, end="", flush=True)
+    return "" if thought else event.text

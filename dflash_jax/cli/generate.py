@@ -6,22 +6,25 @@ import sys
 from typing import Any
 
 from dflash_jax.cli.options import (
+    add_show_drafts,
     check_request,
     load_engine,
     model_options,
     new_command,
     prompt_ids,
     prompt_options,
+    report_shown_drafts,
 )
-from dflash_jax.cli.terminal import bracketed, columns, note
+from dflash_jax.cli.terminal import bracketed, columns, has_colours, note
 from dflash_jax.errors import RequestError
+from dflash_jax.show import legend, marked
 from dflash_jax.utils.command import INTERRUPTED
 
 
 def add_command(commands: Any) -> None:
     """Add `generate` to the command line."""
     text = "Generate text, streamed, with statistics."
-    command = new_command(commands, "generate", run, text, check=check_request)
+    command = new_command(commands, "generate", run, text, check=check)
     prompt_options(command)
     output = command.add_argument_group("output")
     output.add_argument("-n", "--max-tokens", type=int, default=256)
@@ -37,9 +40,22 @@ def add_command(commands: Any) -> None:
         action="store_true",
         help="time speculative against plain decoding; prints the text, then a table",
     )
+    add_show_drafts(output)
     output.add_argument("--json", action="store_true", help="print one JSON object at the end")
     output.add_argument("--quiet", action="store_true", help="no statistics on standard error")
     model_options(command)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Check the options before JAX is imported or a model is opened.
+
+    Raises:
+      RequestError: an option is wrong.
+    """
+    if options.compare and options.show_drafts:
+        raise RequestError("--compare shows no drafts; drop it or --show-drafts")
+    report_shown_drafts(options)
+    check_request(options)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -58,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         "ignore_eos": options.ignore_eos,
     }
 
-    def check(engine: Any, prompts: list[list[int]]) -> None:
+    def check_fits(engine: Any, prompts: list[list[int]]) -> None:
         if options.compare and engine.drafter is None:
             raise RequestError("--compare needs a drafter; give --drafter")
         if options.compare and options.temperature > 0:
@@ -69,17 +85,22 @@ def run(options: argparse.Namespace) -> int:
         options,
         lambda tokenizer: [prompt_ids(options, tokenizer)],
         quiet=options.json,
-        check=check,
+        check=check_fits,
         sampled=options.temperature > 0,
     )
     if options.compare:
         return _compare(engine, prompt, options)
-    stream = engine.stream(prompt, speculative=not options.plain, **request)
+    more = {"speculative": not options.plain, "trace": options.show_drafts}
+    stream = engine.stream(prompt, **request, **more)
     code = 0
     try:
         for piece in stream:
+            if options.show_drafts:
+                text = "".join(marked(x, colours=has_colours()) for x in piece.trace)
+            else:
+                text = piece.text or _as_ids(piece, engine)
             if not options.json:
-                print(piece.text or _as_ids(piece, engine), end="", flush=True)
+                print(text, end="", flush=True)
     except KeyboardInterrupt:
         stream.close()
         code = INTERRUPTED
@@ -87,6 +108,8 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(stream.result.to_json()))
     else:
         print()
+        if options.show_drafts:
+            print(legend(stream.result.stats, colours=has_colours()))
         if not options.quiet:
             note(statistics(stream.result, engine.compile_s))
     return code

@@ -123,6 +123,10 @@ def add_plan_options(group: Any, names: Iterable[str]) -> None:
                 flag, dest=name, action="store_false", help=f"disable this default: {info.help}"
             )
             continue
+        if default is False:
+            switch = argparse.BooleanOptionalAction
+            group.add_argument(flag, action=switch, default=default, help=info.help)
+            continue
         if name == "devices":
             for role in ("target", "drafter"):
                 text = f"{info.help}; for the {role} (default: 0)"
@@ -164,13 +168,14 @@ def prompt_options(command: argparse.ArgumentParser) -> None:
 
 
 def chosen_plan(options: argparse.Namespace) -> Plan:
-    """Return the plan that the options describe.
+    """Return the plan that the options describe; one that is None has its default.
 
     Raises:
       PlanError: a value is wrong, or options contradict each other.
     """
     names = FIELDS.keys() - {"queue"}  # `--queue` of `serve` counts running requests as well
-    given = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    given = {name: getattr(options, name, None) for name in names}
+    given = {name: value for name, value in given.items() if value is not None}
     return Plan(**given, devices=(options.target_device, options.drafter_device))
 
 
@@ -179,6 +184,20 @@ def conversation_plan(options: argparse.Namespace, pair: Any) -> Any:
     plan = chosen_plan(options)
     length = plan.max_length or min(LONGEST, pair.configs[0].max_length)
     return dataclasses.replace(plan, max_length=length)
+
+
+def add_show_drafts(group: Any) -> None:
+    """Add `--show-drafts`; commands with it call `report_shown_drafts`."""
+    group.add_argument(
+        "--show-drafts",
+        action="store_true",
+        help="mark accepted drafts, the target's own tokens and rejected drafts",
+    )
+
+
+def report_shown_drafts(options: argparse.Namespace) -> None:
+    """Let the plan report drafts if they are to be shown."""
+    options.report_drafts |= options.show_drafts
 
 
 def chosen_drafter(options: argparse.Namespace) -> str | None:

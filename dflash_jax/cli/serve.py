@@ -34,7 +34,7 @@ def add_command(commands: Any) -> None:
     _request_options(server)
     _compilation_and_cache_options(server)
     model_options(command)
-    command.set_defaults(prefix_cache=PREFIX_CACHE)
+    command.set_defaults(prefix_cache=PREFIX_CACHE, report_drafts=None)
 
 
 def _listening_options(server: Any) -> None:
@@ -239,8 +239,7 @@ def run(options: argparse.Namespace) -> int:
     log_to_stderr(quiet=options.quiet)
 
     def make(pair: loading.OpenPair) -> Any:
-        plan = conversation_plan(options, pair)
-        engine = pair.engine(dataclasses.replace(plan, queue=options.queue))
+        engine = pair.engine(_plan(options, pair))
         engine.grammars.seconds = options.grammar_timeout
         return engine
 
@@ -254,6 +253,17 @@ def run(options: argparse.Namespace) -> int:
     if compiler.compiling:
         _leave()
     return 0
+
+
+def _plan(options: argparse.Namespace, pair: Any) -> Any:
+    """Return the plan of a model."""
+    changes = {"queue": options.queue, "report_drafts": _reports_drafts(options)}
+    return dataclasses.replace(conversation_plan(options, pair), **changes)
+
+
+def _reports_drafts(options: argparse.Namespace) -> bool:
+    """Return whether steps report their drafts: by default if there is a page to show them."""
+    return not options.no_ui if options.report_drafts is None else options.report_drafts
 
 
 def _leave() -> None:

@@ -17,6 +17,12 @@ def note(text: str, *, end: str = "\n") -> None:
     print(text, end=end, file=sys.stderr, flush=True)
 
 
+def has_colours() -> bool:
+    """Return whether standard output is a terminal with colours; NO_COLOR turns them off."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not plain
+
+
 def columns(stream: Any) -> int:
     """Return the width of a stream's terminal; the variable COLUMNS takes precedence."""
     given = os.environ.get("COLUMNS", "")

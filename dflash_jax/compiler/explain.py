@@ -17,15 +17,19 @@ from dflash_jax.compiler.memory import Budget, StepWork, budget, gibi, work
 from dflash_jax.compiler.models import abstract_params, by_path
 from dflash_jax.compiler.programs import Program, declare
 from dflash_jax.compiler.resolve import wide_block
-from dflash_jax.compiler.roofline import Device, Roofline, roofline
+from dflash_jax.compiler.roofline import Device, Roofline, find_device, roofline
 from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.config import AUTO, DrafterConfig, TargetConfig, paired, window_kinds
+from dflash_jax.device import default_device
 from dflash_jax.native.build import library
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import FLOAT, Interleaved, Joined, Packed, StructuredWeight
+from dflash_jax.show import table_html
 
 MOST_RUNS = 8
 COLUMNS = 80  # of a terminal
+Cells = tuple[str, ...]  # of a row of a table
+_ROOFLINE = "roofline: m = bound by memory, c = by compute; moves: weights and caches once"
 _KINDS = {"dflash": "dflash v1", "dflash2": "dflash 2"}
 _WRAPPER = textwrap.TextWrapper(
     COLUMNS, subsequent_indent=" " * 9, break_long_words=False, break_on_hyphens=False
@@ -73,8 +77,19 @@ class Explanation:
 
     def __str__(self) -> str:
         head = [part for line in self._head() for part in _wrapped(line)]
-        compiled = ["", *self._compiled()] if self.compiled else []
-        return "\n".join([*head, "", *self._table(), *compiled])
+        lines = [*head, "", *itertools.starmap(_row, self._table()), _ROOFLINE]
+        if self.compiled:
+            lines += ["", *itertools.starmap(_row, self._compiled())]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        parts = [table_html((line[:9].strip(), line[9:]) for line in self._head())]
+        for cells in [self._table(), *([self._compiled()] if self.compiled else [])]:
+            headings, *rows = cells
+            parts.append(table_html(rows, headings))
+        return "".join([*parts, f"<small>{_ROOFLINE}</small>"])
 
     @property
     def compiled(self) -> bool:
@@ -104,6 +119,7 @@ class Explanation:
             + f"  {'exact' if p.exact else 'inexact'}"
             f"  lookahead {p.lookahead}  steps per call {p.steps_per_call}"
             + (f"  min survival {p.min_survival:g}" * (p.min_survival > 0))
+            + "  reports drafts" * p.report_drafts
         )
         yield f"memory   {self.budget}"
         yield (
@@ -115,23 +131,22 @@ class Explanation:
             yield f"family   {'; '.join(said)}"
         yield from (f"note     {note}" for note in self.notes)
 
-    def _table(self) -> Iterable[str]:
-        yield _row("program", "arguments", "donated", "moves", "GFLOP", "roofline")
+    def _table(self) -> Iterable[Cells]:
+        yield "program", "arguments", "donated", "moves", "GFLOP", "roofline"
         for p in self.programs:
             counted = ["-"] * 3
             if p.work and p.roofline:
                 time = f"{p.roofline.seconds * 1e3:.3g} ms {p.roofline.bound[0]}"
                 counted = [gibi(p.work.bytes), f"{p.work.flops / 1e9:.3g}", time]
-            yield _row(p.name, str(p.arguments), str(p.donated), *counted)
-        yield "roofline: m = bound by memory, c = by compute; moves: weights and caches once"
+            yield p.name, str(p.arguments), str(p.donated), *counted
 
-    def _compiled(self) -> Iterable[str]:
+    def _compiled(self) -> Iterable[Cells]:
         """Yield the figures of compiled programs."""
-        yield _row("compiled", "arguments", "aliased", "temporary", "StableHLO", "took")
+        yield "compiled", "arguments", "aliased", "temporary", "StableHLO", "took"
         for p in self.programs:
             sizes = (p.argument_bytes, p.aliased_bytes, p.temporary_bytes)
             took = f"{p.compile_s:.1f} s"
-            yield _row(p.name, *(gibi(n or 0) for n in sizes), p.stablehlo or "", took)
+            yield p.name, *(gibi(n or 0) for n in sizes), p.stablehlo or "", took
 
 
 def explain(
@@ -158,6 +173,14 @@ def explain(
     notes = tuple(filter(None, (wide_block(plan.block, drafter), _about_kernels(plan, device))))
     memory = budget(plan, target, drafter)
     return Explanation(target, drafter, plan, device, memory, tuple(reports), params, notes)
+
+
+def explain_here(
+    target: TargetConfig, drafter: DrafterConfig | None, plan: Plan, *, compile: bool = False
+) -> Explanation:
+    """Report a resolved plan on the default device; arguments as for `explain`."""
+    device = find_device(default_device().device_kind)
+    return explain(target, drafter, plan, device, compile=compile)
 
 
 def _about_kernels(plan: Plan, device: Device) -> str:

@@ -60,7 +60,7 @@ def declare(
 ) -> dict[ProgramKey, Program]:
     """Return the programs of a resolved plan, in the given ones of `STEP_VARIANTS`."""
     pair = models.build_pair(target, drafter, exact=plan.exact, taps_at=plan.taps_at)
-    names = ("block", "min_survival", "kernels", "activations")
+    names = ("block", "min_survival", "kernels", "activations", "report_drafts")
     pair = dataclasses.replace(pair, **{name: getattr(plan, name) for name in names})
     params = models.abstract_params(plan, target, drafter)
     state = models.abstract_state(plan, target, drafter)
@@ -175,7 +175,9 @@ class _Declaration:
         program = self._model(step, variant, function, inputs, block=width)
         if not multi:
             return program
-        return _wrapped(program, steps.multi_step, max_steps=plan.steps_per_call, width=width)
+        drafts = 0 if plain or not plan.report_drafts else width - 1
+        sizes = {"max_steps": plan.steps_per_call, "width": width, "drafts": drafts}
+        return _wrapped(program, steps.multi_step, **sizes)
 
     def draft(self, variant: Variant) -> Program:
         """The drafting half of a speculative step."""

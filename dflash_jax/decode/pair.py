@@ -32,6 +32,7 @@ class Pair:
     min_survival: float = 0.0  # drafts less likely to be accepted are not verified
     kernels: str = "xla"  # of layers, as `Plan.kernels`
     activations: str = "int8"  # that native kernels multiply int8 weights by
+    report_drafts: bool = False  # the output of steps that draft has the drafts
 
     @property
     def taps(self) -> tuple[int, ...]:

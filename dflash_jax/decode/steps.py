@@ -135,10 +135,10 @@ def verify_block(
             num_drafts = jnp.where(reported, drafted.num_drafts, -1)
         logprobs = logits_state.logprobs(raw, tokens) if logits_state else None
         odds = sampling.call_odds(raw, anchor, last, rules)
+        drafts = block[:, 1:] if pair.report_drafts and drafted.num_drafts is not None else None
+        more = {"drafts": drafts, "logprobs": logprobs, "call_odds": odds}
         finite = (good > 0) | idle
-        out = pack_output(
-            tokens, num_committed, best, finite, num_drafts, logprobs=logprobs, call_odds=odds
-        )
+        out = pack_output(tokens, num_committed, best, finite, num_drafts, **more)
     with jax.named_scope("commit"):
         state = commit(state, target, context, num_committed, anchor)
     return logits, state, logits_state and logits_state.count(out), out
@@ -280,10 +280,15 @@ def multi_step(
     *,
     max_steps: int,
     width: int,
+    drafts: int = 0,
 ) -> StepResult:
     """Run up to `inputs.num_steps` decode steps without the host in between.
 
     They end early when every row is frozen, or when numbers of any row are not finite.
+
+    Args:
+      width: number of tokens in the output of a step.
+      drafts: number of drafts in it.
 
     Returns:
       The state and the outputs [max_steps, B, ...], those of steps that were not made all -1.
@@ -304,8 +309,9 @@ def multi_step(
         outputs = jax.lax.dynamic_update_slice(outputs, out.packed[None], (done, 0, 0))
         return done + 1, out.all_finite, state, outputs
 
-    columns = width + output_columns(rules)
+    columns = width + drafts + output_columns(rules)
     empty = jnp.full((max_steps, len(state.anchor), columns), -1, jnp.int32)
     start = jnp.int32(0), jnp.bool_(True), state, empty
     _, _, state, outputs = jax.lax.while_loop(cond, body, start)
-    return state, None, StepOutput(outputs, reports_odds=rules.opening is not None)
+    odds = rules.opening is not None
+    return state, None, StepOutput(outputs, reports_odds=odds, draft_columns=drafts)

@@ -98,10 +98,10 @@ class EngineCore:
     def _process(self, step: InFlightStep) -> None:
         """Wait for the oldest step, and process its results."""
         count = 0
-        for results in step.results():
+        for ended, results in step.results():
             count += 1
             with self._lock:
-                updates = self._processor.process(step, results)
+                updates = self._processor.process(step, results, ended)
                 self._apply(updates)
         if not step.work.prefill:
             self.scheduler.pacer.record(count, step.dispatched)

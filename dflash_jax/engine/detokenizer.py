@@ -1,9 +1,11 @@
 """Turn the output of a request into text, and cut it at stop strings."""
 
 import collections
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
+from dflash_jax.engine.recovery.trace import RoundTrace, TraceRecorder
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.result import Piece, TokenLogprob
 from dflash_jax.engine.structured.grammars import Grammar
@@ -13,6 +15,8 @@ from dflash_jax.tool_parsers import syntax_of
 from dflash_jax.tool_parsers.stops import Stops
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.tool_schema import Tool
+
+CONTEXT = 4  # tokens before a rejected draft that its text may depend on
 
 
 class Detokenizer:
@@ -110,6 +114,27 @@ class Detokenizer:
         return text
 
 
+class _RoundTexts:
+    """Adds the texts of tokens to the rounds of one request, in their order."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer.showing(["".join(tokenizer.special_texts)])
+        self._stream = self._tokenizer.stream()
+        self._last: tuple[int, ...] = ()
+
+    def add(self, traced: RoundTrace) -> RoundTrace:
+        """Return a round with the texts of its tokens and its rejected drafts."""
+        before = (*self._last, *traced.tokens[: traced.accepted])[-CONTEXT:]
+        self._last = (*self._last, *traced.tokens)[-CONTEXT:]
+        texts = tuple(self._stream.push([token]) for token in traced.tokens)
+        if not traced.rejected:
+            return dataclasses.replace(traced, texts=texts)
+        others = self._tokenizer.stream()
+        others.push(before)
+        rejected_texts = tuple(others.push([token]) for token in traced.rejected)
+        return dataclasses.replace(traced, texts=texts, rejected_texts=rejected_texts)
+
+
 class OutputBuffer:
     """Everything a request's caller was given so far. Nothing in it is ever taken back."""
 
@@ -123,6 +148,8 @@ class OutputBuffer:
         thinking = tokenizer and stop and tools and opens_thought(tokenizer, request.prompt)
         modes = {"thinking": bool(thinking), "lenient": request.params.structured is None}
         self._detokenizer = Detokenizer(tokenizer, stop, tools, **modes)
+        self.trace = TraceRecorder() if request.params.trace else None  # of decided tokens
+        self._texts = _RoundTexts(tokenizer) if tokenizer and request.params.trace else None
         self._pending: list[TokenLogprob] = []  # log-probabilities of tokens not emitted yet
         self._of_end: Sequence[TokenLogprob] = ()  # of an end token in whose place a call is probed
 
@@ -144,17 +171,25 @@ class OutputBuffer:
         while used < len(ids) and not self.ended:
             text += self._detokenizer.push(ids[used : used + 1])
             if self.grammar:
+                if self.trace and self.grammar.leaves_no_choice():
+                    self.trace.force(used)
                 self.grammar.accept(ids[used : used + 1])
             used += 1
         logprobs, self._pending = tuple(self._pending[:used]), self._pending[len(ids) :]
-        self.pieces.append(Piece(ids[:used], text, logprobs))
+        rounds = self._with_texts(self.trace.emit(used)) if self.trace else ()
+        self.pieces.append(Piece(ids[:used], text, logprobs, rounds))
         self.logprobs += logprobs
         self.ids += ids[:used]  # last: an interrupted call is recognised by missing ids
 
     def finish(self) -> None:
         """Give the caller the text that was held back."""
-        if rest := self._detokenizer.finish():
-            self.pieces.append(Piece((), rest))
+        rest = self._detokenizer.finish()
+        rounds = self._with_texts(self.trace.finish()) if self.trace else ()
+        if rest or rounds:
+            self.pieces.append(Piece((), rest, (), rounds))
+
+    def _with_texts(self, rounds: Sequence[RoundTrace]) -> tuple[RoundTrace, ...]:
+        return tuple(map(self._texts.add, rounds) if self._texts else rounds)
 
     def add_logprobs(
         self,
@@ -181,5 +216,7 @@ class OutputBuffer:
         ]
 
     def discard_pending(self) -> None:
-        """Drop log-probabilities of tokens that will be decoded again."""
+        """Drop log-probabilities and rounds of tokens that will be decoded again."""
         self._pending.clear()
+        if self.trace:
+            self.trace.discard()

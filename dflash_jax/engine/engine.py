@@ -1,8 +1,7 @@
 """The engine: generate, stream or submit requests on a target and its drafter.
 
-Any thread may submit, cancel and iterate over streams. One thread at a time runs steps; others that
-call `advance` wait for it. A server calls `advance` in a thread of its own while the engine is
-`busy`.
+Any thread may submit, cancel and iterate over streams. One thread at a time runs steps; others wait
+for it. A server calls `advance` in a thread of its own while the engine is `busy`.
 """
 
 import functools
@@ -10,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
 from dflash_jax.compiler.build import WORKERS, CompiledPrograms, Executable
+from dflash_jax.compiler.explain import Explanation, explain_here
 from dflash_jax.compiler.keys import WARM_UP_KINDS, ProgramKey, Variant
 from dflash_jax.compiler.resolve import resolve_here
 from dflash_jax.compiler.settings import untraced
@@ -79,6 +79,10 @@ class Engine:
         target = f"{self.target.model_type} target of {self.target.num_layers} layers"
         rows = f"{plan.rows} row{'s' * (plan.rows > 1)} of {plan.max_length} tokens"
         return f"<Engine: {target}, {kind}{block}, {rows}, {plan.dtype}>"
+
+    def explain(self, *, compile: bool = False) -> Explanation:
+        """Return the report of `dflash-jax explain` about the engine; it prints as a table."""
+        return explain_here(self.target, self.drafter, self.plan, compile=compile)
 
     def generate(
         self,
@@ -195,8 +199,7 @@ class Engine:
         wanted = [WARM_UP_KINDS[k] for k, on in current_kinds(kinds, WARM_UP_KINDS).items() if on]
         seconds = self.compile([Variant.GREEDY, *wanted])
         if measure and self.drafter is not None and self.plan.exact:
-            measured = functools.partial(untraced, self.runner.break_even)
-            self.break_even = self.core.while_idle(measured)
+            self.break_even = self.core.while_idle(lambda: untraced(self.runner.break_even))
         return seconds
 
     def compile(self, variants: Iterable[Variant]) -> float:
@@ -324,8 +327,7 @@ class Engine:
         return None if self.runner.prefixes is None else self.runner.prefixes.cache
 
     def _requests(self, prompt: Prompt, params: SamplingParams, n: int) -> list[Request]:
-        if forking.parent:
-            forking.check_not_forked()
+        forking.check_not_forked()
         parts = self.plan, self.target, self.tokenizer
         return make_requests(prompt, params, n, *parts, drafts=self.drafter is not None)
 
@@ -336,13 +338,13 @@ class Engine:
         # Whether the in-flight step drafts depends on timing. Only tokens of greedy requests under
         # an exact plan do not depend on that, so only these may stop drafting.
         fixed = not self.plan.exact or request.params.temperature > 0
-        retries_calls = request.recovery.call_retry and self.grammars.available
+        retry = request.recovery.call_retry and self.grammars.available
         return RunningSequence(
             request,
             self.tokenizer,
             None if structure is None else self.grammars.make(structure),
             cancel=cancel,
-            call_grammars=self.call_grammars if retries_calls else None,
+            call_grammars=self.call_grammars if retry else None,
             break_even=None if fixed else self.break_even,
             expectation=self.core.expectation,
         )

@@ -1,5 +1,6 @@
 """The logits state of all rows, and log-probabilities as results."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -73,7 +74,7 @@ def token_logprobs(output: StepOutput, row: int, request: Request) -> list[Token
     if found is None or most is None:
         return []
     packed: Any = np.asarray(output.packed)
-    tokens = StepOutput(packed, reports_odds=output.reports_odds).tokens[row]
+    tokens = dataclasses.replace(output, packed=packed).tokens[row]
     return _named(tokens.tolist(), found, row, most)
 
 

@@ -33,6 +33,7 @@ from dflash_jax.engine.logits_processing import LogitsProcessor
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.prefix.disk import identity
 from dflash_jax.engine.prefix.store import PrefixStore
+from dflash_jax.engine.recovery.trace import CallTime
 from dflash_jax.engine.scheduler import SchedulerOutput, make_rules
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.structured.grammars import Grammar
@@ -50,12 +51,14 @@ class InFlightStep:
     dispatched: float  # when, by `time.perf_counter`
     outputs: tuple[Output, ...]  # of each call
 
-    def results(self) -> Iterator[dict[int, RowStep]]:
+    def results(self) -> Iterator[tuple[CallTime, dict[int, RowStep]]]:
         """Wait for outputs that are still wanted; yield the results of each step, by row."""
         for first, rows, output in self.outputs:
             if any(map(self.work.waits, rows)):
-                for step in read_output(output):
-                    yield {row: step[row - first] for row in rows}
+                steps, now = read_output(output), time.perf_counter()
+                for at, step in enumerate(steps):
+                    results = {row: step[row - first] for row in rows}
+                    yield CallTime(now, len(steps) - at), results
 
     def output_of(self, row: int) -> tuple[StepOutput, int]:
         """Return the output that holds a row's results, and the row's place in it."""

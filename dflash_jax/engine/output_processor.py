@@ -11,8 +11,9 @@ from dflash_jax.engine.logits_processing import prompt_logprobs, token_logprobs
 from dflash_jax.engine.model_runner import InFlightStep
 from dflash_jax.engine.recovery import controller
 from dflash_jax.engine.recovery.controller import Restart
+from dflash_jax.engine.recovery.trace import CallTime
 from dflash_jax.engine.result import Stats
-from dflash_jax.engine.sequence import Sequence
+from dflash_jax.engine.sequence import Sequence, StepDetails
 from dflash_jax.state import RowStep
 
 log = logging.getLogger("dflash_jax.engine")
@@ -35,16 +36,18 @@ class OutputProcessor:
     def __init__(self, block: int, events: EventLog):
         self._block, self._events = block, events
 
-    def process(self, step: InFlightStep, results: Mapping[int, RowStep]) -> RowUpdates:
-        """Process the results of one device step; return what follows for the rows."""
+    def process(
+        self, step: InFlightStep, results: Mapping[int, RowStep], time: CallTime
+    ) -> RowUpdates:
+        """Process the results of one step of a call; return what follows for the rows."""
         updates = RowUpdates()
         for row, result in results.items():
             if step.work.waits(row):
-                self._process_row(step, row, result, updates)
+                self._process_row(step, row, result, time, updates)
         return updates
 
     def _process_row(
-        self, step: InFlightStep, row: int, result: RowStep, updates: RowUpdates
+        self, step: InFlightStep, row: int, result: RowStep, time: CallTime, updates: RowUpdates
     ) -> None:
         sequence, prefill = step.work.sequences[row], step.work.prefill
         if prefill and sequence.cursor.logprobs:
@@ -66,11 +69,12 @@ class OutputProcessor:
         if sequence.request.params.logprobs is not None:
             output, place = step.output_of(row)
             logprobs = token_logprobs(output, place, sequence.request)[: len(result.tokens)]
+        details = StepDetails(logprobs, result.drafts, time)
         event = _event(step, row, result)
-        effects = sequence.process(event, logprobs)
+        effects = sequence.process(event, details)
         self.report(sequence, effects.notes)
         if effects.restart is Restart.SAVED and prefill:  # the row is in the saved state
-            effects = sequence.process(event, logprobs)
+            effects = sequence.process(event, details)
             self.report(sequence, effects.notes)
         if effects.restart is Restart.CALL:
             sequence.begin_call_retry()

@@ -5,6 +5,9 @@ import dataclasses
 import reprlib
 from typing import Any
 
+from dflash_jax.engine.recovery.trace import RoundTrace
+from dflash_jax.show import Shown, result_html, result_shown, stats_html
+
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 60
 
@@ -25,6 +28,9 @@ class Piece:
     token_ids: tuple[int, ...]
     text: str  # empty without a tokenizer, or while a character is incomplete
     logprobs: tuple[TokenLogprob, ...] = ()  # of every token, if the request asks for them
+    # Rounds that are complete with this piece, if the request asks for them. A round ends after
+    # tokens of earlier pieces if others of its tokens were held.
+    trace: tuple[RoundTrace, ...] = ()
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -75,6 +81,9 @@ class Stats:
         """Decoding speed: tokens after the first over `decode_s`."""
         return (self.output_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0
 
+    def _repr_html_(self) -> str:
+        return stats_html(self)
+
     def to_json(self) -> dict[str, Any]:
         """Return all figures as JSON values."""
         derived = {
@@ -96,6 +105,7 @@ class Result:
     stats: Stats
     logprobs: list[TokenLogprob] | None = None  # None if not requested
     prompt_logprobs: list[TokenLogprob] | None = None  # of the whole prompt; the same
+    trace: tuple[RoundTrace, ...] = ()  # empty if not requested
 
     def __repr__(self) -> str:
         text = "" if self.text is None else f": {_SHORT.repr(self.text)}"
@@ -104,6 +114,19 @@ class Result:
         tokens = f"{count} token{'s' * (count != 1)}"
         return f"<Result: {tokens} ({self.finish_reason}){drafted}{text}>"
 
+    def show(self, *, by_round: bool = False) -> Shown:
+        """Return the trace to display in a notebook: accepted, own, forced and rejected tokens.
+
+        Without a trace (`SamplingParams.trace`), it is a table of text and statistics.
+
+        Args:
+          by_round: begin a line with every round.
+        """
+        return result_shown(self, by_round=by_round)
+
+    def _repr_html_(self) -> str:
+        return result_html(self)
+
     def to_json(self) -> dict[str, Any]:
         """Return the object that `dflash-jax generate --json` prints."""
         names = "token_ids", "text", "finish_reason"
@@ -111,4 +134,6 @@ class Result:
         for name in ("logprobs", "prompt_logprobs"):
             if (tokens := getattr(self, name)) is not None:
                 fields[name] = [dataclasses.asdict(token) for token in tokens]
+        if self.trace:
+            fields["trace"] = [dataclasses.asdict(traced) for traced in self.trace]
         return fields

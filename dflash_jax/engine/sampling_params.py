@@ -48,6 +48,7 @@ class SamplingOptions(TypedDict, total=False):
     recovery: Recovery | None
     tools: Sequence[Any] | None
     tool_choice: Any
+    trace: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,7 @@ class SamplingParams:
         structured output, rules that force tokens or override ends are off.
       tools, tool_choice: tools the prompt offers, in the form of any supported API. Recovery may
         begin a call of one of them, and `stop` texts do not apply inside calls.
+      trace: report the rounds of decoding and where each token came from, see `RoundTrace`.
 
     Raises:
       RequestError: a value no engine could serve.
@@ -109,6 +111,7 @@ class SamplingParams:
     recovery: Recovery | None = None
     tools: Sequence[Any] | None = None
     tool_choice: Any = None
+    trace: bool = False
 
     def __post_init__(self) -> None:
         for name, (low, high, expected) in _RANGES.items():
@@ -131,6 +134,7 @@ class SamplingParams:
         _check_stops(stop)
         recovery = OFF if self.recovery is None else self.recovery
         check(isinstance(recovery, Recovery), "recovery", recovery, "None, or a dj.Recovery(...)")
+        check(type(self.trace) is bool, "trace", self.trace, "True or False")
         least, expected = self.min_tokens, f"an integer from 0 to max_tokens, {self.max_tokens}"
         check(least <= self.max_tokens, "min_tokens", least, expected)
         if least and self.structured is not None:

@@ -14,6 +14,7 @@ from dflash_jax.engine.forced_tokens import ForcedTokens
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.recovery import controller, repeated_calls, request_state, speculation
 from dflash_jax.engine.recovery.guards import runaway_drop
+from dflash_jax.engine.recovery.trace import CallTime
 from dflash_jax.engine.request import CancelCell, Request
 from dflash_jax.engine.result import Result, Stats, TokenLogprob
 from dflash_jax.engine.structured.call_grammars import CallGrammars
@@ -34,6 +35,17 @@ class RowSettings(NamedTuple):
     speculates: bool
     choices: tuple[int, ...]
     opening: int
+
+
+class StepDetails(NamedTuple):
+    """What is reported about a step besides the event that it is to the state machine."""
+
+    logprobs: Seq[TokenLogprob] = ()  # of its tokens, where the request asks for them
+    drafts: tuple[int, ...] = ()  # that were verified, if the plan reports them
+    time: CallTime | None = None  # of its call
+
+
+NO_DETAILS = StepDetails()
 
 
 class Sequence:
@@ -135,26 +147,26 @@ class Sequence:
         """Note that the request was given a row."""
         self.row = row
         self._started = time.perf_counter()
+        if self.output.trace:
+            self.output.trace.begin(self._started)
 
     # -- events -------------------------------------------------------------------------------
 
     def process(
-        self, event: controller.Prefilled | controller.Stepped, logprobs: Seq[TokenLogprob] = ()
+        self, event: controller.Prefilled | controller.Stepped, details: StepDetails = NO_DETAILS
     ) -> controller.Effects:
         """Process a step's result, unless the caller cancelled; a failure outranks that."""
-        return self.abandon() if event.finite and self.cancel else self.take(event, logprobs)
+        return self.abandon() if event.finite and self.cancel else self.take(event, details)
 
     def abandon(self) -> controller.Effects:
         """End the request because its caller cancelled it, and count the reason."""
         self.stats.recovery[f"cancelled_{self.cancel.reason}"] += 1
         return self.take(controller.Cancelled())
 
-    def take(self, event: controller.Event, logprobs: Seq[TokenLogprob] = ()) -> controller.Effects:
-        """Advance the state machine by an event; return the effects that concern the device.
-
-        Args:
-          logprobs: of the step's tokens, where the request asks for them.
-        """
+    def take(
+        self, event: controller.Event, details: StepDetails = NO_DETAILS
+    ) -> controller.Effects:
+        """Advance the state machine by an event; return the effects that concern the device."""
         now = time.perf_counter()
         if isinstance(event, controller.Prefilled):
             self.stats.prefill_s += now - self._started
@@ -164,7 +176,12 @@ class Sequence:
         self.state, effects = controller.advance(self.state, event, self.policy)
         if self.request.params.logprobs is not None:
             new, probes = self.state.ids[before - effects.retract :], bool(self.state.probe)
-            self.output.add_logprobs(new, logprobs, retracted=effects.retract, probes=probes)
+            given = {"retracted": effects.retract, "probes": probes}
+            self.output.add_logprobs(new, details.logprobs, **given)
+        if self.output.trace:
+            new, ended = self.state.ids[before - effects.retract :], details.time or CallTime(now)
+            given = {"retracted": effects.retract, "drafts": details.drafts}
+            self.output.trace.record(event, new, **given, time=ended)
         self.settings = self._settings()
         if effects.fallback:
             self.stats.fallbacks[effects.fallback] += 1
@@ -297,4 +314,6 @@ class Sequence:
         output, params = self.output, self.request.params
         logprobs = None if params.logprobs is None else output.logprobs
         prompt = None if params.prompt_logprobs is None else self.prompt_logprobs
-        return Result(output.ids, output.text, self.finish.value, self.stats, logprobs, prompt)
+        trace = tuple(traced for piece in output.pieces for traced in piece.trace)
+        reports = {"logprobs": logprobs, "prompt_logprobs": prompt, "trace": trace}
+        return Result(output.ids, output.text, self.finish.value, self.stats, **reports)

@@ -113,6 +113,7 @@ class ChatWriter(OpenAIWriter):
     ) -> bytes:
         base: dict[str, Any] = {"index": reply.index, "delta": delta, "finish_reason": None}
         base["logprobs"] = self._new_logprobs(reply)
+        base |= self._new_rounds(reply)
         return self._chunk_event(base | (choice or {}), more)
 
     def _choice(self, reply: Reply) -> dict[str, Any]:
@@ -134,6 +135,7 @@ class ChatWriter(OpenAIWriter):
             message["tool_calls"] = calls
         choice: dict[str, Any] = {"index": reply.index, "message": message}
         choice["logprobs"] = self._logprobs(reply.logprobs)
+        choice |= self._new_rounds(reply)
         return choice | statistics.choice_statistics(reply, self.request, self.id)
 
     def to_json(self) -> dict[str, Any]:

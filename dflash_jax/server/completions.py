@@ -75,6 +75,7 @@ class CompletionWriter(OpenAIWriter):
     ) -> bytes:
         base: dict[str, Any] = {"index": reply.index, "text": text, "finish_reason": None}
         base["logprobs"] = self._new_logprobs(reply)
+        base |= self._new_rounds(reply)
         return self._chunk_event(base | (choice or {}), more)
 
     def _end(self, reply: Reply) -> dict[str, Any]:
@@ -87,6 +88,7 @@ class CompletionWriter(OpenAIWriter):
         prompt = reply.result.prompt_logprobs if reply.result and self.request.echo else None
         logprobs = self._logprobs([*(prompt or ()), *reply.logprobs])
         base = {"index": reply.index, "text": text, "logprobs": logprobs}
+        base |= self._new_rounds(reply)
         return base | self._end(reply) | self._prompt_logprobs(reply)
 
     def _echo(self, reply: Reply) -> str:

@@ -85,6 +85,7 @@ class OpenAIFields(CommonFields, kw_only=True):
     response_format: dict[str, Any] | None = None
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool | None = None
+    return_token_sources: bool | None = None
 
 
 ENGINE_OPTIONS = (
@@ -190,6 +191,7 @@ def openai_arguments(body: OpenAIFields, unknown: Mapping[str, Any]) -> dict[str
         "stop": (*common["stop"], *stop_strings(body.stop_sequences)),
         "prompt_logprobs": body.prompt_logprobs,
         "include_stop_str": bool(body.include_stop_str_in_output),
+        "return_token_sources": bool(body.return_token_sources),
         "include_usage": bool(wanted.include_usage),
         "continuous_usage_stats": bool(wanted.include_usage and wanted.continuous_usage_stats),
     }

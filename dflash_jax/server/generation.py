@@ -118,6 +118,8 @@ class Generation:
         options: dict[str, Any] = {"temperature": defaults.temperature} | request.options
         if request.stop:
             options["stop"] = request.stop
+        if request.return_token_sources:
+            options["trace"] = True
         if request.logprobs is not None:
             options["logprobs"] = request.logprobs
         counts = [request.prompt_logprobs, request.logprobs if request.echo else None]

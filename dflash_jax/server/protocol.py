@@ -135,6 +135,7 @@ class GenerationRequest:
     store: Callable[..., None] | None = None
     timeout: float | None = None
     return_token_ids: bool = False
+    return_token_sources: bool = False
     timings: bool = False
     metrics: bool = False
     meta_info: bool = False

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from dflash_jax.engine.detokenizer import Detokenizer
 from dflash_jax.engine.recovery import repeated_calls
-from dflash_jax.engine.result import Piece, Result, TokenLogprob
+from dflash_jax.engine.result import Piece, Result, RoundTrace, TokenLogprob
 from dflash_jax.server.held_calls import RepeatedCallFilter
 from dflash_jax.server.protocol import GenerationRequest, new_id
 from dflash_jax.tokenizer import Tokenizer
@@ -56,6 +56,7 @@ class Reply:
 
     Attributes:
       ids: output token ids.
+      rounds: of decoding, which the engine reported; see `take_rounds`.
       logprobs: log probabilities of `ids`, if requested.
       answer_logprobs: those of tokens outside reasoning and tool calls.
       reported: number of log probabilities that were sent in chunks.
@@ -84,6 +85,8 @@ class Reply:
         self._tokenizer, self._syntax, self._starts_thinking = tokenizer, syntax, thinking
         self._takes_engine_text = self._engine_text_suffices()
         self.ids: list[int] = []
+        self.rounds: list[RoundTrace] = []
+        self._taken = self._taken_tokens = 0  # rounds that were taken, and tokens of these
         self.logprobs: list[TokenLogprob] = []
         self.reported = 0
         self.logprob_text = tokenizer.stream() if tokenizer else None
@@ -128,6 +131,7 @@ class Reply:
 
     def push(self, piece: Piece) -> list[Event]:
         """Return the events of a piece; adjacent texts of one kind are one event."""
+        self.rounds += piece.trace
         if self._takes_engine_text and not self.satisfied:
             self.ids += piece.token_ids
             self.logprobs += piece.logprobs
@@ -145,6 +149,16 @@ class Reply:
             if self.stop_string is not None:
                 self.satisfied = True
         return list(joined(events))
+
+    def take_rounds(self) -> list[RoundTrace]:
+        """Return the rounds that were not taken before, without tokens after the last of `ids`."""
+        taken = []
+        for traced in self.rounds[self._taken :]:
+            traced = traced.shortened(len(self.ids) - self._taken_tokens)
+            self._taken += 1
+            self._taken_tokens += len(traced.tokens)
+            taken += [traced] if traced.tokens else []
+        return taken
 
     def _push_token(self, token: int, logprobs: Sequence[TokenLogprob]) -> tuple[list[Event], bool]:
         """Return the events of a token, and whether it belongs to reasoning."""

@@ -4,7 +4,7 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_jax.engine.result import Stats
+from dflash_jax.engine.result import RoundTrace, Stats
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.protocol import GenerationRequest
 from dflash_jax.server.reply import Reply
@@ -94,6 +94,21 @@ def choice_statistics(reply: Reply, request: GenerationRequest, answer_id: str) 
     if request.meta_info:
         fields["meta_info"] = {"id": answer_id} | meta_info(reply.result.stats)
     return fields
+
+
+def round_fields(traced: RoundTrace) -> dict[str, Any]:
+    """Return a round of decoding as an entry of a choice's `rounds`."""
+    texts = traced.texts or [""] * len(traced.tokens)
+    rejected_texts = traced.rejected_texts or [""] * len(traced.rejected)
+    tokens = zip(traced.tokens, texts, traced.sources, strict=True)
+    rejected = zip(traced.rejected, rejected_texts, strict=True)
+    return {
+        "tokens": [{"id": i, "text": text, "source": source} for i, text, source in tokens],
+        "rejected": [{"id": i, "text": text} for i, text in rejected],
+        "proposed": traced.proposed,
+        "accepted": traced.accepted,
+        "ms": traced.seconds * 1e3,
+    }
 
 
 def reused(generation: Generation) -> int:

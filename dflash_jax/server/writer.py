@@ -113,6 +113,12 @@ class OpenAIWriter(abc.ABC):
             more = {"usage": statistics.usage(self.generation)} | more
         return sse_data(self._object([choice], **more))
 
+    def _new_rounds(self, reply: Reply) -> dict[str, Any]:
+        """Return the rounds that were not sent yet as a field of a choice, if requested."""
+        if not self.request.return_token_sources:
+            return {}
+        return {"rounds": list(map(statistics.round_fields, reply.take_rounds()))}
+
     def _object(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {"object": self.kind, **self._head, "choices": choices, **more}
 

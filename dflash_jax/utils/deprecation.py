@@ -36,6 +36,22 @@ def warn_renamed(old: str, new: str, *, stacklevel: int = 2) -> None:
     warnings.warn(f"{old} is deprecated; use {new}", DeprecationWarning, stacklevel + 1)
 
 
+class DeprecatedPlanNames:
+    """Deprecated names of fields of a plan, as attributes."""
+
+    @property
+    def rounds(self: Any) -> int:
+        """Deprecated name of `steps_per_call`."""
+        warn_renamed("plan.rounds", "plan.steps_per_call")
+        return self.steps_per_call
+
+    @property
+    def order(self: Any) -> str:
+        """Deprecated name of `weight_layout`, with deprecated names of its values."""
+        warn_renamed("plan.order", "plan.weight_layout")
+        return deprecated_value("weight_layout", self.weight_layout)
+
+
 def renamed_argument(function: str, old: str, new: str, given: Mapping[str, Any]) -> Any:
     """Return the value that a caller passed by an argument's deprecated name, or None.
 

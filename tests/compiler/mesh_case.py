@@ -55,10 +55,11 @@ def main() -> None:
             mesh=(data, model),
             prefix_cache=1 << 20,
             dtype="float32",
+            report_drafts=True,
         )
         engine = random_engine(target, drafter, plan)
-        results = engine.generate_many([*prompts, prompts[-1]], max_tokens=12)
-        said[mesh] = [r.token_ids for r in results]
+        results = engine.generate_many([*prompts, prompts[-1]], max_tokens=12, trace=True)
+        said[mesh] = [[r.token_ids, *(x.rejected for x in r.trace)] for r in results]
         assert results[-1].stats.cached_tokens == 16
         if mesh != "1x1":
             leaves = jax.tree.leaves((engine.params, engine.runner.state))

@@ -161,6 +161,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "stop_slots": {"stop_slots": 3},
     "call_odds": {"call_odds": False},
     "min_survival": {"min_survival": 0.5},
+    "report_drafts": {"report_drafts": True},
     "memory_limit": {"memory_limit": AMPLE - 1},
 }
 
@@ -215,7 +216,8 @@ def test_every_field_has_a_flag_with_its_help_text_or_a_reason_to_have_none() ->
         for dest in split.get(name, (name,)):
             action = found.pop(dest)
             assert info.help in str(action.help), name
-            if name not in ("mesh", "devices", "prefix_cache"):  # the latter is more for `serve`
+            other = ("mesh", "devices", "prefix_cache", "report_drafts")  # the last two in `serve`
+            if name not in other:
                 assert action.default == getattr(Plan, name), name
     assert set(WITHOUT_FLAG) < set(FIELDS)
 

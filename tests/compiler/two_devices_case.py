@@ -29,7 +29,8 @@ def main() -> None:
     family, *names = sys.argv[1:]
     found: dict[str, Any] = {"devices": len(jax.devices())}
     for name in names:
-        plan = Plan(rows=2, max_length=96, chunk=16, prefix_cache=1 << 20, devices=PLACES[name])
+        sizes = {"rows": 2, "max_length": 96, "chunk": 16, "prefix_cache": 1 << 20}
+        plan = Plan(**sizes, devices=PLACES[name], report_drafts=True)
         engine = dj.load(plan=plan) if family == "shipped" else random(family, plan)
         vocab = min(96, engine.target.vocab_size)
         rng = np.random.default_rng(0)
@@ -48,10 +49,13 @@ def random(family: str, plan: Plan) -> Engine:
 
 
 def run(engine: Engine, prompts: Sequence[Any], **options: Any) -> list[Any]:
-    """Tokens, then how many each round decided, then how many drafts it verified."""
-    results = engine.generate_many([*prompts, prompts[-1]], **{"max_tokens": 14} | options)
+    """Tokens, then how many each round decided, how many drafts it verified, and rejected ones."""
+    options = {"max_tokens": 14, "trace": True} | options
+    results = engine.generate_many([*prompts, prompts[-1]], **options)
     lengths = [r.stats.acceptance_lengths for r in results]
-    return [r.token_ids for r in results] + lengths + [r.stats.drafts_per_round for r in results]
+    drafts = [r.stats.drafts_per_round for r in results]
+    rejected = [[x.rejected for x in r.trace] for r in results]
+    return [r.token_ids for r in results] + lengths + drafts + rejected
 
 
 def quick(engine: Engine, prompts: list[list[int]]) -> dict[str, list[Any]]:

@@ -45,7 +45,8 @@ def byte_engine(tiny3: Engine) -> Engine:
     core.decoder = decoders.ByteLevel()
     made = scripted_engine(tiny3)
     target = type(made.target)(**vars(made.target) | {"eos_token_ids": (EOS,)})
-    return Engine(target, made.drafter, made.params, made.plan, tokenizer=Tokenizer(core, None, {}))
+    plan = dataclasses.replace(made.plan, report_drafts=True)
+    return Engine(target, made.drafter, made.params, plan, tokenizer=Tokenizer(core, None, {}))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -174,3 +175,24 @@ def test_a_grammar_that_exceeds_its_limits_fails_its_request(byte_engine: Engine
 def test_a_model_without_tokenizer_refuses_structures(tiny: Engine) -> None:
     with pytest.raises(RequestError, match="needs a tokenizer, and this model ships none"):
         tiny.submit([1, 2], max_tokens=4, structured={"regex": "a"})
+
+
+def test_a_trace_has_the_rejected_drafts_and_what_the_grammar_determined(
+    byte_engine: Engine,
+) -> None:
+    options: dict[str, Any] = {"max_tokens": 40, "structured": {"regex": "say: [ab]{5}[0-9]{4}"}}
+    plain = byte_engine.generate(PROMPT, speculative=False, trace=True, **options)
+    assert [x.sources for x in plain.trace] == [("forced",)] * 5 + [("target",)] * 9
+    script = [*PROMPT, *plain.token_ids]
+    set_script(byte_engine, force_acceptance(script, len(PROMPT), [1, 2, 0], 251))
+    result = byte_engine.generate(PROMPT, trace=True, **options)
+    assert [i for x in result.trace for i in x.tokens] == result.token_ids == plain.token_ids
+    first, *rounds = result.trace
+    assert (first.sources, first.proposed) == (("forced",), 0)
+    assert [x.accepted for x in rounds[:3]] == [1, 2, 0]
+    assert [len(x.rejected) for x in rounds[:3]] == [2, 1, 3]
+    assert [x.sources for x in rounds[:2]] == [
+        ("drafted", "forced"),
+        ("drafted", "drafted", "target"),
+    ]
+    assert "".join(text for x in result.trace for text in x.texts) == result.text

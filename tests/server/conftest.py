@@ -24,7 +24,8 @@ if TYPE_CHECKING:  # importing them takes seconds
     import openai
 
 ROWS, CONTEXT, QUEUE = 3, 512, 24
-PLAN = Plan(rows=ROWS, max_length=CONTEXT, chunk=64, block=4, queue=QUEUE, prefix_cache=2**20)
+SIZES = {"rows": ROWS, "max_length": CONTEXT, "chunk": 64, "block": 4, "queue": QUEUE}
+PLAN = Plan(**SIZES, prefix_cache=2**20, report_drafts=True)
 
 
 @dataclasses.dataclass

@@ -142,6 +142,16 @@ def test_serve_refuses_what_it_cannot_do(run: Run, tmp_path: Path) -> None:
         assert "Error" in err
 
 
+@pytest.mark.parametrize(
+    ("flags", "reported"),
+    [([], True), (["--report-drafts"], True), (["--no-report-drafts"], False)],
+)
+def test_serve_reports_drafts_unless_told_otherwise(flags: list[str], reported: bool) -> None:
+    options = parser().parse_args(["serve", "--max-length", "64", *flags])
+    options.check(options)
+    assert serve._plan(options, None).report_drafts is reported
+
+
 def test_serve_sets_the_time_that_a_grammar_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
 
@@ -225,6 +235,21 @@ def test_a_piped_chat_answers_every_line_and_remembers(
     assert "unknown command /what" in err
     assert "> " not in err
     assert all(len(line) <= 80 for line in err.splitlines())
+
+
+def test_a_chat_marks_drafts_if_asked_to(
+    random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    _, out, _ = converse(random_tiny, monkeypatch, run, "Hello\nHello\n", "-n", "8")
+    code, marked, _ = converse(
+        random_tiny, monkeypatch, run, "Hello\nHello\n", "-n", "8", "--show-drafts"
+    )
+    assert code == 0
+    legends = [line for line in marked.splitlines() if line.startswith("[+accepted draft]")]
+    assert len(legends) == 2
+    kept = re.sub(r"\[-.*?\](?=\S|\s|$)", "", marked.replace(f"{legends[0]}\n", ""))
+    assert "[-" in marked
+    assert out.split()[0] in kept
 
 
 def test_a_chat_whose_output_goes_to_a_file_asks_on_standard_error(

@@ -120,6 +120,11 @@ class Grammar:
         """Why the grammar failed, or None; it is `finished` then."""
         return reason(self._matcher) if self._matcher.is_error() else None
 
+    def leaves_no_choice(self) -> bool:
+        """Return whether the grammar allows a single token here."""
+        mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        return int(np.bitwise_count(mask).sum()) == 1
+
     def accept(self, ids: Sequence[int]) -> None:
         """Advance by emitted tokens."""
         self._matcher.consume_tokens(list(ids))

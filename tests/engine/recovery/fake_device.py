@@ -18,6 +18,7 @@ from dflash_jax.engine.recovery.controller import (
     advance,
 )
 from dflash_jax.engine.recovery.request_state import choices, opening, room, speculates
+from dflash_jax.engine.recovery.trace import CallTime, RoundTrace, TraceRecorder
 from dflash_jax.engine.recovery.words import Words
 from dflash_jax.tool_parsers import SYNTAXES
 from dflash_jax.tool_parsers.tool_schema import Tool
@@ -79,6 +80,7 @@ class Outcome:
     fallbacks: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     effects: list[Effects] = dataclasses.field(default_factory=list)
     state: State = dataclasses.field(default_factory=State)
+    trace: list[RoundTrace] = dataclasses.field(default_factory=list)
     fed: list[int] = dataclasses.field(default_factory=list)  # tokens the device's caches hold
     prefills: int = 0
     attempts: int = 1
@@ -117,6 +119,7 @@ class Device:
         self.draft_finite, self.prefer, self.odds = draft_finite, prefer, odds
         self.ids: list[int] = []  # decided, the last one pending
         self.seen = Outcome()
+        self.recorder = TraceRecorder()
 
     def run(self, turns: int = 4000) -> Outcome:
         """Run the request to its end."""
@@ -170,8 +173,10 @@ class Device:
 
     def retry_call(self) -> None:
         """Retry a call as the host does once it has a grammar: feed the row up to the call."""
-        seen, held = self.seen, self.seen.state.held
-        seen.state, effects = advance(seen.state, CallRetried(), self.policy)
+        seen, held, event = self.seen, self.seen.state.held, CallRetried()
+        decided = seen.state.num_decided
+        seen.state, effects = advance(seen.state, event, self.policy)
+        self.record(event, effects, decided)
         assert effects.retract == held
         assert not effects.emit
         seen.notes.update(effects.notes)
@@ -183,11 +188,28 @@ class Device:
         self.ids = list(seen.state.ids)
         seen.fed = self.ids[:-1]
 
+    def record(self, event: Any, effects: Effects, decided: int) -> None:
+        """Record an event in the trace, of which the emitted tokens are all and no others."""
+        seen, new = self.seen, self.seen.state.ids[decided - effects.retract :]
+        time = CallTime(float(len(seen.effects) + 1))
+        given = {"retracted": effects.retract, "drafts": ()}
+        self.recorder.record(event, new, **given, time=time)
+        if effects.restart in (Restart.SAVED, Restart.FRESH):
+            self.recorder.discard()
+        seen.trace += self.recorder.emit(len(effects.emit))
+        if effects.finish:
+            seen.trace += self.recorder.finish()
+            tokens = [token for traced in seen.trace for token in traced.tokens]
+            assert tokens == [*seen.emitted, *effects.emit]
+            assert all(traced.tokens and traced.seconds >= 1 for traced in seen.trace)
+
     def process(self, event: Any) -> None:
         """Advance the state machine by an event, and apply the effects."""
         seen = self.seen
-        before = seen.state.num_decided - seen.state.held
+        decided = seen.state.num_decided
+        before = decided - seen.state.held
         seen.state, effects = advance(seen.state, event, self.policy)
+        self.record(event, effects, decided)
         assert effects.retract <= seen.state.num_decided + effects.retract - before
         seen.effects.append(effects)
         seen.emitted += effects.emit
