@@ -203,12 +203,11 @@ class Engine:
         return seconds
 
     def compile(self, variants: Iterable[Variant]) -> float:
-        """Compile the missing programs of variants, in this thread; return the seconds it took."""
+        """Compile missing programs of variants, one at a time while busy; return the seconds."""
         if not self.compiled.missing(variants := list(variants)):
             return 0.0
-        workers = 1 if self.busy else WORKERS  # a busy engine needs cores of its own
         with announced("dflash_jax: compiling", shown=self.progress):  # or loading programs
-            return self.compiled.compile(variants, workers=workers)
+            return self.compiled.compile(variants, workers=1 if self.busy else WORKERS)
 
     def submit(
         self,
@@ -327,7 +326,8 @@ class Engine:
         return None if self.runner.prefixes is None else self.runner.prefixes.cache
 
     def _requests(self, prompt: Prompt, params: SamplingParams, n: int) -> list[Request]:
-        forking.check_not_forked()
+        if forking.parent:
+            forking.check_not_forked()
         parts = self.plan, self.target, self.tokenizer
         return make_requests(prompt, params, n, *parts, drafts=self.drafter is not None)
 
