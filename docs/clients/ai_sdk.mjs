@@ -17,5 +17,5 @@ const get_weather = tool({
 const result = streamText({ model, prompt, tools: { get_weather }, stopWhen: stepCountIs(3) });
 for await (const text of result.textStream) process.stdout.write(text);
 console.log(await result.usage);
-const schema = z.object({ city: z.string().max(20), degrees: z.number().int() });
+const schema = z.object({ city: z.string().max(20), degrees: z.number().int().min(-50).max(50) });
 console.log((await generateObject({ model, prompt, schema, maxOutputTokens: 200 })).object);
