@@ -217,6 +217,7 @@ PATHS = {  # with their required fields
     RESPONSES: ("input", "max_output_tokens"),
     MESSAGES: ("messages", "max_tokens"),
     MESSAGES + "/count_tokens": ("messages",),
+    RESPONSES + "/input_tokens": ("input",),
     "/tokenize": ("messages",),
     "/detokenize": ("tokens",),
 }

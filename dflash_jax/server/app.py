@@ -80,11 +80,13 @@ class Server:
         parameters = {path: kind.__struct_fields__ for path, kind in BODIES.items()}
         shared = self.models, self._middleware, settings, self._metrics
         information = InfoRoutes(*shared, parameters)
+        read_responses = functools.partial(decode_responses, store=self._store)
         posts = information.posts | {
             "/v1/chat/completions": self._generation_handler(decode_chat),
             "/v1/completions": self._generation_handler(decode_completion),
-            "/v1/responses": self._generation_handler(
-                functools.partial(decode_responses, store=self._store)
+            "/v1/responses": self._generation_handler(read_responses),
+            "/v1/responses/input_tokens": information.token_counter(
+                read_responses, object="response.input_tokens"
             ),
             "/v1/messages": self._generation_handler(decode_messages),
         }

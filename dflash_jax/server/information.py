@@ -3,6 +3,7 @@
 import datetime
 import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -72,7 +73,9 @@ class InfoRoutes:
     def posts(self) -> dict[str, Handler]:
         """Return the handlers of POST by path."""
         return {
-            "/v1/messages/count_tokens": self._count_tokens,
+            "/v1/messages/count_tokens": self.token_counter(
+                functools.partial(decode_messages, counting=True)
+            ),
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
         }
@@ -89,11 +92,20 @@ class InfoRoutes:
             "/props": self._props,
         }
 
-    async def _count_tokens(self, raw_request: Request) -> Response:
-        read = functools.partial(decode_messages, counting=True)
-        request = await read_body(read, await self._middleware.body(raw_request))
-        [prompt] = await prepare(self._models.named(request.model), request)
-        return json_response({"input_tokens": len(prompt.ids)})
+    def token_counter(self, read: Callable[[bytes], GenerationRequest], **fields: Any) -> Handler:
+        """Return a handler that counts the prompt tokens of a request.
+
+        Args:
+          read: decodes the body.
+          fields: what the response has in addition to `input_tokens`.
+        """
+
+        async def handler(raw_request: Request) -> Response:
+            request = await read_body(read, await self._middleware.body(raw_request))
+            [prompt] = await prepare(self._models.named(request.model), request)
+            return json_response(fields | {"input_tokens": len(prompt.ids)})
+
+        return handler
 
     async def _tokenize(self, raw_request: Request) -> Response:
         read = functools.partial(decode, kind=TokenizeRequest)

@@ -230,7 +230,8 @@ def test_one_length_of_either_kind_is_served(live: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES, MESSAGES, "/tokenize",
-                                  "/detokenize", "/v1/messages/count_tokens"])  # fmt: skip
+                                  "/detokenize", "/v1/messages/count_tokens",
+                                  RESPONSES + "/input_tokens"])  # fmt: skip
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:3000"])
 @pytest.mark.parametrize("kind", ["text/plain;charset=UTF-8", None, "text/plain; application/json",
                                   "application/x-www-form-urlencoded"])  # fmt: skip

@@ -24,6 +24,7 @@ BODIES = {
     RESPONSES: ResponsesRequest,
     MESSAGES: MessagesRequest,
     MESSAGES + "/count_tokens": MessagesRequest,
+    RESPONSES + "/input_tokens": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
