@@ -17,31 +17,58 @@ DEFINITIONS = ("$defs", "definitions")  # where a schema's references point
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid",
            "uri", "unknown")  # string formats that llguidance supports  # fmt: skip
 LITERALS = ("const", "enum", "default", "examples")  # keywords with values, not schemas
+MOST_INTEGER = 2**53 - 1
+LITERAL_NUMBERS = frozenset(["const", "enum", "multipleOf"])
 SPACE = r"( |\n {0,16})?"  # between JSON tokens; bounded so that output cannot loop in it
 
 
 def bounded(schema: Mapping[str, Any], *, strict: bool = False) -> dict[str, Any]:
-    """Return a JSON schema with a bound on white space, unless it specifies one itself.
+    """Return a JSON schema with bounds on white space and integers, where it has none itself.
 
     Args:
       strict: the compiler refuses keywords that a grammar cannot express, such as "uniqueItems",
         instead of ignoring them.
     """
     guidance = {"whitespace_pattern": SPACE, "lenient": not strict}
-    return {"x-guidance": guidance, **(_without_unknown_formats(schema) if strict else schema)}
+    return {"x-guidance": guidance, **_adapted(schema, strict=strict)}
 
 
-def _without_unknown_formats(schema: Any) -> Any:
-    """Return the schema without unsupported formats, which are hints such as "password"."""
+def _adapted(schema: Any, *, strict: bool) -> Any:
+    """Return the schema with bounded integers; if strict, without unsupported formats.
+
+    Such formats are hints like "password".
+    """
     if isinstance(schema, list):
-        return [_without_unknown_formats(inner) for inner in schema]
+        return [_adapted(inner, strict=strict) for inner in schema]
     if not isinstance(schema, Mapping):
         return schema
-    return {
-        key: inner if key in LITERALS else _without_unknown_formats(inner)
+    found = {
+        key: inner if key in LITERALS else _adapted(inner, strict=strict)
         for key, inner in schema.items()
-        if key != "format" or not isinstance(inner, str) or inner in FORMATS
+        if not strict or key != "format" or not isinstance(inner, str) or inner in FORMATS
     }
+    return found | _integer_bounds(found)
+
+
+def _integer_bounds(schema: Mapping[str, Any]) -> dict[str, int]:
+    """Return bounds that a schema of integers lacks: those of JSON's common numbers (RFC 7493).
+
+    Without any, output could loop in digits.
+    """
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if "integer" not in kinds or "number" in kinds or not LITERAL_NUMBERS.isdisjoint(schema):
+        return {}
+    low, high = (
+        next((schema[n] for n in names if isinstance(schema.get(n), int | float)), None)
+        for names in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
+    )
+    bounds = {}
+    if low is None and (high is None or high > -MOST_INTEGER):
+        bounds["minimum"] = -MOST_INTEGER
+    if high is None and (low is None or low < MOST_INTEGER):
+        bounds["maximum"] = MOST_INTEGER
+    return bounds
 
 
 def call_grammar(

@@ -49,6 +49,18 @@ def byte_engine(tiny3: Engine) -> Engine:
     return Engine(target, made.drafter, made.params, plan, tokenizer=Tokenizer(core, None, {}))
 
 
+def test_integers_without_bounds_end(byte_engine: Engine) -> None:
+    for schema in ({"type": "integer"}, {"type": "array", "items": {"type": "integer"}}):
+        for seed in range(4):
+            options: dict[str, Any] = {"max_tokens": 60, "temperature": 2.0, "seed": seed}
+            found = byte_engine.generate(PROMPT, structured={"json": schema}, **options)
+            numbers = re.findall(r"\d+", str(found.text))
+            assert all(int(number) < 2**53 for number in numbers)
+            if schema["type"] == "integer":
+                assert found.finish_reason == "stop"
+                assert json.loads(str(found.text)) == int(str(found.text))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_output_follows_its_structure(byte_engine: Engine, temperature: float) -> None:
     options: dict[str, Any] = {"max_tokens": 90, "temperature": temperature, "seed": 3}

@@ -1,6 +1,7 @@
 """Grammars of required calls: calls match, prose and undeclared tools do not."""
 
 import json
+from typing import Any
 
 import pytest
 import tokenizers
@@ -10,7 +11,7 @@ from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES
 from dflash_jax.tool_parsers.events import ToolCallDelta
-from dflash_jax.tool_parsers.grammar import answer_grammar, call_grammar
+from dflash_jax.tool_parsers.grammar import answer_grammar, bounded, call_grammar
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice
 
@@ -239,3 +240,31 @@ def test_answers_of_harmony_are_in_the_final_channel(tokenizer: Tokenizer) -> No
     either = either.replace("@answer", '"yes"')
     for whole in (call, thought + call, final):
         assert matches(tokenizer, either, whole)
+
+
+MOST = 2**53 - 1
+
+
+@pytest.mark.parametrize(
+    ("schema", "bounds"),
+    [
+        ({"type": "integer"}, {"minimum": -MOST, "maximum": MOST}),
+        ({"type": ["integer", "null"]}, {"minimum": -MOST, "maximum": MOST}),
+        ({"type": "integer", "minimum": 0}, {"maximum": MOST}),
+        ({"type": "integer", "exclusiveMaximum": 5}, {"minimum": -MOST}),
+        ({"type": "integer", "minimum": 2**60}, {}),
+        ({"type": "integer", "minimum": 1, "maximum": 2}, {}),
+        ({"type": "integer", "enum": [2**60]}, {}),
+        ({"type": ["integer", "number"]}, {}),
+        ({"type": "number"}, {}),
+        ({"type": "string", "minimum": "x"}, {}),
+    ],
+)
+def test_integers_are_bounded_where_the_schema_is_silent(
+    schema: dict[str, Any], bounds: dict[str, int]
+) -> None:
+    inner = {"properties": {"type": schema, "integer": {"type": "string"}}, "const": schema}
+    found = bounded(inner)
+    assert found["properties"]["type"] == schema | bounds
+    assert found["properties"]["integer"] == {"type": "string"}
+    assert found["const"] == schema
