@@ -23,7 +23,7 @@ from dflash_jax.plan_fields import (
     with_deprecated_names,
 )
 from dflash_jax.quant.formats import Stored
-from dflash_jax.show import plan_html
+from dflash_jax.show import plan_html, plan_text
 from dflash_jax.utils.deprecation import DeprecatedPlanNames, current_fields
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -253,6 +253,9 @@ class Plan(DeprecatedPlanNames):
 
     def _repr_html_(self) -> str:
         return plan_html(self)
+
+    def __str__(self) -> str:
+        return plan_text(self)
 
     def to_json(self) -> str:
         """Return the plan as one JSON object, which `from_json` reads."""

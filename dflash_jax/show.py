@@ -121,9 +121,21 @@ def stats_html(stats: "Stats") -> str:
 
 def plan_html(plan: "Plan") -> str:
     """Return the choices of a plan as an HTML table, with what each one is."""
+    return table_html(_choices(plan), ("option", "value", "meaning"))
+
+
+def plan_text(plan: "Plan") -> str:
+    """Return the choices of a plan as lines of text, with what each one is."""
+    rows = _choices(plan)
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join(
+        f"{name:{widths[0]}}  {value:{widths[1]}}  {text}" for name, value, text in rows
+    )
+
+
+def _choices(plan: "Plan") -> list[tuple[str, str, str]]:
     fields = dataclasses.fields(plan)
-    rows = [(f.name, str(getattr(plan, f.name)), f.metadata["plan"].help) for f in fields]
-    return table_html(rows, ("option", "value", "meaning"))
+    return [(f.name, str(getattr(plan, f.name)), f.metadata["plan"].help) for f in fields]
 
 
 def table_html(rows: Iterable[Sequence[str]], headings: Sequence[str] = ()) -> str:

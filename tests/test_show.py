@@ -10,6 +10,7 @@ import dflash_jax as dj
 from dflash_jax.compiler.explain import explain
 from dflash_jax.compiler.roofline import DEVICES
 from dflash_jax.engine.engine import Engine
+from dflash_jax.plan import FIELDS
 from dflash_jax.show import legend, marked
 
 ROUNDS = (
@@ -116,6 +117,9 @@ def test_a_result_without_a_trace_is_a_table(text: str | None) -> None:
 
 def test_statistics_plans_and_explanations_are_tables(tiny: Engine) -> None:
     assert "acceptance length 3.00" in Page(result().stats._repr_html_()).text
+    lines = str(dj.Plan(rows=3)).splitlines()
+    assert [line.split()[0] for line in lines] == list(FIELDS)
+    assert lines[0].split() == ["rows", "3", "requests", "decoded", "in", "parallel"]
     plan = Page(dj.Plan(rows=3)._repr_html_())
     assert plan.tags["tr"] == len(json.loads(dj.Plan().to_json())) + 1
     assert "requests decoded in parallel" in plan.text
