@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import random
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -106,15 +107,14 @@ def ranked(
         shortest one before others are tried first; None tries no other.
     """
     if not conversation:
-        return [[*replicas]]
+        return [random.sample(replicas, len(replicas))]
 
     def weight(replica: Any) -> bytes:
         return hashlib.blake2b(f"{conversation} {name(replica)}".encode()).digest()
 
-    home = max(replicas, key=weight)
+    home, *others = sorted(replicas, key=weight)
     if longer is None:
         return [[home]]
-    others = [replica for replica in replicas if replica is not home]
     if others and queue(home) - min(map(queue, others)) >= longer:
         return [others, [home]]
     return [[home], others]

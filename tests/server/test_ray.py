@@ -115,11 +115,11 @@ def test_a_conversation_stays_with_a_replica_until_its_queue_is_long() -> None:
     def order(key: str, longer: int | None = 4) -> list[list[str]]:
         return ranked([*queues], key, name=str, queue=lambda name: queues[name], longer=longer)
 
-    assert order("") == [[*queues]]
+    assert len({str(order("")) for _ in range(100)}) > 1
     homes = {str(i): order(str(i))[0][0] for i in range(200)}
     assert {*homes.values()} == {*queues}
     [home], others = order("0")
-    assert sorted([home, *others]) == [*queues]
+    assert {home, *others} == {*queues}
     queues[home] = 3
     assert order("0")[0] == [home]
     queues[home] = 4

@@ -1,0 +1,227 @@
+"""Ray on loopback, two replicas of the shipped pair: conversations, a killed replica, an update."""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import dflash_jax as dj
+from benchmarks.soak_serve import work
+from dflash_jax.ray import app
+from dflash_jax.server.run import ServerConfig
+from tests.server.conftest import run_server
+
+ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+
+ROOT = Path(__file__).parents[2]
+NAME = f"dflash-{os.getpid()}"
+TURNS, WAIT = 12, 120.0
+OPTIONS = {
+    "target": "tiny", "rows": 2, "max_length": 1024, "prefix_cache": 2**26, "replicas": 2,
+    "cpus": 0.5, "warm": "none", "quiet": True, "drain": 60,
+}  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    variables = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    ray.init(
+        num_cpus=2, include_dashboard=False, object_store_memory=200 * 2**20,
+        logging_level="ERROR", log_to_driver=False, runtime_env={"env_vars": variables},
+    )  # fmt: skip
+    yield
+    ray.shutdown()
+
+
+def deploy(**changes: Any) -> None:
+    from ray import serve
+
+    serve.run(app(OPTIONS | changes), name=NAME)
+
+
+@pytest.fixture(scope="module")
+def url(cluster: None) -> Iterator[str]:
+    from ray import serve
+
+    port = free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    deploy()
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+
+
+def chat(text: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "model": "tiny", **fields}
+
+
+def post(url: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(url + "/v1/chat/completions", json=body, timeout=WAIT)
+
+
+def streamed(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the events of a stream, which has to end as it should."""
+    lines = post(url, body | {"stream": True}).text.strip().split("\n\n")
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(x.removeprefix("data: ")) for x in lines[:-1] if x.startswith("data: ")]
+
+
+@contextlib.contextmanager
+def meanwhile(*tasks: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Repeat tasks in threads while the block runs; yields what they return."""
+    stop, results = threading.Event(), []
+
+    def repeat(task: Callable[[], Any]) -> None:
+        while not stop.is_set():
+            results.append(task())
+
+    with concurrent.futures.ThreadPoolExecutor(len(tasks)) as pool:
+        running = [pool.submit(repeat, task) for task in tasks]
+        try:
+            yield results
+        finally:
+            stop.set()
+            for task in running:
+                task.result(WAIT)
+
+
+def replicas() -> list[int]:
+    """Return the process ids of the application's replicas."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if f"ServeReplica:{NAME}:Replica".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+def running() -> int:
+    from ray import serve
+
+    states = serve.status().applications[NAME].deployments["Replica"].replica_states
+    return states.get("RUNNING", 0)
+
+
+def test_an_agent_of_twelve_turns_keeps_its_prefix(url: str) -> None:
+    import openai
+
+    def make() -> dj.Engine:
+        return dj.load("tiny", plan=dj.Plan(rows=2, max_length=1024, prefix_cache=2**26))
+
+    live = run_server(make, ServerConfig(port=0, drain=1))
+    alone = work(live.openai, TURNS)
+    live.openai.close()
+    live.stop()
+    numbers = iter(range(10**6))
+
+    def other() -> None:
+        assert post(url, chat(f"Count to {next(numbers)}.", max_tokens=16)).status_code == 200
+
+    with meanwhile(other), openai.OpenAI(base_url=url + "/v1", api_key="none") as client:
+        turns = work(client, TURNS)
+    assert [turn["token_ids"] for turn in turns] == [turn["token_ids"] for turn in alone]
+    cached, expected = (sum(x["cached_tokens"] for x in every) for every in (turns, alone))
+    print(f"cached tokens: {cached} of two replicas, {expected} of one server")
+    assert expected > 0
+    assert cached >= 0.95 * expected
+
+
+def test_streams_arrive_in_pieces_and_a_disconnect_ends_the_request(url: str) -> None:
+    body = chat("Hello!", max_tokens=900, ignore_eos=True)
+    begin, times = time.monotonic(), []
+    with httpx.stream(
+        "POST", url + "/v1/chat/completions", json=body | {"stream": True}, timeout=WAIT
+    ) as response:
+        times += [time.monotonic() - begin for _ in response.iter_raw()]
+    print(f"first piece after {times[1]:.3f} s of {times[-1]:.3f} s, {len(times)} pieces")
+    assert len(times) > 20
+    assert times[1] < times[-1] / 3
+    with httpx.stream(
+        "POST", url + "/v1/chat/completions", json=body | {"stream": True}, timeout=WAIT
+    ) as response:
+        next(response.iter_raw())
+    end = time.monotonic() + 20
+    counted = re.compile(r'request_cancelled_total{.*reason="disconnect".*} [1-9]')
+    while not counted.search(httpx.get(url + "/metrics", timeout=WAIT).text):
+        assert time.monotonic() < end  # of either replica
+
+
+def test_responses_are_continued_where_they_are_stored(url: str) -> None:
+    import openai
+
+    with openai.OpenAI(base_url=url + "/v1", api_key="none") as client:
+        for i in range(6):
+            first = client.responses.create(model="tiny", input=f"Say {i}.", max_output_tokens=8)
+            more = client.responses.create(
+                model="tiny", input="Go on.", previous_response_id=first.id, max_output_tokens=8
+            )
+            assert client.responses.retrieve(more.id).output_text == more.output_text
+
+
+def test_a_killed_replica_leaves_no_request_without_an_end(url: str) -> None:
+    def whole(i: int) -> str:
+        answer = post(url, chat(f"Request {i}", max_tokens=800, ignore_eos=True))
+        assert answer.status_code == 200, answer.text
+        return "whole"
+
+    def pieces(i: int) -> str:
+        *_, last = streamed(url, chat(f"Stream {i}", max_tokens=800, ignore_eos=True))
+        if "error" not in last:
+            return "whole"
+        assert last["error"]["code"] == "replica_ended"
+        return "ended"
+
+    before = replicas()
+    assert len(before) == 2
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        begin = time.monotonic()
+        tasks = [pool.submit(task, i) for i in range(8) for task in (whole, pieces)]
+        time.sleep(1.0)
+        os.kill(before[0], signal.SIGKILL)
+        ends = [task.result(WAIT) for task in tasks]
+    print(f"{ends.count('ended')} of {len(ends)} ended early, {time.monotonic() - begin:.1f} s")
+    assert ends.count("ended") > 0
+    end = time.monotonic() + WAIT
+    while running() < 2 or before[0] in replicas():
+        assert time.monotonic() < end
+        time.sleep(0.5)
+    assert post(url, chat("Hello!", max_tokens=4)).status_code == 200
+
+
+def test_an_update_fails_no_request(url: str) -> None:
+    numbers = iter(range(10**6))
+
+    def whole() -> int:
+        answer = post(url, chat(f"Request {next(numbers)}", max_tokens=200, ignore_eos=True))
+        assert answer.status_code == 200, answer.text
+        return len(answer.json()["choices"][0]["message"]["content"])
+
+    def pieces() -> int:
+        events = streamed(url, chat(f"Stream {next(numbers)}", max_tokens=200, ignore_eos=True))
+        assert not [event for event in events if "error" in event]
+        return len(events)
+
+    before, begin = replicas(), time.monotonic()
+    with meanwhile(whole, pieces) as results:
+        deploy(queue=63)
+    print(f"{len(results)} requests in an update of {time.monotonic() - begin:.1f} s")
+    assert results
+    assert all(results)
+    assert not {*before} & {*replicas()}
