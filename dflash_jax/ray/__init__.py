@@ -2,12 +2,17 @@
 
 `serve run dflash_jax.ray:app` calls `app`. A request passes `gateway`, whose handle chooses a
 replica by `router`, and reaches the server of a `replica`; `serving` puts the three together.
+`answers` is in `offline`.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dflash_jax.errors import RequestError, install_hint
+
+if TYPE_CHECKING:
+    from dflash_jax.train.recipe import Recipe
 
 
 def app(args: Mapping[str, Any]) -> Any:
@@ -25,6 +30,46 @@ def app(args: Mapping[str, Any]) -> Any:
     from dflash_jax.ray import serving
 
     return serving.application(args)
+
+
+def answers(
+    dataset: Any,
+    out: str | Path,
+    recipe: "Recipe",
+    *,
+    target: str = "tiny",
+    workers: int | None = None,
+    mask_id: int | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> Any:
+    """Return a `ray.data.Dataset` of prompts and the target's answers, decoded by Ray's actors.
+
+    The folder is that of a training run: the same call resumes after a stop, and
+    `dflash-jax train --out` with the same settings continues with the answers. Rows whose hash
+    holds them out are not answered. Greedy answers are those of a local run.
+
+    Args:
+      dataset: a dataset with rows like the lines of `--data`, or a source that `--data` takes.
+      out: the run's folder.
+      recipe: as `dflash_jax.train.recipes.recipe` returns it.
+      target: path, hub id or name of the target, known on every machine.
+      workers: number of actors; by default one per GPU, or one per machine if there are none.
+      mask_id: the drafter's mask token, if it cannot be detected.
+      report: called with progress lines.
+
+    Returns:
+      Rows with the token `ids` of prompt and answer, `wanted` for those of the answer, and `text`.
+
+    Raises:
+      RequestError: the extra `ray` is missing.
+      ConfigError, CheckpointError, TrainingStopped: as for `dflash_jax.train.run.run`.
+    """
+    check_installed()
+    from dflash_jax.ray import offline
+
+    return offline.answers(
+        dataset, Path(out), recipe, target=target, workers=workers, mask_id=mask_id, report=report
+    )
 
 
 def check_installed() -> None:

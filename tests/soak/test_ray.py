@@ -1,4 +1,4 @@
-"""Ray on loopback, two replicas of the shipped pair: conversations, a killed replica, an update."""
+"""Ray on loopback with the shipped pair: two replicas of the server, two workers that answer."""
 
 import concurrent.futures
 import contextlib
@@ -18,8 +18,11 @@ import pytest
 
 import dflash_jax as dj
 from benchmarks.soak_serve import work
-from dflash_jax.ray import app
+from dflash_jax.ray import answers, app
 from dflash_jax.server.run import ServerConfig
+from dflash_jax.train.beginning import begin
+from dflash_jax.train.recipes import recipe
+from dflash_jax.train.run import stored_rows
 from tests.server.conftest import run_server
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -102,17 +105,27 @@ def meanwhile(*tasks: Callable[[], Any]) -> Iterator[list[Any]]:
                 task.result(WAIT)
 
 
-def replicas() -> list[int]:
-    """Return the process ids of the application's replicas."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+def processes(name: str) -> list[int]:
+    """Return the ids of this test's processes that have a name."""
+    parents, found = {}, []
+    for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if f"ServeReplica:{NAME}:Replica".encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            parents[int(path.name)] = int(fields[1])
+            if name.encode() in (path / "cmdline").read_bytes():
+                found.append(int(path.name))
+
+    def is_own(number: int) -> bool:
+        return number == os.getpid() or (number in parents and is_own(parents[number]))
+
+    return [number for number in found if is_own(number)]
 
 
-def running() -> int:
+def replicas() -> list[int]:
+    return processes(f"ServeReplica:{NAME}:Replica")
+
+
+def active() -> int:
     from ray import serve
 
     states = serve.status().applications[NAME].deployments["Replica"].replica_states
@@ -199,7 +212,7 @@ def test_a_killed_replica_leaves_no_request_without_an_end(url: str) -> None:
     print(f"{ends.count('ended')} of {len(ends)} ended early, {time.monotonic() - begin:.1f} s")
     assert ends.count("ended") > 0
     end = time.monotonic() + WAIT
-    while running() < 2 or before[0] in replicas():
+    while active() < 2 or before[0] in replicas():
         assert time.monotonic() < end
         time.sleep(0.5)
     assert post(url, chat("Hello!", max_tokens=4)).status_code == 200
@@ -225,3 +238,64 @@ def test_an_update_fails_no_request(url: str) -> None:
     assert results
     assert all(results)
     assert not {*before} & {*replicas()}
+
+
+RECIPE = recipe("smoke", ["prompts=240", "text_prompts=0", "new_tokens=48"])
+LINES = 300
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "lines.jsonl"
+    asked = ({"prompt": f"Check the weather in city {i}, then count to {i}."} for i in range(LINES))
+    path.write_text("".join(json.dumps(line) + "\n" for line in asked))
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(lines: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """Return the answers of this process."""
+    out = tmp_path_factory.mktemp("runs") / "alone"
+    begun = begin("tiny", str(lines), out, RECIPE, report=print)
+    _, usage = begun.held_out(RECIPE)
+    stored_rows(out, begun.model, begun.data.training, RECIPE, print, usage)
+    return (out / "answers.jsonl").read_bytes()
+
+
+def test_answers_are_those_of_a_local_run_although_a_worker_is_killed(
+    cluster: None, lines: Path, alone: bytes, tmp_path: Path
+) -> None:
+    dataset, out, killed = ray.data.read_json(str(lines)), tmp_path / "run", []
+
+    def report(line: str) -> None:
+        if line.startswith("answers 2/"):
+            killed.extend(processes("AnswerActor")[:1])
+            os.kill(killed[0], signal.SIGKILL)
+
+    found = answers(dataset, out, RECIPE, workers=2, report=report)
+    assert killed
+    assert (out / "answers.jsonl").read_bytes() == alone
+    rows = found.take_all()
+    expected = sum(len(json.loads(group)) for group in alone.splitlines())
+    assert len(rows) == expected < LINES  # some lines are held out
+    assert all(any(row["wanted"]) and row["text"] for row in rows)
+
+
+def test_answers_resume_after_an_interruption(
+    cluster: None, lines: Path, alone: bytes, tmp_path: Path
+) -> None:
+    out, reports = tmp_path / "run", []
+
+    def interrupt(line: str) -> None:
+        if line.startswith("answers 3/"):
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        answers(str(lines), out, RECIPE, workers=2, report=interrupt)
+    before = (out / "answers.jsonl").read_bytes()
+    assert alone.startswith(before)
+    assert 0 < before.count(b"\n") < alone.count(b"\n")
+    answers(str(lines), out, RECIPE, workers=2, report=reports.append)
+    assert (out / "answers.jsonl").read_bytes() == alone
+    assert sum(line.startswith("answers ") for line in reports) == (alone.count(b"\n")
+        - before.count(b"\n"))  # fmt: skip
