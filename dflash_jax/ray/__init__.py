@@ -5,6 +5,7 @@ replica by `router`, and reaches the server of a `replica`; `serving` puts the t
 `answers` is in `offline`.
 """
 
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,9 @@ from dflash_jax.errors import RequestError, install_hint
 
 if TYPE_CHECKING:
     from dflash_jax.train.recipe import Recipe
+    from dflash_jax.train.regenerate import Decoder
+
+CONNECT_S = 10.0  # seconds
 
 
 def app(args: Mapping[str, Any]) -> Any:
@@ -70,6 +74,34 @@ def answers(
     return offline.answers(
         dataset, Path(out), recipe, target=target, workers=workers, mask_id=mask_id, report=report
     )
+
+
+def decoder(address: str, target: str, recipe: "Recipe") -> "Decoder":
+    """Connect to a cluster, and return how `dflash_jax.train.run.finish` decodes answers there.
+
+    Args:
+      address: HOST:PORT, "auto", or "local" to start a cluster on this machine.
+
+    Raises:
+      RequestError: the extra `ray` is missing, or no cluster answers.
+    """
+    check_installed()
+    import ray
+
+    from dflash_jax.ray import offline
+
+    host, colon, port = address.rpartition(":")
+    try:
+        if colon and "/" not in host:  # Ray itself waits for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+        ray.init(address=address)
+    except (OSError, OverflowError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RequestError(
+            f"--ray {address}: no cluster answers ({reason}); expected HOST:PORT of one that runs,"
+            " auto, or local to start one"
+        ) from error
+    return offline.ray_decoder(target, recipe, None)
 
 
 def check_installed() -> None:

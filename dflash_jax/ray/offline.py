@@ -78,12 +78,15 @@ def ray_decoder(target: str, recipe: Recipe, workers: int | None) -> Decoder:
     def decoded(groups: Sequence[AnswerGroup]) -> Generator[list[list[int]]]:
         gpus = int(ray.cluster_resources().get("GPU", 0))
         count = workers or gpus or sum(bool(node["Alive"]) for node in ray.nodes())
+        path = Path(target).expanduser()
+        source = str(path.resolve()) if path.exists() else target
         rows = [{"group": pickle.dumps(group)} for group in groups]
         dataset = ray.data.from_items(rows, override_num_blocks=len(rows))
         dataset.context.execution_options.preserve_order = True
+        dataset.context.enable_progress_bars = False  # groups are reported as they are saved
         done = dataset.map_batches(
             AnswerActor,
-            fn_constructor_args=(target, recipe),
+            fn_constructor_args=(source, recipe),
             batch_size=1,
             compute=ray.data.ActorPoolStrategy(size=count),
             num_cpus=1,

@@ -25,7 +25,7 @@ from dflash_jax.train import (
     regenerate,
 )
 from dflash_jax.train import rows as packing
-from dflash_jax.train.beginning import begin, check_ids
+from dflash_jax.train.beginning import BegunRun, begin, check_ids
 from dflash_jax.train.files import saved_as, sound, write_json
 from dflash_jax.train.fitting import Report, feature_store, fit
 from dflash_jax.train.recipe import Recipe
@@ -72,10 +72,29 @@ def run(
     begun = begin(
         target, source, out, recipe, report=report, mask_id=mask_id, start=start, data_of=data_of
     )
+    return finish(begun, target, out, recipe, report=report)
+
+
+def finish(
+    begun: BegunRun,
+    target: str,
+    out: Path,
+    recipe: Recipe,
+    *,
+    report: Report,
+    decoder: regenerate.Decoder | None = None,
+) -> Outcome:
+    """Complete a run that was begun with the same arguments; errors as for `run`.
+
+    Args:
+      decoder: decodes the answers; by default this process, which then records features too.
+    """
     model, config, every = begun.model, begun.config, begun.data
     asked, usage = begun.held_out(recipe)
-    recorded = answer_recording(out, model, config, recipe)
-    rows = stored_rows(out, model, every.training, recipe, report, usage, recording=recorded)
+    recorded = None if decoder else answer_recording(out, model, config, recipe)
+    rows = stored_rows(
+        out, model, every.training, recipe, report, usage, recording=recorded, decoder=decoder
+    )
     if not (out / "drafter").is_dir():
         mask, identity = config.mask_token_id, begun.identity
         with explained_out_of_memory():

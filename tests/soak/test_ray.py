@@ -18,7 +18,8 @@ import pytest
 
 import dflash_jax as dj
 from benchmarks.soak_serve import work
-from dflash_jax.ray import answers, app
+from dflash_jax.errors import RequestError
+from dflash_jax.ray import answers, app, decoder
 from dflash_jax.server.run import ServerConfig
 from dflash_jax.train.beginning import begin
 from dflash_jax.train.recipes import recipe
@@ -299,3 +300,9 @@ def test_answers_resume_after_an_interruption(
     assert (out / "answers.jsonl").read_bytes() == alone
     assert sum(line.startswith("answers ") for line in reports) == (alone.count(b"\n")
         - before.count(b"\n"))  # fmt: skip
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "localhost:port"])
+def test_a_cluster_that_does_not_answer_is_named(address: str) -> None:
+    with pytest.raises(RequestError, match=rf"--ray {address}: no cluster answers"):
+        decoder(address, "tiny", RECIPE)
