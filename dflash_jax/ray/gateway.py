@@ -39,10 +39,13 @@ class Gateway:
         """Answer an HTTP request."""
         call = await self._read(request)
         for _ in range(ATTEMPTS):
+            stream = self._replicas.remote(call)
             try:
-                stream = self._replicas.remote(call)
                 start = await anext(messages := aiter(stream))
                 return self._relayed(call, start, messages, stream)
+            except asyncio.CancelledError:  # the client left
+                stream.cancel()
+                raise
             except BackPressureError:
                 busy = Problem(503, "the queue is full; try again", code="queue_full", retry_s=1)
                 return _refusal(busy)

@@ -4,7 +4,9 @@ import asyncio
 from collections.abc import AsyncGenerator, MutableMapping, Sequence
 from typing import Any
 
+from dflash_jax.errors import ComputeError
 from dflash_jax.ray.calls import Call
+from dflash_jax.server.protocol import Problem
 
 LEAVE_S = 10.0  # seconds in which the application ends a request whose client left
 
@@ -36,9 +38,16 @@ class Replica:
         self.check_health()
 
     def check_health(self) -> None:
-        """Raise if the replica cannot answer, as /ready would: Ray Serve then replaces it."""
+        """Check that the replica can answer, as /ready does; Ray Serve replaces it otherwise.
+
+        Raises:
+          ComputeError: an engine could not be loaded, or failed.
+        """
         for model in self._server.models:
-            _ = model.engine
+            try:
+                _ = model.engine
+            except Problem as problem:  # which cannot be sent to another process
+                raise ComputeError(f"{model.name}: {problem.message}") from None
 
     async def __call__(self, call: Call) -> AsyncGenerator[dict[str, Any]]:
         """Yield the messages of the ASGI response; the request ends when the generator closes."""

@@ -171,10 +171,14 @@ def test_streams_arrive_in_pieces_and_a_disconnect_ends_the_request(url: str) ->
         "POST", url + "/v1/chat/completions", json=body | {"stream": True}, timeout=WAIT
     ) as response:
         next(response.iter_raw())
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(url + "/v1/chat/completions", json=body, timeout=0.5)
     end = time.monotonic() + 20
-    counted = re.compile(r'request_cancelled_total{.*reason="disconnect".*} [1-9]')
-    while not counted.search(httpx.get(url + "/metrics", timeout=WAIT).text):
-        assert time.monotonic() < end  # of either replica
+    counts = re.compile(r'request_cancelled_total{[^}]*reason="disconnect"[^}]*} ([0-9.]+)')
+    found: list[str] = []
+    while sum(map(float, found)) < 2:  # of either replica
+        found = counts.findall(httpx.get(url + "/metrics", timeout=WAIT).text)
+        assert time.monotonic() < end
 
 
 def test_responses_are_continued_where_they_are_stored(url: str) -> None:
@@ -239,6 +243,24 @@ def test_an_update_fails_no_request(url: str) -> None:
     assert results
     assert all(results)
     assert not {*before} & {*replicas()}
+
+
+def test_requests_without_room_in_a_queue_are_refused(url: str) -> None:
+    deploy(queue=2)
+
+    def attempt(i: int) -> int:
+        answer = post(url, chat(f"Request {i}", max_tokens=400, ignore_eos=True))
+        if answer.status_code != 200:
+            assert answer.status_code == 503, answer.text
+            assert answer.json()["error"]["code"] == "queue_full"
+            assert answer.headers["retry-after"] == "1"
+        return answer.status_code
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        found = [*pool.map(attempt, range(16))]
+    assert {*found} == {200, 503}
+    too_long = httpx.post(url + "/v1/completions", content=b"x" * (33 * 2**20), timeout=WAIT)
+    assert (too_long.status_code, too_long.json()["error"]["code"]) == (413, "body_too_large")
 
 
 RECIPE = recipe("smoke", ["prompts=240", "text_prompts=0", "new_tokens=48"])
