@@ -2,9 +2,9 @@
 
     python -m benchmarks.ray [--pairs 3] [--json benchmarks/results/ray.json]
 
-Needs the extra `ray`. Training prompts are answered by one and by two workers in turn; the
-rate is that of the second half of the groups, after all workers have started. Then an agent of twelve turns works with two
-replicas, and requests for one token go to them and to a server without Ray in turn.
+Needs the extra `ray`. Training prompts are answered by one and by two workers in turn; the rate is
+that of the second half of the groups, after all workers have started. Then an agent of twelve turns
+works with two replicas, and requests for one token go to them and to a server without Ray in turn.
 """
 
 import argparse

@@ -328,3 +328,13 @@ def test_answers_resume_after_an_interruption(
 def test_a_cluster_that_does_not_answer_is_named(address: str) -> None:
     with pytest.raises(RequestError, match=rf"--ray {address}: no cluster answers"):
         decoder(address, "tiny", RECIPE)
+
+
+def test_the_documents_example_runs(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    page = (ROOT / "docs" / "ray.md").read_text(encoding="utf-8")
+    [text] = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(text, "block", "exec"), {})
+    assert "Count to " in capsys.readouterr().out
