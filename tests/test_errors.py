@@ -39,6 +39,7 @@ def test_every_hint_to_install_is_one_function_and_names_an_extra_that_exists() 
         (["serve"], "uvicorn", "'.[serve]'"),
         (["train", "--out", "run", "--preset", "none"], "optax", "'.[train]'"),
         (["train", "--out", "run", "--preset", "none"], "rich", "'.[train]'"),
+        (["train", "--out", "run", "--ray", "local"], "ray", "'.[ray]'"),
     ],
 )
 def test_a_command_without_its_packages_says_how_to_install_them(

@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -201,14 +202,42 @@ def run(options: argparse.Namespace) -> int:
     try:
         import asyncio
 
-        from dflash_jax.server.middleware import Settings
-        from dflash_jax.server.run import RunningServer, ServerConfig, log_to_stderr, serve
+        from dflash_jax.server.run import RunningServer, log_to_stderr, serve
     except ImportError as error:
         raise RequestError(
             f"serving needs more packages ({error}); {install_hint('serve')}"
         ) from error
-    from dflash_jax import loading
     from dflash_jax.compiler.background import BackgroundCompiler
+
+    engines, config = configuration(options)
+    if options.host not in ("127.0.0.1", "::1", "localhost") and not config.settings.api_keys:
+        print(f"warning: open to the network without a key; set {KEYS}", file=sys.stderr)
+    if "*" in options.cors and not config.settings.api_keys:
+        print(f"warning: open to any web page without a key; set {KEYS}", file=sys.stderr)
+    log_to_stderr(quiet=options.quiet)
+
+    def started(running: RunningServer) -> None:
+        print(f"listening on {running.url}", flush=True)
+
+    compiler = BackgroundCompiler()
+    asyncio.run(serve(engines, config, started=started, compiler=compiler))
+    if compiler.compiling:
+        _leave()
+    return 0
+
+
+def configuration(options: argparse.Namespace) -> tuple[dict[str, Callable[[], Any]], Any]:
+    """Open the models, and return functions that load their engines, and the `ServerConfig`.
+
+    Args:
+      options: parsed and checked.
+
+    Raises:
+      RequestError: a file of an option cannot be used.
+      ConfigError, CheckpointError: a model is not supported, or damaged.
+    """
+    from dflash_jax.server.middleware import Settings
+    from dflash_jax.server.run import ServerConfig
 
     pairs = _pairs(options)
     settings = Settings(
@@ -223,7 +252,7 @@ def run(options: argparse.Namespace) -> int:
         aliases=_aliases(options),
         any_name=options.serve_any_name,
     )
-    listening = ServerConfig(
+    config = ServerConfig(
         host=options.host,
         port=options.port,
         drain=options.drain,
@@ -231,28 +260,14 @@ def run(options: argparse.Namespace) -> int:
         defaults=_defaults(options),
         settings=settings,
     )
-    if options.host not in ("127.0.0.1", "::1", "localhost") and not settings.api_keys:
-        print(f"warning: open to the network without a key; set {KEYS}", file=sys.stderr)
-    if "*" in options.cors and not settings.api_keys:
-        print(f"warning: open to any web page without a key; set {KEYS}", file=sys.stderr)
     use_compilation_cache()
-    log_to_stderr(quiet=options.quiet)
 
-    def make(pair: loading.OpenPair) -> Any:
+    def make(pair: Any) -> Any:
         engine = pair.engine(_plan(options, pair))
         engine.grammars.seconds = options.grammar_timeout
         return engine
 
-    engines = {name: functools.partial(make, pair) for name, pair in pairs.items()}
-
-    def started(running: RunningServer) -> None:
-        print(f"listening on {running.url}", flush=True)
-
-    compiler = BackgroundCompiler()
-    asyncio.run(serve(engines, listening, started=started, compiler=compiler))
-    if compiler.compiling:
-        _leave()
-    return 0
+    return {name: functools.partial(make, pair) for name, pair in pairs.items()}, config
 
 
 def _plan(options: argparse.Namespace, pair: Any) -> Any:

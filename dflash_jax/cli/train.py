@@ -58,6 +58,12 @@ def add_command(commands: Any) -> None:
         type=Path,
         help="folder of another run of the same data: take its answers, and features that fit",
     )
+    command.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="have the prompts answered by a Ray cluster, one worker per GPU: HOST:PORT, auto, or"
+        " local to start one; the answers are the same",
+    )
     command.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
@@ -66,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
       ConfigError: the extra `train` is missing, or a setting is wrong.
+      RequestError: the extra `ray` is missing, or no cluster answers.
     """
     try:
         import optax  # noqa: F401
@@ -74,15 +81,20 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"training needs {error.name}; {install_hint('train')}") from error
     use_compilation_cache()
     from dflash_jax.train import run as training
+    from dflash_jax.train.beginning import begin
     from dflash_jax.train.evaluate import summary
     from dflash_jax.train.loop import TrainingStopped
     from dflash_jax.train.recipes import recipe
 
     chosen = recipe(options.preset, options.settings)
-    started = time.monotonic()
+    started, decoder = time.monotonic(), None
+    if options.ray:
+        from dflash_jax import ray
+
+        decoder = ray.decoder(options.ray, options.target, chosen)
     try:
         with progress() as report:
-            trained = training.run(
+            begun = begin(
                 options.target,
                 options.data,
                 options.out,
@@ -91,6 +103,9 @@ def run(options: argparse.Namespace) -> int:
                 mask_id=options.mask_id,
                 start=options.start,
                 data_of=options.reuse,
+            )
+            trained = training.finish(
+                begun, options.target, options.out, chosen, report=report, decoder=decoder
             )
     except TrainingStopped as stop:
         print(f"dflash-jax: {stop}; run the same command to go on", file=sys.stderr)

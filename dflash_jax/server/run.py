@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import uvicorn
@@ -112,14 +112,9 @@ async def serve(
       DFlashError: a model could not be loaded.
     """
     sockets = _bind(listening.host, listening.port)  # first, since loading takes long
-    compiler = compiler or BackgroundCompiler()
-    workers = {
-        name: Worker(make, name=name, warm=listening.warm, compiler=compiler)
-        for name, make in engines.items()
-    }
-    models = [ServedModel(name, worker, listening.defaults) for name, worker in workers.items()]
     bound = [listening.host, *(each.getsockname()[0] for each in sockets)]
-    server = Server(models, listening.settings, bound)
+    server = new_server(engines, listening, bound, compiler or BackgroundCompiler())
+    workers = [model.worker for model in server.models]
     config = uvicorn.Config(
         server.app,
         host=listening.host,
@@ -141,10 +136,30 @@ async def serve(
     finally:
         for task in (watch, announce):
             task.cancel()
-        await asyncio.gather(*(worker.stop() for worker in workers.values()))
-    for worker in workers.values():
+        await asyncio.gather(*(worker.stop() for worker in workers))
+    for worker in workers:
         if worker.error is not None:
             raise worker.error
+
+
+def new_server(
+    engines: Mapping[str, Callable[[], Engine]],
+    config: ServerConfig,
+    bound: Sequence[str],
+    compiler: BackgroundCompiler,
+) -> Server:
+    """Return a server whose workers load their engines; called in a running event loop.
+
+    Args:
+      engines, compiler: as for `serve`.
+      bound: as for `Server`.
+    """
+    workers = {
+        name: Worker(make, name=name, warm=config.warm, compiler=compiler)
+        for name, make in engines.items()
+    }
+    models = [ServedModel(name, worker, config.defaults) for name, worker in workers.items()]
+    return Server(models, config.settings, bound)
 
 
 def _bind(host: str, port: int) -> list[socket.socket]:
@@ -179,9 +194,9 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-async def _watch(runner: uvicorn.Server, workers: Mapping[str, Worker]) -> None:
+async def _watch(runner: uvicorn.Server, workers: Sequence[Worker]) -> None:
     """End the server when a model cannot be loaded, or its engine has failed."""
-    ends = [asyncio.ensure_future(worker.ended.wait()) for worker in workers.values()]
+    ends = [asyncio.ensure_future(worker.ended.wait()) for worker in workers]
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         runner.should_exit = True

@@ -73,13 +73,21 @@ def read(path: Path) -> list[Example]:
             lines = list(enumerate(file, 1))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 ({error}); save it so") from error
-    examples = [_example(line, f"{path}:{i}") for i, line in lines if line.strip()]
+    examples = [example(line, f"{path}:{i}") for i, line in lines if line.strip()]
     if not examples:
         raise ConfigError(f"{path} has no lines; expected lines like {FORMS}")
     return examples
 
 
-def _example(line: str, where: str) -> Example:
+def example(line: str, where: str) -> Example:
+    """Return the example of a JSON line.
+
+    Args:
+      where: the line's place, for errors.
+
+    Raises:
+      ConfigError: it has none of the known forms.
+    """
     try:
         fields = json.loads(line)
         match fields:

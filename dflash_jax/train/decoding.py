@@ -37,6 +37,7 @@ class EnginePool:
       chunk: tokens of a prefill, whose multiples prompts may share; the plan's default, and
         nothing shared, by default.
       tokenizer: for requests with stop texts.
+      most: engines that decode concurrently.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class EnginePool:
         taps: Sequence[int] = (),
         chunk: int = 0,
         tokenizer: Tokenizer | None = None,
+        most: int = MOST_ENGINES,
     ):
+        self._most = most
         self._model, self._variant, self._tokenizer = model, variant, tokenizer
         self._recorder = recorder(model.config, taps) if taps else None
         self._chunk = chunk
@@ -59,7 +62,7 @@ class EnginePool:
         plan = self._plan(bucket)
         each = budget(plan, self._model.config, self._recorder)
         room = plan.memory_limit // 4 // (each.caches + each.temporaries)
-        return max(1, min(parallel_calls(MOST_ENGINES), room))
+        return max(1, min(parallel_calls(self._most), room))
 
     @contextlib.contextmanager
     def engine(self, bucket: Bucket) -> Iterator[Engine]:

@@ -1,5 +1,6 @@
-"""Results of groups of work, computed by threads and saved in order, one JSON line per group."""
+"""Results of groups of work, saved in order, one JSON line per group."""
 
+import contextlib
 import json
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,13 +10,29 @@ from typing import Any
 from dflash_jax.train.files import sound
 from dflash_jax.train.loop import TrainingStopped, append_lines, stop_flag
 
+Compute = Callable[[range], Generator[list[Any]]]  # yields the results of groups, in order
+
+
+def in_threads(work: Callable[[int], list[Any]], workers: int) -> Compute:
+    """Return a function that computes groups by their numbers, in threads."""
+
+    def compute(numbers: range) -> Generator[list[Any]]:
+        pool = ThreadPoolExecutor(workers)
+        try:
+            submitted = [pool.submit(work, i) for i in numbers]
+            for group in submitted:
+                yield group.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    return compute
+
 
 def results(
     path: Path,
     sizes: Sequence[int],
-    work: Callable[[int], list[Any]],
+    compute: Compute,
     *,
-    workers: int,
     label: str,
     progress: Callable[[], None] = lambda: None,
 ) -> Generator[list[Any]]:
@@ -23,7 +40,7 @@ def results(
 
     Args:
       sizes: number of items of each group's result.
-      work: computes a group by its number; called in threads.
+      compute: yields the results of the groups that are not stored.
       label: the stage, for messages.
       progress: called after each new group.
 
@@ -33,22 +50,18 @@ def results(
     """
     done = stored(path, sizes)
     yield from done
+    if len(done) == len(sizes):
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    pool = ThreadPoolExecutor(workers)
-    with stop_flag() as flag:
-        try:
-            submitted = [pool.submit(work, i) for i in range(len(done), len(sizes))]
-            for number, group in enumerate(submitted, len(done) + 1):
-                items = group.result()
-                append_lines(path, [json.dumps(items)])
-                progress()
-                if flag.raised:
-                    raise TrainingStopped(
-                        f"{label} stopped at group {number} of {len(sizes)}; state saved"
-                    )
-                yield items
-        finally:
-            pool.shutdown(cancel_futures=True)
+    with stop_flag() as flag, contextlib.closing(compute(range(len(done), len(sizes)))) as new:
+        for number, items in enumerate(new, len(done) + 1):
+            append_lines(path, [json.dumps(items)])
+            progress()
+            if flag.raised:
+                raise TrainingStopped(
+                    f"{label} stopped at group {number} of {len(sizes)}; state saved"
+                )
+            yield items
 
 
 def stored(path: Path, sizes: Sequence[int]) -> list[list[Any]]:

@@ -1,7 +1,7 @@
 """The target's own answers to training prompts, decoded by the engine in batches."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from dflash_jax.target_model import TargetModel
 from dflash_jax.train.decoding import EnginePool, Taps, decode
 from dflash_jax.train.feature_store import FeatureStore
 from dflash_jax.train.files import sound
-from dflash_jax.train.groups import results, stored
+from dflash_jax.train.groups import in_threads, results, stored
 from dflash_jax.train.progress import StageProgress
 from dflash_jax.train.recipe import Bucket
 from dflash_jax.train.rows import Document
@@ -71,21 +71,59 @@ class Recording:
         return answers
 
 
+@dataclasses.dataclass(frozen=True)
+class AnswerGroup:
+    """Prompts that an engine decodes together.
+
+    Attributes:
+      name: the same in every run.
+    """
+
+    name: str
+    bucket: Bucket
+    prompts: tuple[AnswerPrompt, ...]
+    params: SamplingParams
+
+    def decode(self, pool: EnginePool, recording: Recording | None = None) -> list[list[int]]:
+        """Return the answers, decoded by an engine of the pool."""
+        with pool.engine(self.bucket) as engine:
+            if recording is not None:
+                return recording.decode(engine, self.name, self.prompts, self.params)
+            ids = [prompt.document.ids.tolist() for prompt in self.prompts]
+            return [x.token_ids for x in engine.generate_many(ids, self.params)]
+
+
+Decoder = Callable[[Sequence[AnswerGroup]], Generator[list[list[int]]]]  # yields answers, in order
+
+
+def local_decoder(model: TargetModel, recording: Recording | None = None) -> Decoder:
+    """Return a function that decodes groups in threads of this process.
+
+    Args:
+      recording: where to save the target's taps; answers are greedy then.
+    """
+
+    def decoded(groups: Sequence[AnswerGroup]) -> Generator[list[list[int]]]:
+        variant = Variant.SAMPLED if groups[0].params.temperature else Variant.GREEDY
+        pool = EnginePool(model, variant, taps=recording.layer_ids if recording else ())
+        workers = max(map(pool.count, {group.bucket for group in groups}))
+        work = in_threads(lambda i: groups[i].decode(pool, recording), workers)
+        yield from work(range(len(groups)))
+
+    return decoded
+
+
 def answer(
     path: Path,
-    model: TargetModel,
+    decoder: Decoder,
     prompts: Sequence[AnswerPrompt],
     buckets: Sequence[Bucket],
     *,
     report: Callable[[str], None],
     temperature: float = 0.0,
     seed: int = 0,
-    recording: Recording | None = None,
 ) -> list[Document]:
     """Decode an answer to every prompt, saving finished groups in `path`.
-
-    Args:
-      recording: where to save the target's taps; answers are greedy then.
 
     Returns:
       Prompts with their answers, the answers wanted.
@@ -95,45 +133,40 @@ def answer(
       CheckpointError: `path` is damaged, or the disk is full.
       TrainingStopped: a signal arrived; finished groups are saved and the same call resumes.
     """
-    groups = grouped(prompts, buckets)
-    if not groups:
+    members = grouped(prompts, buckets)
+    if not members:
         raise ConfigError(
             f"none of {len(prompts)} prompts fits: the longest bucket holds"
             f" {max(b.length for b in buckets)} tokens of prompt and answer; raise answer_buckets"
             " or lower new_tokens"
         )
-    if left := len(prompts) - sum(len(members) for _, members in groups):
+    if left := len(prompts) - sum(len(numbers) for _, numbers in members):
         report(
             f"{left} of {len(prompts)} prompts skipped: with their answers they are longer than"
             f" {max(b.length for b in buckets)} tokens, the longest of answer_buckets"
         )
-    sizes = [len(members) for _, members in groups]
-    count = len(stored(path, sizes))
-    variant = Variant.SAMPLED if temperature else Variant.GREEDY
-    pool = EnginePool(model, variant, taps=recording.layer_ids if recording else ())
-    workers = max(map(pool.count, {bucket for bucket, _ in groups}))
-    progress = StageProgress("answers", len(groups), "groups", report, done=count, every=0)
-
-    def write(i: int) -> list[list[int]]:
-        bucket, members = groups[i]
-        asked = [prompts[j] for j in members]
+    groups = []
+    for i, (bucket, numbers) in enumerate(members):
         params = SamplingParams(
-            max_tokens=asked[0].new_tokens,
+            max_tokens=prompts[numbers[0]].new_tokens,
             temperature=temperature,
             seed=(seed + i) % 2**32,
             speculative=False,
         )
-        with pool.engine(bucket) as engine:
-            if recording is None:
-                ids = [prompt.document.ids.tolist() for prompt in asked]
-                return [x.token_ids for x in engine.generate_many(ids, params)]
-            return recording.decode(engine, f"{i:06}", asked, params)
+        asked = tuple(prompts[j] for j in numbers)
+        groups.append(AnswerGroup(f"{i:06}", bucket, asked, params))
+    sizes = [len(group.prompts) for group in groups]
+    done = len(stored(path, sizes))
+    progress = StageProgress("answers", len(groups), "groups", report, done=done, every=0)
 
-    found = results(path, sizes, write, workers=workers, label="answers", progress=progress)
+    def compute(numbers: range) -> Generator[list[list[int]]]:
+        return decoder(groups[numbers.start :])
+
+    found = results(path, sizes, compute, label="answers", progress=progress)
     answers = [ids for group in found for ids in group]
-    order = [j for _, members in groups for j in members]
+    asked = [prompt for group in groups for prompt in group.prompts]
     with sound(path):
-        return [joined(prompts[j], ids) for j, ids in zip(order, answers, strict=True)]
+        return [joined(prompt, ids) for prompt, ids in zip(asked, answers, strict=True)]
 
 
 def grouped(

@@ -8,18 +8,14 @@ import contextlib
 import dataclasses
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from dflash_jax.compiler.models import weight_specs
-from dflash_jax.config import DrafterConfig, TargetConfig, check_pair
-from dflash_jax.errors import ComputeError, ConfigError
-from dflash_jax.plan import Plan
-from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
+from dflash_jax.config import DrafterConfig
+from dflash_jax.errors import ComputeError
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train import (
     data,
@@ -27,15 +23,12 @@ from dflash_jax.train import (
     given,
     objective,
     regenerate,
-    reuse,
-    self_written,
-    sources,
 )
 from dflash_jax.train import rows as packing
-from dflash_jax.train.files import claim, saved_as, sound, write_json
-from dflash_jax.train.fitting import Placement, Report, feature_store, fit
-from dflash_jax.train.mask import mask_token
-from dflash_jax.train.recipe import FLOAT, Recipe, new_drafter
+from dflash_jax.train.beginning import BegunRun, begin, check_ids
+from dflash_jax.train.files import saved_as, sound, write_json
+from dflash_jax.train.fitting import Report, feature_store, fit
+from dflash_jax.train.recipe import Recipe
 from dflash_jax.train.rows import TokenRows
 from dflash_jax.train.usage import Usage
 
@@ -76,74 +69,41 @@ def run(
       ComputeError: a metric is not finite, or the device has too little memory.
       CheckpointError, TrainingStopped: see `loop.fit`.
     """
-    model = open_target(target, recipe)
-    given_data = sources.load(source, recipe)
-    examples = (*given_data.training, *given_data.held_out)
-    check_ids((example.ids for example in examples), model.config)
-    data.held_out(given_data.held_out, model.tokenizer, recipe)  # fails before anything is written
-    check_turns(model, given_data, recipe)
-    if mask_id is None:
-        mask_id, why = mask_token(model.tokenizer, model.config, examples)
-        report(f"mask token {mask_id}: {why}")
-    config = new_drafter(recipe, model.config, mask_id)
-    check_pair(model.config, config)
-    Placement(recipe.devices)  # fails before the target answers for hours
-    about = {
-        "target": str(target),
-        "data": data.fingerprint(given_data.training),
-        "self_written": given_data.self_written,
-        "mask_id": mask_id,
-        "start": str(start) if start else None,
-        "recipe": dataclasses.asdict(recipe),
-    }
-    params = read_start(start, config) if start else None  # fails before anything is written
-    if data_of:
-        reuse.check(data_of, about)
-    claim(out, "run.json", about)
-    if data_of:
-        reuse.take(data_of, out, about)
-    identity = json.dumps(about, sort_keys=True)
-    every = with_self_written(out, model, given_data, recipe, report)
-    training, asked = every.training, data.held_out(every.held_out, model.tokenizer, recipe)
-    usage = Usage(every.lines)
-    usage.hold_out(len(every.held_out) - every.separate, len(asked))
-    recorded = answer_recording(out, model, config, recipe)
-    rows = stored_rows(out, model, training, recipe, report, usage, recording=recorded)
+    begun = begin(
+        target, source, out, recipe, report=report, mask_id=mask_id, start=start, data_of=data_of
+    )
+    return finish(begun, target, out, recipe, report=report)
+
+
+def finish(
+    begun: BegunRun,
+    target: str,
+    out: Path,
+    recipe: Recipe,
+    *,
+    report: Report,
+    decoder: regenerate.Decoder | None = None,
+) -> Outcome:
+    """Complete a run that was begun with the same arguments; errors as for `run`.
+
+    Args:
+      decoder: decodes the answers; by default this process, which then records features too.
+    """
+    model, config, every = begun.model, begun.config, begun.data
+    asked, usage = begun.held_out(recipe)
+    recorded = None if decoder else answer_recording(out, model, config, recipe)
+    rows = stored_rows(
+        out, model, every.training, recipe, report, usage, recording=recorded, decoder=decoder
+    )
     if not (out / "drafter").is_dir():
+        mask, identity = config.mask_token_id, begun.identity
         with explained_out_of_memory():
             _, trained = fit(
-                model, recipe, mask_id, rows, out, identity=identity, report=report, start=params
+                model, recipe, mask, rows, out, identity=identity, report=report, start=begun.params
             )
         write_drafter(out / "drafter", config, trained)
     results = measured(out, target, asked, recipe, report)
     return Outcome(out / "drafter", results)
-
-
-def check_turns(model: TargetModel, given_data: sources.TrainingData, recipe: Recipe) -> None:
-    """Raise ConfigError if the target is to write user turns and cannot."""
-    if given_data.self_written:
-        self_written.user_header(model, recipe)
-
-
-def with_self_written(
-    out: Path, model: TargetModel, given_data: sources.TrainingData, recipe: Recipe, report: Report
-) -> sources.TrainingData:
-    """Return the data with the user turns that the target writes, if any are asked for.
-
-    Raises:
-      ConfigError: no turn can be used, or all of them are held out.
-      CheckpointError, TrainingStopped: see `self_written.write_turns`.
-    """
-    if not (count := given_data.self_written):
-        return given_data
-    turns = self_written.write_turns(out, model, count, recipe, report)
-    every = given_data.with_turns(turns)
-    if not every.training:
-        raise ConfigError(
-            f"all {len(turns)} self-written turns fell to the held-out side (1 in"
-            f" {data.HELD_OUT_SHARE} by hash); ask for more turns"
-        )
-    return every
 
 
 @contextlib.contextmanager
@@ -161,28 +121,6 @@ def explained_out_of_memory() -> Iterator[None]:
         ) from error
 
 
-def open_target(source: str, recipe: Recipe) -> TargetModel:
-    """Load the target, with rounded matrices if the recipe asks for them."""
-    from dflash_jax.loading import load_target
-
-    model = load_target(source, dtype=recipe.dtype)  # pyrefly: ignore
-    if recipe.target_weights == FLOAT:
-        return model
-    plan = Plan(weights=recipe.target_weights)  # pyrefly: ignore
-    specs = weight_specs(plan, model.config, None)
-    own = {path.removeprefix("target/"): how for path, how in specs.items()}
-    exact = jax.tree.map(lambda x: np.asarray(x, np.float32), jax.device_get(model.params))
-
-    def rounded(old: jax.Array, new: np.ndarray | Packed) -> jax.Array:
-        if not isinstance(new, Packed):
-            return old
-        weight = dequantise(new.arrays, new.kind).reshape(new.shape)
-        return jax.device_put(weight.astype(old.dtype))
-
-    params = jax.tree.map(rounded, model.params, pack_tree(exact, own))
-    return TargetModel(model.config, params, model.dtype, tokenizer=model.tokenizer)
-
-
 def stored_rows(
     out: Path,
     model: TargetModel,
@@ -192,6 +130,7 @@ def stored_rows(
     usage: Usage,
     *,
     recording: regenerate.Recording | None = None,
+    decoder: regenerate.Decoder | None = None,
 ) -> list[TokenRows]:
     """Return the training rows, making them on the first call.
 
@@ -199,6 +138,7 @@ def stored_rows(
 
     Args:
       recording: where to save the features of answers while they are decoded.
+      decoder: decodes the answers; by default this process, with `recording`.
 
     Raises:
       ConfigError: the data cannot be encoded, or holds unknown token ids.
@@ -221,13 +161,12 @@ def stored_rows(
         if prompts:
             rows += regenerate.answer(
                 out / "answers.jsonl",
-                model,
+                decoder or regenerate.local_decoder(model, recording),
                 prompts,
                 recipe.answer_buckets,
                 report=report,
                 temperature=recipe.temperature,
                 seed=recipe.seed,
-                recording=recording,
             )
         check_ids((document.ids for document in rows), model.config)
         if cut := sum(len(document.ids) > longest for document in rows):
@@ -250,41 +189,6 @@ def answer_recording(
     if store is None:
         return None
     return regenerate.Recording(store, config.target_layer_ids, recipe.buckets[-1].length)
-
-
-def check_ids(sequences: Iterable[Sequence[int] | np.ndarray], config: TargetConfig) -> None:
-    """Raise ConfigError for token ids that the target does not have."""
-    highest = max((int(np.max(ids, initial=0)) for ids in sequences), default=0)
-    if highest >= config.vocab_size:
-        raise ConfigError(
-            f"the data holds token {highest}, but the target knows 0 to {config.vocab_size - 1};"
-            " was it made with another tokenizer?"
-        )
-
-
-def read_start(path: Path, config: DrafterConfig) -> dict[str, Any]:
-    """Return the parameters of a drafter to start from.
-
-    It has the kind of this run, or is a DFlash drafter, which DFlash 2 and DSpark extend.
-
-    Raises:
-      ConfigError: its shape differs from the recipe's.
-    """
-    from dflash_jax.converters.models import open_model
-    from dflash_jax.loading import locate
-
-    source = open_model(locate(path, "drafter"), role="drafter")
-    kind = type(config) if type(source.config) is type(config) else DrafterConfig
-    have, wanted = (
-        {f.name: getattr(c, f.name, None) for f in dataclasses.fields(kind)}
-        for c in (source.config, config)
-    )
-    free = ("kind", "num_target_layers", "rope", "dtype", "sample_from_anchor")
-    differ = [k for k, v in wanted.items() if have[k] != v and k not in free]
-    if differ or not isinstance(source.config, DrafterConfig):
-        listed = "; ".join(f"{k} is {have[k]}, expected {wanted[k]}" for k in differ)
-        raise ConfigError(f"the drafter {path} has another shape: {listed}; change the recipe")
-    return source.load("float32")
 
 
 def write_drafter(path: Path, config: DrafterConfig, params: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train.decoding import EnginePool, decode
 from dflash_jax.train.duplicates import DuplicateFilter
 from dflash_jax.train.files import saved_as, sound, write_json
-from dflash_jax.train.groups import results, stored
+from dflash_jax.train.groups import in_threads, results, stored
 from dflash_jax.train.progress import StageProgress
 from dflash_jax.train.recipe import Bucket, Recipe
 
@@ -117,7 +117,7 @@ def write_turns(
         pool = EnginePool(model, Variant.SAMPLED, chunk=CHUNK, tokenizer=text)
         work = functools.partial(_group, pool, bucket, header, recipe)
         progress = StageProgress("turns", count, "kept", report, done=len(kept.turns))
-        found = results(path, sizes, work, workers=pool.count(bucket), label="turns")
+        found = results(path, sizes, in_threads(work, pool.count(bucket)), label="turns")
         with contextlib.closing(found):
             for group in itertools.islice(found, len(before), None):
                 progress(kept.take(path, group))

@@ -56,17 +56,20 @@ def split(examples: Sequence[Example]) -> TrainingData:
     return TrainingData(training, held_out)
 
 
-def load(source: str, recipe: Recipe) -> TrainingData:
+def load(source: str | TrainingData, recipe: Recipe) -> TrainingData:
     """Return the data of a source, or of several with commas between them.
 
     Args:
-      source: a file, "tiny" for the shipped corpus, or "self:N".
+      source: a file, "tiny" for the shipped corpus, or "self:N"; or the data themselves.
 
     Raises:
       ConfigError: a source cannot be used, or all lines of all sources are held out.
     """
-    names = [source] if _is_file(source) else source.split(",")
-    data = sum((_load(name.strip(), recipe) for name in names), TrainingData())
+    if isinstance(source, TrainingData):
+        data, source = source, "the data"
+    else:
+        names = [source] if _is_file(source) else source.split(",")
+        data = sum((_load(name.strip(), recipe) for name in names), TrainingData())
     if not data.training and not data.self_written:
         raise ConfigError(
             f"all {data.lines} lines of {source} fell to the held-out side (1 in"

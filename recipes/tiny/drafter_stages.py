@@ -57,7 +57,7 @@ def answers(work: Work) -> None:
     fill = vocabulary.token_id(work.tokenizer(), vocabulary.END_OF_TEXT)
     found = regenerate.answer(
         work.out / "answers.state.jsonl",
-        trained_target(work),
+        regenerate.local_decoder(trained_target(work)),
         prompts(work),
         recipe.answer_buckets,
         report=work.report,

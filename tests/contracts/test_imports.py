@@ -67,9 +67,19 @@ def test_what_clients_send_is_read_without_arrays_and_sockets() -> None:
 def test_the_package_itself_needs_no_server_libraries() -> None:
     libraries = ("starlette", "uvicorn", "msgspec", "prometheus_client")
     for path in files("dflash_jax"):
-        if "server" not in path.relative_to(ROOT).parts:
+        if not {"server", "ray"} & {*path.relative_to(ROOT).parts}:
             top = imports(path, inside_functions=False)
             assert not [n for n in top if under(n, *libraries, "dflash_jax.server")], path
+
+
+def test_only_the_adapter_imports_ray_and_nothing_imports_the_adapter_at_once() -> None:
+    for path in files("dflash_jax"):
+        inside = path.is_relative_to(ROOT / "dflash_jax" / "ray")
+        if not inside:
+            assert not [n for n in imports(path) if under(n, "ray")], path
+        if not inside or path.name == "__init__.py":
+            top = imports(path, inside_functions=False)
+            assert not [n for n in top if under(n, "ray", "dflash_jax.ray")], path
 
 
 @pytest.mark.parametrize("folder", TRACED)

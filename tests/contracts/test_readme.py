@@ -15,7 +15,9 @@ import pytest
 import dflash_jax as dj
 from dflash_jax import loading
 from dflash_jax.cli import main, parser
+from dflash_jax.cli.options import chosen_plan
 from dflash_jax.engine.engine import Engine
+from dflash_jax.ray.options import given_options, parse, scaling_options
 from dflash_jax.server.run import ServerConfig
 from dflash_jax.train.recipes import recipe
 from tests.server.conftest import LiveServer, run_server
@@ -47,10 +49,11 @@ BLOCKS = [
     for page, text in TEXTS.items()
     for found in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 ]
-PYTHON, SHELL, SCREENS = (
+PYTHON, SHELL = (
     [block for block in BLOCKS if (block.language, URL in block.text) == (kind, False)]
-    for kind in ("python", "sh", "text")
+    for kind in ("python", "sh")
 )
+SCREENS, CONFIGS = ([b for b in BLOCKS if b.language == kind] for kind in ("text", "yaml"))
 REQUESTS = [block.text for block in BLOCKS if block.language == "sh" and URL in block.text]
 [CLIENT] = [block.text for block in BLOCKS if block.language == "python" and URL in block.text]
 COMMANDS = [(block.page, line) for block in SHELL for line in block.text.splitlines()]
@@ -87,12 +90,12 @@ def live(engine: Engine) -> Iterator[LiveServer]:
 
 def test_every_block_is_of_a_kind_that_these_tests_run() -> None:
     assert sum(text.count("```") for text in TEXTS.values()) == 2 * len(BLOCKS)
-    kinds = (PYTHON, SHELL, SCREENS, REQUESTS, [CLIENT])
+    kinds = (PYTHON, SHELL, SCREENS, CONFIGS, REQUESTS, [CLIENT])
     assert len(BLOCKS) == sum(map(len, kinds))
     assert len(PYTHON) >= 7
     assert REQUESTS
     programs = {line.split()[0] for _, line in COMMANDS}
-    assert programs <= {"make", "pip", "dflash-jax", "python"}
+    assert programs <= {"make", "pip", "dflash-jax", "python", "serve"}
 
 
 @pytest.mark.parametrize("text", named(PYTHON))
@@ -105,6 +108,8 @@ def test_python_runs_and_prints_what_its_comments_say(
         loading.resolve_here(plan or dj.Plan(), *pair.configs)
         return engine
 
+    if "import ray" in text:
+        pytest.skip("run by tests/soak/test_ray.py, where Ray is installed")
     monkeypatch.setattr(dj, "load", shared)
     space: dict[str, Any] = {}
     exec(compile(with_stand_ins(text), "block", "exec"), space)
@@ -157,6 +162,9 @@ def check_command(program: str, *words: str) -> None:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
         extras = re.findall(r"\.\[([\w,]+)\]", " ".join(words))
         assert set(",".join(extras).split(",")) <= set(project["optional-dependencies"])
+    elif program == "serve":
+        assert words[:2] == ("run", "dflash_jax.ray:app")
+        parse(given_options(dict(word.split("=") for word in words[2:]), {})[0])
     elif program == "python":
         assert words[0] == "-m"
         assert importlib.util.find_spec(words[1])
@@ -167,6 +175,15 @@ def check_command(program: str, *words: str) -> None:
         options = parser().parse_args(words)
         if words[0] == "train":
             recipe(options.preset, options.settings)
+
+
+@pytest.mark.parametrize("text", named(CONFIGS))
+def test_configurations_have_options_that_exist(text: str) -> None:
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    for application in yaml.safe_load(text).get("applications", ()):
+        assert application["import_path"] == "dflash_jax.ray:app"
+        flags, scaling = given_options(application["args"], {})
+        scaling_options(scaling, chosen_plan(parse(flags)).rows)
 
 
 @pytest.mark.parametrize("page", [page for page, found in INLINE.items() if found])

@@ -15,7 +15,7 @@ from dflash_jax.train import features
 from dflash_jax.train.feature_store import FeatureStore
 from dflash_jax.train.progress import StageProgress
 from dflash_jax.train.recipe import Bucket
-from dflash_jax.train.regenerate import AnswerPrompt, Recording, answer
+from dflash_jax.train.regenerate import AnswerPrompt, Recording, answer, local_decoder
 from dflash_jax.train.rows import Document, TokenRows, one_per_row
 from dflash_jax.utils.progress import time_left
 
@@ -49,14 +49,15 @@ def test_features_recorded_while_decoding_are_those_of_a_second_pass(tmp_path: P
     model = target(tiny_hybrid(num_layers=4, recurrent=(True, False) * 2))
     store = store_in(tmp_path / "decoded")
     recording = Recording(store, LAYERS, 30)  # some rows are cut
-    plain = answer(tmp_path / "a", model, prompts(14), [BUCKET], report=lambda line: None)
+    plain = answer(
+        tmp_path / "a", local_decoder(model), prompts(14), [BUCKET], report=lambda line: None
+    )
     found = answer(
         tmp_path / "b",
-        model,
+        local_decoder(model, recording),
         prompts(14),
         [BUCKET],
         report=lambda line: None,
-        recording=recording,
     )
     assert [x.ids.tolist() for x in found] == [x.ids.tolist() for x in plain]
     rows = one_per_row(found, [Bucket(length=20, rows=1), Bucket(length=30, rows=1)], fill=0)
@@ -84,11 +85,10 @@ def test_recorded_features_survive_a_kill_at_every_point(tmp_path: Path) -> None
         recording = Recording(store, LAYERS, 48)
         answer(
             tmp_path / f"{name}.jsonl",
-            model,
+            local_decoder(model, recording),
             asked,
             [BUCKET],
             report=lambda line: None,
-            recording=recording,
         )
         return {path.name: path.read_bytes() for path in sorted(store.folder.iterdir())}
 

@@ -22,7 +22,7 @@ from dflash_jax.loading import locate, open_pair, resolve_here
 from dflash_jax.quant.layouts import dequantise
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import folder_params, random_engine, random_params, tiny_target
-from dflash_jax.train import data, evaluate, export, fitting, initial, run
+from dflash_jax.train import beginning, data, evaluate, export, fitting, initial, run
 from dflash_jax.train.files import claim
 from dflash_jax.train.recipe import Bucket, Schedule, new_drafter
 from dflash_jax.train.recipes import SMOKE, TINY_DFLASH2
@@ -236,7 +236,7 @@ def test_one_sample_is_learnt_until_the_engine_keeps_whole_blocks(kind, tmp_path
 
 @pytest.mark.parametrize("kept", ["int8", "int4"])
 def test_a_rounded_target_has_the_weights_an_engine_serves(kept):
-    model = run.open_target("tiny", dataclasses.replace(SMOKE, target_weights=kept))
+    model = beginning.open_target("tiny", dataclasses.replace(SMOKE, target_weights=kept))
     specs = weight_specs(Plan(weights=kept), model.config, None)
     own = {path.removeprefix("target/"): how for path, how in specs.items()}
     served = open_pair("tiny", None).target.load("float32", specs=own)
@@ -260,14 +260,14 @@ def test_a_drafter_begins_as_another_of_its_shape_and_no_other():
         block=old.block_size,
     )
     config = new_drafter(alike, target, old.mask_token_id)
-    start = run.read_start(Path("tiny"), config)
+    start = beginning.read_start(Path("tiny"), config)
     fresh = initial.fresh(build_pair(target, config), 0)
     replaced = fitting.replaced(fresh, start)
     assert jax.tree.structure(replaced) == jax.tree.structure(fresh)
     np.testing.assert_array_equal(replaced["fc"], start["fc"])
     np.testing.assert_array_equal(replaced["predecessor"], fresh["predecessor"])
     with pytest.raises(ConfigError, match=r"block_size is 8, expected 4.*change the recipe"):
-        run.read_start(shipped, new_drafter(SMOKE, target, old.mask_token_id))
+        beginning.read_start(shipped, new_drafter(SMOKE, target, old.mask_token_id))
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])

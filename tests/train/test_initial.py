@@ -17,7 +17,7 @@ from dflash_jax.loading import resolve_here
 from dflash_jax.plan import Plan
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
-from dflash_jax.train import drafter, fitting, initial, objective, run
+from dflash_jax.train import beginning, drafter, fitting, initial, objective, run
 from dflash_jax.train.recipe import Bucket, Schedule, new_drafter
 from dflash_jax.train.recipes import SMOKE
 from dflash_jax.train.rows import TokenRows
@@ -127,7 +127,7 @@ def test_a_reduced_drafter_is_trained_written_and_decodes(tmp_path: Path) -> Non
     assert source.config.draft_vocab_size == 24  # pyrefly: ignore
     back = source.load("float32")
     np.testing.assert_array_equal(back["d2t"], params["d2t"])
-    again = run.read_start(tmp_path / "drafter", config)
+    again = beginning.read_start(tmp_path / "drafter", config)
     np.testing.assert_array_equal(fit(tmp_path / "b", again)[1]["d2t"], params["d2t"])
     plan = resolve_here(Plan(max_length=64, block=4, chunk=16), TARGET, config)
     both = {"target": model.params, "drafter": jax.device_put(back)}

@@ -16,7 +16,7 @@ from dflash_jax.testing import random_params, tiny_target
 from dflash_jax.train import decoding, groups, threads
 from dflash_jax.train.loop import TrainingStopped
 from dflash_jax.train.recipe import Bucket
-from dflash_jax.train.regenerate import AnswerPrompt, answer
+from dflash_jax.train.regenerate import AnswerPrompt, answer, local_decoder
 from dflash_jax.train.rows import Document
 
 BUCKETS = (Bucket(length=40, rows=2),)
@@ -38,7 +38,9 @@ def prompts() -> list[AnswerPrompt]:
 def answers_of(
     path: Path, model: TargetModel, prompts: list[AnswerPrompt], **options: object
 ) -> list:
-    found = answer(path, model, prompts, BUCKETS, report=lambda line: None, **options)
+    found = answer(
+        path, local_decoder(model), prompts, BUCKETS, report=lambda line: None, **options
+    )
     return [document.ids.tolist() for document in found]
 
 
@@ -90,7 +92,9 @@ def test_prompts_without_room_for_an_answer_are_refused(
     tmp_path: Path, model: TargetModel, prompts: list[AnswerPrompt]
 ) -> None:
     with pytest.raises(ConfigError, match="none of 30 prompts fits: the longest bucket holds 8"):
-        answer(tmp_path / "x", model, prompts, [Bucket(length=8, rows=1)], report=print)
+        answer(
+            tmp_path / "x", local_decoder(model), prompts, [Bucket(length=8, rows=1)], report=print
+        )
 
 
 def test_skipped_prompts_are_counted_before_any_is_answered(
@@ -100,4 +104,10 @@ def test_skipped_prompts_are_counted_before_any_is_answered(
         raise InterruptedError(line)
 
     with pytest.raises(InterruptedError, match=r"26 of 30 prompts skipped: .* 16 tokens"):
-        answer(tmp_path / "x", model, prompts, [Bucket(length=16, rows=4)], report=raise_stop)
+        answer(
+            tmp_path / "x",
+            local_decoder(model),
+            prompts,
+            [Bucket(length=16, rows=4)],
+            report=raise_stop,
+        )

@@ -1,0 +1,113 @@
+"""Adapters for Ray: replicas of the server, and answers of large data sets. Need the extra `ray`.
+
+`serve run dflash_jax.ray:app` calls `app`. A request passes `gateway`, whose handle chooses a
+replica by `router`, and reaches the server of a `replica`; `serving` puts the three together.
+`answers` is in `offline`.
+"""
+
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_jax.errors import RequestError, install_hint
+
+if TYPE_CHECKING:
+    from dflash_jax.train.recipe import Recipe
+    from dflash_jax.train.regenerate import Decoder
+
+CONNECT_S = 10.0  # seconds
+
+
+def app(args: Mapping[str, Any]) -> Any:
+    """Return the application that `serve run` and the YAML file of `serve deploy` name.
+
+    Args:
+      args: options of `dflash-jax serve` by name, such as `target` and `rows`, and those of
+        `serving.SCALING`. The environment variable DFLASH_SERVE_ROWS gives the default of `rows`.
+
+    Raises:
+      RequestError: the extra `ray` is missing, or an option is unknown or wrong.
+      PlanError: the options of the plan contradict each other.
+    """
+    check_installed()
+    from dflash_jax.ray import serving
+
+    return serving.application(args)
+
+
+def answers(
+    dataset: Any,
+    out: str | Path,
+    recipe: "Recipe",
+    *,
+    target: str = "tiny",
+    workers: int | None = None,
+    mask_id: int | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> Any:
+    """Return a `ray.data.Dataset` of prompts and the target's answers, decoded by Ray's actors.
+
+    The folder is that of a training run: the same call resumes after a stop, and
+    `dflash-jax train --out` with the same settings continues with the answers. Rows whose hash
+    holds them out are not answered. Greedy answers are those of a local run.
+
+    Args:
+      dataset: a dataset with rows like the lines of `--data`, or a source that `--data` takes.
+      out: the run's folder.
+      recipe: as `dflash_jax.train.recipes.recipe` returns it.
+      target: path, hub id or name of the target, known on every machine.
+      workers: number of actors; by default one per GPU, or one per machine if there are none.
+      mask_id: the drafter's mask token, if it cannot be detected.
+      report: called with progress lines.
+
+    Returns:
+      Rows with the token `ids` of prompt and answer, `wanted` for those of the answer, and `text`.
+
+    Raises:
+      RequestError: the extra `ray` is missing.
+      ConfigError, CheckpointError, TrainingStopped: as for `dflash_jax.train.run.run`.
+    """
+    check_installed()
+    from dflash_jax.ray import offline
+
+    return offline.answers(
+        dataset, Path(out), recipe, target=target, workers=workers, mask_id=mask_id, report=report
+    )
+
+
+def decoder(address: str, target: str, recipe: "Recipe") -> "Decoder":
+    """Connect to a cluster, and return how `dflash_jax.train.run.finish` decodes answers there.
+
+    Args:
+      address: HOST:PORT, "auto", or "local" to start a cluster on this machine.
+
+    Raises:
+      RequestError: the extra `ray` is missing, or no cluster answers.
+    """
+    check_installed()
+    import ray
+
+    from dflash_jax.ray import offline
+
+    host, colon, port = address.rpartition(":")
+    try:
+        if colon and "/" not in host:  # Ray itself waits for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
+        ray.init(address=address)
+    except (OSError, OverflowError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RequestError(
+            f"--ray {address}: no cluster answers ({reason}); expected HOST:PORT of one that runs,"
+            " auto, or local to start one"
+        ) from error
+    return offline.ray_decoder(target, recipe, None)
+
+
+def check_installed() -> None:
+    """Raise RequestError if the extra `ray` is not installed."""
+    try:
+        import ray.data
+        import ray.serve  # noqa: F401
+    except ImportError as error:
+        raise RequestError(f"this needs Ray ({error}); {install_hint('ray')}") from error

@@ -1,0 +1,177 @@
+"""The beginning of a training run: target, settings, data; all checked before it writes."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflash_jax.compiler.models import weight_specs
+from dflash_jax.config import DrafterConfig, TargetConfig, check_pair
+from dflash_jax.errors import ConfigError
+from dflash_jax.plan import Plan
+from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
+from dflash_jax.target_model import TargetModel
+from dflash_jax.train import data, reuse, self_written, sources
+from dflash_jax.train.files import claim
+from dflash_jax.train.fitting import Placement, Report
+from dflash_jax.train.mask import mask_token
+from dflash_jax.train.recipe import FLOAT, Recipe, new_drafter
+from dflash_jax.train.usage import Usage
+
+
+@dataclasses.dataclass(frozen=True)
+class BegunRun:
+    """A run whose folder belongs to its settings.
+
+    Attributes:
+      config: of the drafter.
+      params: of the drafter to start from, if there is one.
+      identity: everything that the result depends on.
+    """
+
+    model: TargetModel
+    config: DrafterConfig
+    data: sources.TrainingData
+    params: dict[str, Any] | None
+    identity: str
+
+    def held_out(self, recipe: Recipe) -> tuple[list[dict[str, Any]], Usage]:
+        """Return the held-out prompts, and the count of lines, in which they are entered."""
+        asked = data.held_out(self.data.held_out, self.model.tokenizer, recipe)
+        usage = Usage(self.data.lines)
+        usage.hold_out(len(self.data.held_out) - self.data.separate, len(asked))
+        return asked, usage
+
+
+def begin(
+    target: str,
+    source: str | sources.TrainingData,
+    out: Path,
+    recipe: Recipe,
+    *,
+    report: Report,
+    mask_id: int | None = None,
+    start: Path | None = None,
+    data_of: Path | None = None,
+) -> BegunRun:
+    """Check the settings, claim the folder, and read the data; arguments and errors as for `run`.
+
+    The target writes user turns if the source asks for them.
+    """
+    model = open_target(target, recipe)
+    given_data = sources.load(source, recipe)
+    examples = (*given_data.training, *given_data.held_out)
+    check_ids((example.ids for example in examples), model.config)
+    data.held_out(given_data.held_out, model.tokenizer, recipe)  # fails before anything is written
+    check_turns(model, given_data, recipe)
+    if mask_id is None:
+        mask_id, why = mask_token(model.tokenizer, model.config, examples)
+        report(f"mask token {mask_id}: {why}")
+    config = new_drafter(recipe, model.config, mask_id)
+    check_pair(model.config, config)
+    Placement(recipe.devices)  # fails before the target answers for hours
+    about = {
+        "target": str(target),
+        "data": data.fingerprint(given_data.training),
+        "self_written": given_data.self_written,
+        "mask_id": mask_id,
+        "start": str(start) if start else None,
+        "recipe": dataclasses.asdict(recipe),
+    }
+    params = read_start(start, config) if start else None  # fails before anything is written
+    if data_of:
+        reuse.check(data_of, about)
+    claim(out, "run.json", about)
+    if data_of:
+        reuse.take(data_of, out, about)
+    identity = json.dumps(about, sort_keys=True)
+    every = with_self_written(out, model, given_data, recipe, report)
+    return BegunRun(model, config, every, params, identity)
+
+
+def check_turns(model: TargetModel, given_data: sources.TrainingData, recipe: Recipe) -> None:
+    """Raise ConfigError if the target is to write user turns and cannot."""
+    if given_data.self_written:
+        self_written.user_header(model, recipe)
+
+
+def with_self_written(
+    out: Path, model: TargetModel, given_data: sources.TrainingData, recipe: Recipe, report: Report
+) -> sources.TrainingData:
+    """Return the data with the user turns that the target writes, if any are asked for.
+
+    Raises:
+      ConfigError: no turn can be used, or all of them are held out.
+      CheckpointError, TrainingStopped: see `self_written.write_turns`.
+    """
+    if not (count := given_data.self_written):
+        return given_data
+    turns = self_written.write_turns(out, model, count, recipe, report)
+    every = given_data.with_turns(turns)
+    if not every.training:
+        raise ConfigError(
+            f"all {len(turns)} self-written turns fell to the held-out side (1 in"
+            f" {data.HELD_OUT_SHARE} by hash); ask for more turns"
+        )
+    return every
+
+
+def open_target(source: str, recipe: Recipe) -> TargetModel:
+    """Load the target, with rounded matrices if the recipe asks for them."""
+    from dflash_jax.loading import load_target
+
+    model = load_target(source, dtype=recipe.dtype)  # pyrefly: ignore
+    if recipe.target_weights == FLOAT:
+        return model
+    plan = Plan(weights=recipe.target_weights)  # pyrefly: ignore
+    specs = weight_specs(plan, model.config, None)
+    own = {path.removeprefix("target/"): how for path, how in specs.items()}
+    exact = jax.tree.map(lambda x: np.asarray(x, np.float32), jax.device_get(model.params))
+
+    def rounded(old: jax.Array, new: np.ndarray | Packed) -> jax.Array:
+        if not isinstance(new, Packed):
+            return old
+        weight = dequantise(new.arrays, new.kind).reshape(new.shape)
+        return jax.device_put(weight.astype(old.dtype))
+
+    params = jax.tree.map(rounded, model.params, pack_tree(exact, own))
+    return TargetModel(model.config, params, model.dtype, tokenizer=model.tokenizer)
+
+
+def check_ids(sequences: Iterable[Sequence[int] | np.ndarray], config: TargetConfig) -> None:
+    """Raise ConfigError for token ids that the target does not have."""
+    highest = max((int(np.max(ids, initial=0)) for ids in sequences), default=0)
+    if highest >= config.vocab_size:
+        raise ConfigError(
+            f"the data holds token {highest}, but the target knows 0 to {config.vocab_size - 1};"
+            " was it made with another tokenizer?"
+        )
+
+
+def read_start(path: Path, config: DrafterConfig) -> dict[str, Any]:
+    """Return the parameters of a drafter to start from.
+
+    It has the kind of this run, or is a DFlash drafter, which DFlash 2 and DSpark extend.
+
+    Raises:
+      ConfigError: its shape differs from the recipe's.
+    """
+    from dflash_jax.converters.models import open_model
+    from dflash_jax.loading import locate
+
+    source = open_model(locate(path, "drafter"), role="drafter")
+    kind = type(config) if type(source.config) is type(config) else DrafterConfig
+    have, wanted = (
+        {f.name: getattr(c, f.name, None) for f in dataclasses.fields(kind)}
+        for c in (source.config, config)
+    )
+    free = ("kind", "num_target_layers", "rope", "dtype", "sample_from_anchor")
+    differ = [k for k, v in wanted.items() if have[k] != v and k not in free]
+    if differ or not isinstance(source.config, DrafterConfig):
+        listed = "; ".join(f"{k} is {have[k]}, expected {wanted[k]}" for k in differ)
+        raise ConfigError(f"the drafter {path} has another shape: {listed}; change the recipe")
+    return source.load("float32")
