@@ -271,14 +271,10 @@ def configuration(options: argparse.Namespace) -> tuple[dict[str, Callable[[], A
 
 
 def _plan(options: argparse.Namespace, pair: Any) -> Any:
-    """Return the plan of a model."""
-    changes = {"queue": options.queue, "report_drafts": _reports_drafts(options)}
+    """Return the plan of a model, by default with drafts reported for a page that shows them."""
+    reports = not options.no_ui if options.report_drafts is None else options.report_drafts
+    changes = {"queue": options.queue, "report_drafts": reports}
     return dataclasses.replace(conversation_plan(options, pair), **changes)
-
-
-def _reports_drafts(options: argparse.Namespace) -> bool:
-    """Return whether steps report their drafts: by default if there is a page to show them."""
-    return not options.no_ui if options.report_drafts is None else options.report_drafts
 
 
 def _leave() -> None:
