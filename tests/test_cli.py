@@ -1,8 +1,10 @@
 """The command line: output, exit codes and errors."""
 
+import argparse
 import dataclasses
 import fcntl
 import gc
+import io
 import json
 import os
 import re
@@ -13,6 +15,7 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,7 +27,7 @@ from dflash_jax import Plan, loading
 from dflash_jax.bench import compare
 from dflash_jax.cli import main, parser, probe, terminal, verify
 from dflash_jax.cli.generate import statistics
-from dflash_jax.cli.options import chosen_plan, open_pair
+from dflash_jax.cli.options import chosen_plan, open_pair, prompt_ids
 from dflash_jax.compiler.build import CompiledPrograms
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result, Stats
@@ -285,6 +288,16 @@ def test_generate_json_is_one_object(
         assert stats[name] > 0
     for name in ("compile_s", "accepted_per_position", "fallbacks", "recovery"):
         assert name in stats
+
+
+@pytest.mark.parametrize(("raw", "read"), [(False, "Hello"), (True, "Hello\n")])
+def test_a_prompt_from_standard_input_has_no_line_break_at_its_end_unless_it_is_raw(
+    monkeypatch: pytest.MonkeyPatch, raw: bool, read: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    options = argparse.Namespace(prompt_ids=None, prompt="-", raw=raw)
+    tokenizer = SimpleNamespace(template=None, encode=lambda text: text)
+    assert prompt_ids(options, tokenizer) == read
 
 
 def test_compare_times_the_modes_and_says_that_tokens_are_equal(

@@ -162,7 +162,7 @@ def test_refusals_of_the_hub_are_reported_with_their_reason(
     with pytest.raises(CheckpointError, match=r"target a/b could not be fetched .* no such repos"):
         locate("a/b", "target")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # not installed
-    with pytest.raises(CheckpointError, match=r"install the extra .*: pip install '\.\[hub\]'"):
+    with pytest.raises(CheckpointError, match=r"install the extra .*: pip install -e '\.\[hub\]'"):
         locate("a/b", "target")
 
 
