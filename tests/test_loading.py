@@ -111,6 +111,7 @@ def test_names_are_resolved_to_folders(target: Path) -> None:
     assert locate(target, "target") == target
     assert locate(str(target), "target") == target
     assert locate("tiny", "drafter").parts[-3:] == ("data", "tiny", "drafter")
+    assert locate("tiny/drafter", "drafter") == locate("tiny", "drafter")
 
 
 # -- files that are missing or damaged -----------------------------------------------------------
