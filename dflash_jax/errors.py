@@ -61,4 +61,4 @@ def install_hint(extra: str) -> str:
 
     The project is on no package index: it is installed from its checkout.
     """
-    return f"install the extra from the checkout: pip install '.[{extra}]'"
+    return f"install the extra from the checkout: pip install -e '.[{extra}]'"

@@ -1,8 +1,10 @@
 """The command line: output, exit codes and errors."""
 
+import argparse
 import dataclasses
 import fcntl
 import gc
+import io
 import json
 import os
 import re
@@ -13,6 +15,7 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,7 +27,7 @@ from dflash_jax import Plan, loading
 from dflash_jax.bench import compare
 from dflash_jax.cli import main, parser, probe, terminal, verify
 from dflash_jax.cli.generate import statistics
-from dflash_jax.cli.options import chosen_plan, open_pair
+from dflash_jax.cli.options import chosen_plan, open_pair, prompt_ids
 from dflash_jax.compiler.build import CompiledPrograms
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result, Stats
@@ -287,6 +290,16 @@ def test_generate_json_is_one_object(
         assert name in stats
 
 
+@pytest.mark.parametrize(("raw", "read"), [(False, "Hello"), (True, "Hello\n")])
+def test_a_prompt_from_standard_input_has_no_line_break_at_its_end_unless_it_is_raw(
+    monkeypatch: pytest.MonkeyPatch, raw: bool, read: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    options = argparse.Namespace(prompt_ids=None, prompt="-", raw=raw)
+    tokenizer = SimpleNamespace(template=None, encode=lambda text: text)
+    assert prompt_ids(options, tokenizer) == read
+
+
 def test_compare_times_the_modes_and_says_that_tokens_are_equal(
     run: Run, asked: list[object], said: list[int]
 ) -> None:
@@ -306,7 +319,8 @@ def test_compare_times_the_modes_and_says_that_tokens_are_equal(
         ["speculative", "plain, block-wide", "plain, one token"],
         ["speculative", "plain", "plain, no drafter"],  # a token alike at any width
     )
-    assert table[-1].startswith("tokens equal; speculative is ")
+    assert re.fullmatch(r"tokens equal; speculative is \S+x as fast as '(.+)', float32", table[-1])
+    assert table[-1].split("'")[1] in labels[1:]
     assert err.startswith("[20 tokens (length) | acceptance length ")  # the table has the speeds
 
 

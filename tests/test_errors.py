@@ -28,7 +28,7 @@ def test_every_hint_to_install_is_one_function_and_names_an_extra_that_exists() 
     extras = set().union(*map(hinted, SOURCES))
     assert {"serve", "train", "plot", "hub", "structured"} <= extras
     assert extras <= set(project["optional-dependencies"])
-    assert install_hint("serve") == "install the extra from the checkout: pip install '.[serve]'"
+    assert install_hint("serve") == "install the extra from the checkout: pip install -e '.[serve]'"
     name = project["name"]
     assert not [path for path in SOURCES if f"{name}[" in path.read_text("utf-8")]
 
@@ -57,7 +57,7 @@ def test_a_command_without_its_packages_says_how_to_install_them(
     monkeypatch.setitem(sys.modules, absent, None)
     assert main(command) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert f"install the extra from the checkout: pip install {extra}" in line
+    assert f"install the extra from the checkout: pip install -e {extra}" in line
     assert not list(tmp_path.iterdir())
 
 

@@ -54,6 +54,23 @@ def test_hidden_options_work_and_are_not_in_the_usage_of_errors(
     assert "--chunk" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["--blok", "4"], "unrecognized arguments: --blok 4; did you mean --block?"),
+        (["--xyz"], "unrecognized arguments: --xyz\n"),
+        (["three", "colours."], "arguments: three colours.; a text with spaces needs quotes"),
+    ],
+)
+def test_an_unknown_argument_is_answered_with_the_option_that_was_meant(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", "List", *words])
+    assert ended.value.code == 2
+    assert hint in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("columns", ["20", "60"])
 def test_help_fits_a_narrow_terminal(
     columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -111,6 +111,7 @@ def test_names_are_resolved_to_folders(target: Path) -> None:
     assert locate(target, "target") == target
     assert locate(str(target), "target") == target
     assert locate("tiny", "drafter").parts[-3:] == ("data", "tiny", "drafter")
+    assert locate("tiny/drafter", "drafter") == locate("tiny", "drafter")
 
 
 # -- files that are missing or damaged -----------------------------------------------------------
@@ -162,7 +163,7 @@ def test_refusals_of_the_hub_are_reported_with_their_reason(
     with pytest.raises(CheckpointError, match=r"target a/b could not be fetched .* no such repos"):
         locate("a/b", "target")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # not installed
-    with pytest.raises(CheckpointError, match=r"install the extra .*: pip install '\.\[hub\]'"):
+    with pytest.raises(CheckpointError, match=r"install the extra .*: pip install -e '\.\[hub\]'"):
         locate("a/b", "target")
 
 

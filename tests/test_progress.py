@@ -81,9 +81,9 @@ def test_a_short_block_is_not_announced_and_neither_is_a_hidden_one(
     with announced("compiling", shown=False, patience=0):
         pass
     assert stream.getvalue() == ""
-    for timer in [t for t in threading.enumerate() if isinstance(t, threading.Timer)]:
-        timer.join(60)  # ended, not waiting for its ten minutes
-        assert not timer.is_alive()
+    for thread in [t for t in threading.enumerate() if "_tick" in t.name]:
+        thread.join(60)  # ended, not waiting for its ten minutes
+        assert not thread.is_alive()
     assert stream.getvalue() == ""
 
 
@@ -93,6 +93,34 @@ def test_a_block_that_fails_ends_its_line(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(KeyboardInterrupt), announced("loading", shown=True, patience=0):
         raise KeyboardInterrupt
     assert stream.getvalue().endswith(" s\n")
+
+
+def test_a_line_shows_the_time_that_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(terminal=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "TICK", 0.01)
+    with announced("compiling", shown=True, patience=0):
+        while "1 s" not in stream.getvalue():
+            stream.written.clear()
+            assert stream.written.wait(60)
+    assert "\rcompiling ... 1 s" in stream.getvalue()
+
+
+def test_a_block_within_another_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(terminal=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    with announced("loading", shown=True, patience=0):
+        with announced("compiling", shown=True, patience=0):
+            progress.ShownCount(4, "programs")(2)
+        progress.ShownCount(2)(1)
+    lines = [line.rsplit("\r", 1)[-1] for line in stream.getvalue().split("\n")]
+    assert [re.sub(r"[\d.]+ s", "T", line) for line in lines] == [
+        "loading ...",
+        "compiling ... T",
+        "loading ... T",
+        "",
+    ]
 
 
 def test_loading_and_compiling_are_announced_on_a_terminal_alone(
@@ -116,6 +144,7 @@ def test_a_line_shows_what_is_done_and_the_time_left_in_one_line_of_the_terminal
     stream = Stream(terminal=True)
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(progress, "GUESS", 0.0)
     monkeypatch.setenv("COLUMNS", "40")
     with announced("compiling", shown=True, patience=0):
         count = progress.ShownCount(4, "programs")

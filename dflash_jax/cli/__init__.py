@@ -29,7 +29,7 @@ def main(arguments: "Sequence[str] | None" = None) -> int:
 def _run(arguments: "Sequence[str] | None") -> int:
     options, unknown = parser().parse_known_args(arguments)
     if unknown:
-        options.error(f"unrecognized arguments: {' '.join(unknown)}")
+        options.refuse(unknown)
     options.check(options)
     if options.uses_jax:
         prepare(options)
@@ -71,7 +71,7 @@ def parser() -> "argparse.ArgumentParser":
     for name, command in commands.choices.items():
         if hidden := HIDDEN.get(name):
             command.hide(hidden)
-        command.set_defaults(error=command.error)  # with the usage of the command
+        command.set_defaults(refuse=command.refuse)  # with the usage of the command
     return top
 
 

@@ -139,7 +139,7 @@ def report(results: dict[str, Any], width: int) -> str:
         )
         if shares := run["accepted_per_position"]:
             places = " ".join(f"{share:.2f}" for share in shares)
-            details.append(f"{run['concurrency']} at once: drafts kept at place 1, 2, ... {places}")
+            details.append(f"{run['concurrency']} at once: drafts accepted per position {places}")
     explained = [f"{name:10}  {text}" for name, text in COLUMNS.items()]
     parts = [table(("mode", *COLUMNS), rows, width)]
     for lines in details, explained:

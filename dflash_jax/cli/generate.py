@@ -13,6 +13,7 @@ from dflash_jax.cli.options import (
     new_command,
     prompt_ids,
     prompt_options,
+    report_progress,
     report_shown_drafts,
 )
 from dflash_jax.cli.terminal import bracketed, columns, has_colours, note
@@ -118,13 +119,14 @@ def run(options: argparse.Namespace) -> int:
 def _compare(engine: Any, prompt: list[int], options: argparse.Namespace) -> int:
     from dflash_jax.bench.compare import compare
 
-    comparison = compare(
-        engine,
-        prompt,
-        max_tokens=options.max_tokens,
-        stop=options.stop,
-        ignore_eos=options.ignore_eos,
-    )
+    with report_progress("timing", quiet=options.json):
+        comparison = compare(
+            engine,
+            prompt,
+            max_tokens=options.max_tokens,
+            stop=options.stop,
+            ignore_eos=options.ignore_eos,
+        )
     result = comparison.check.speculative
     if options.json:
         speeds = {n: getattr(comparison, n) for n in ("speculative", "plain", "plain1")}
@@ -141,19 +143,21 @@ def _compare(engine: Any, prompt: list[int], options: argparse.Namespace) -> int
         )
         return 0 if comparison.check.equal else 1
     print(result.text if result.text is not None else " ".join(map(str, result.token_ids)))
-    for name, label in (
-        ("speculative", "speculative"),
-        ("plain", "plain, block-wide" if engine.plan.plain_width > 1 else "plain"),
-        ("plain1", "plain, one token" if engine.plan.plain_width > 1 else "plain, no drafter"),
-    ):
+    wide = engine.plan.plain_width > 1
+    labels = {
+        "speculative": "speculative",
+        "plain": "plain, block-wide" if wide else "plain",
+        "plain1": "plain, one token" if wide else "plain, no drafter",
+    }
+    for name, label in labels.items():
         speeds = sorted(getattr(comparison, name))
         print(f"{label:18} {speeds[len(speeds) // 2]:9.1f} tok/s")
     verdict = (
         "equal" if comparison.check.equal else f"DIFFER at {comparison.check.first_difference}"
     )
     print(
-        f"tokens {verdict}; speculative is {comparison.speedup:.2f}x the faster plain mode"
-        f" ({comparison.baseline}), {engine.plan.dtype}"
+        f"tokens {verdict}; speculative is {comparison.speedup:.2f}x as fast as"
+        f" {labels[comparison.baseline]!r}, {engine.plan.dtype}"
     )
     if not options.quiet:
         note(statistics(result, engine.compile_s, timed=False))

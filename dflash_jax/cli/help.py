@@ -2,10 +2,11 @@
 
 import argparse
 import contextlib
+import difflib
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
 from dflash_jax.cli.terminal import FEWEST
 from dflash_jax.plan import FIELDS
@@ -69,6 +70,22 @@ class CommandParser(argparse.ArgumentParser):
     def format_help_all(self) -> str:
         """Return the help with every option."""
         return super().format_help()
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """End with the error that these arguments are unknown, and options of similar names.
+
+        Raises:
+          SystemExit: always.
+        """
+        text = f"unrecognized arguments: {' '.join(unknown)}"
+        actions = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        flags = [flag for action in actions for flag in action.option_strings]
+        given = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+        if near := {x for word in given for x in difflib.get_close_matches(word, flags, 2, 0.75)}:
+            text += f"; did you mean {' or '.join(sorted(near))}?"
+        elif not given:
+            text += "; a text with spaces needs quotes"
+        self.error(text)
 
     def _left_out(self) -> list[argparse.Action]:
         return [x for x in self._actions if x.dest in self._hidden and x.help != argparse.SUPPRESS]

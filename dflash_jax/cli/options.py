@@ -159,7 +159,7 @@ def mesh(text: str) -> tuple[int, int]:
 def prompt_options(command: argparse.ArgumentParser) -> None:
     """Add the options that choose the prompt."""
     prompt = command.add_argument_group("prompt")
-    prompt.add_argument("prompt", nargs="?", help="text; '-' reads standard input")
+    prompt.add_argument("prompt", nargs="?", help="text; '-' reads it from standard input")
     prompt.add_argument("--prompt-ids", metavar="1,2,3", help="raw token ids instead of text")
     prompt.add_argument("--system", help="system message, where the model has a chat template")
     prompt.add_argument(
@@ -282,7 +282,11 @@ def prompt_ids(options: argparse.Namespace, tokenizer: Any) -> list[int]:
     """Return the prompt's token ids; `check_values` has checked that there is a prompt."""
     if options.prompt_ids is not None:
         return _given_ids(options.prompt_ids)
-    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    text = options.prompt
+    if text == "-":
+        text = sys.stdin.read()
+        if not options.raw:  # `echo` adds a line break
+            text = text.removesuffix("\n")
     return encode_prompt(_not_empty(text), options, tokenizer)
 
 

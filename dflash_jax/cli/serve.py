@@ -40,8 +40,10 @@ def add_command(commands: Any) -> None:
 
 def _listening_options(server: Any) -> None:
     """Add options for addresses, models and limits."""
-    server.add_argument("--host", default="127.0.0.1", help="0.0.0.0 listens on every interface")
-    server.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    server.add_argument(
+        "--host", default="127.0.0.1", help="default: 127.0.0.1; 0.0.0.0 listens on every interface"
+    )
+    server.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes a free one")
     server.add_argument("--name", help="the first model's name; its target's by default")
     server.add_argument(
         "--model",

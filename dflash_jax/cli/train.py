@@ -36,8 +36,9 @@ def add_command(commands: Any) -> None:
     command.add_argument(
         "--preset",
         default="tiny-cpu",
-        help="smoke; tiny-cpu (minutes), tiny-pair (as the shipped drafter), tiny-dflash2 (its twin"
-        " of the other kind), tiny-h200; smollm2; qwen3-8b",
+        help="smoke (6 steps, to try it out); tiny-cpu (minutes; default), tiny-pair (as the"
+        " shipped drafter), tiny-dflash2 (its twin of the other kind), tiny-h200; smollm2;"
+        " qwen3-8b",
     )
     command.add_argument(
         "--set",

@@ -67,7 +67,8 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(summary))
     else:
         verdict = "speculative equals plain" if not failed else f"{failed} prompts DIFFER"
-        print(f"{len(checks)} prompts, {tokens} tokens, {engine.plan.dtype}: {verdict}")
+        prompts = "1 prompt" if len(checks) == 1 else f"{len(checks)} prompts"
+        print(f"{prompts}, {tokens} tokens, {engine.plan.dtype}: {verdict}")
     return 1 if failed else 0
 
 

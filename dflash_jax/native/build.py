@@ -20,7 +20,7 @@ import jaxlib
 
 from dflash_jax.errors import NativeError
 from dflash_jax.utils.processor import features, processor
-from dflash_jax.utils.progress import ShownCount, announced, is_shown
+from dflash_jax.utils.progress import announced, is_shown
 from dflash_jax.utils.switches import NO, YES
 
 ENVIRONMENT = "DFLASH_NATIVE"  # "off", or a folder for the compiled library
@@ -122,9 +122,7 @@ def _compile(compiler: tuple[str, ...], path: Path) -> None:
         objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
         pairs = zip(SOURCES, objects, strict=True)
         commands = ([*including, str(source), "-o", made] for source, made in pairs)
-        count = ShownCount(len(SOURCES), "files")
-        for _ in pool.map(_run, commands):
-            count()
+        list(pool.map(_run, commands))
         _run([*compiler, *FLAGS, "-shared", *objects, "-o", str(path)])
 
 

@@ -10,6 +10,7 @@ from dflash_jax.server.fields import ENGINE_OPTIONS
 from dflash_jax.server.protocol import Problem
 
 LONGEST_RETRY = 60  # seconds; clients ignore a longer Retry-After
+LOADING_RETRY_S = 5
 GRAMMAR_RETRY_S = 30  # seconds within which a slow grammar is compiled or refused
 # Options of the engine whose request fields have the same name.
 SAME_NAME = {*ENGINE_OPTIONS, "logit_bias", "stop"}
@@ -32,10 +33,33 @@ def shutting_down() -> Problem:
     return Problem(503, "the server is shutting down", code="draining", retry_s=5)
 
 
+def not_ready(compiled: CompiledPrograms | None, variants: Sequence[Variant]) -> Problem:
+    """Return the 503 for a request that comes before the server is ready.
+
+    Args:
+      compiled: the programs of the model, None while it is loaded.
+      variants: those to compile before the server is ready, empty while it is loaded.
+    """
+    if compiled is None or not variants:
+        state, seconds = "loading", LOADING_RETRY_S
+    elif missing := len(compiled.missing(variants)):
+        of = len(compiled.keys(variants))
+        state = f"compiling, {of - missing} of {of} programs are ready"
+        seconds = _wait(compiled, variants)
+    else:
+        state, seconds = "about to be ready", 1
+    return Problem(
+        503,
+        f"the model is {state}; try again in about {seconds} s, or when GET /ready answers 200",
+        code="loading",
+        retry_s=seconds,
+    )
+
+
 def still_compiling(compiled: CompiledPrograms, variants: Sequence[Variant]) -> Problem:
     """Return the 503 for a request whose programs are not compiled yet."""
     names, missing = " and ".join(variants), compiled.missing(variants)
-    seconds = min(max(math.ceil(compiled.estimate_s(variants)), 1), LONGEST_RETRY)
+    seconds = _wait(compiled, variants)
     return Problem(
         503,
         f"the request needs programs that are still being compiled ({names}: {len(missing)} are"
@@ -43,6 +67,11 @@ def still_compiling(compiled: CompiledPrograms, variants: Sequence[Variant]) -> 
         code="compiling",
         retry_s=seconds,
     )
+
+
+def _wait(compiled: CompiledPrograms, variants: Sequence[Variant]) -> int:
+    """Return the seconds after which the variants may be compiled."""
+    return min(max(math.ceil(compiled.estimate_s(variants)), 1), LONGEST_RETRY)
 
 
 def unfinished() -> Problem:

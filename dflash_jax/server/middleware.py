@@ -238,7 +238,12 @@ class Middleware:
         given = (given or request.headers.get("x-api-key", "")).encode()
         good = [hmac.compare_digest(given, key.encode()) for key in self._settings.api_keys]
         if not any(good):
-            raise Problem(401, "the API key is missing or wrong", code="invalid_api_key")
+            raise Problem(
+                401,
+                "the API key is missing or wrong; send it in the header Authorization: Bearer KEY,"
+                " or x-api-key: KEY",
+                code="invalid_api_key",
+            )
 
 
 def _check_framing(headers: Headers, version: str) -> None:

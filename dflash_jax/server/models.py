@@ -11,6 +11,7 @@ import numpy as np
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF, Recovery
+from dflash_jax.server.errors import not_ready
 from dflash_jax.server.prompt import ToolTurnCache
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.worker import Worker
@@ -69,8 +70,7 @@ class ServedModel:
             raise Problem(500, f"the engine stopped: {self.worker.error}", code="engine_failed")
         engine = self.worker.engine
         if engine is None or not self.worker.ready.is_set():
-            does = "is loading" if engine is None else "has programs to compile before it can begin"
-            raise Problem(503, f"the model {does}; try again soon", code="loading", retry_s=5)
+            raise not_ready(engine.compiled if engine else None, self.worker.first)
         return engine
 
     @functools.cached_property

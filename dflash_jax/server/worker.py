@@ -53,6 +53,7 @@ class Worker:
       active: number of jobs submitted and not finished; for the event loop only.
       error: why the engine is not usable, or None.
       ended: set once `error` is.
+      first: variants whose programs are compiled before `ready`; empty until the engine is loaded.
       ready: set once the server can answer requests.
     """
 
@@ -73,6 +74,7 @@ class Worker:
         self._failures = 0
         self._stopping = False
         self.engine: Engine | None = None
+        self.first: tuple[Variant, ...] = ()
         self.active = 0
         self.error: Exception | None = None
         self.ended = asyncio.Event()
@@ -145,11 +147,11 @@ class Worker:
         """Queue programs for compilation in the order in which requests will probably need them."""
         compiled, compiler = engine.compiled, self._compiler
         served = [x for x in Variant if x is not Variant.CONSTRAINED or engine.grammars.available]
-        first = [variant for variant in COMPILED_FIRST[self._warm] if variant in served]
+        first = tuple(variant for variant in COMPILED_FIRST[self._warm] if variant in served)
         later = [variant for variant in served if variant not in first]
         if self._warm == "none":
             later = []
-        compiled.label = self._name
+        self.first, compiled.label = first, self._name
         compiled.want([*first, *later])  # before compilation starts, so that progress counts all
         future = compiler.want(compiled, first, urgent=True)
         for variant in later:

@@ -12,8 +12,11 @@ from dflash_jax.utils.switches import NO
 
 ENVIRONMENT = "DFLASH_PROGRESS"
 PATIENCE = 2.0  # seconds before a line is printed
-EVERY = 0.2  # seconds between two changes of a line
+EVERY = 0.2  # seconds between two counts that are shown
+TICK = 1.0  # seconds between two times that are shown
+GUESS = 1.0  # seconds of work from which the rest can be estimated
 _lines: "list[_Line]" = []  # of the blocks that run, the innermost last
+_lock = threading.Lock()  # held while a line is written
 
 
 def is_shown(chosen: bool | None = None) -> bool:
@@ -38,6 +41,8 @@ def is_shown(chosen: bool | None = None) -> bool:
 def announced(text: str, *, shown: bool, patience: float | None = None) -> Iterator[None]:
     """Print "text ..." if the block takes long, and its duration when it ends.
 
+    On terminals the line shows the seconds so far.
+
     Args:
       shown: whether to print; see `is_shown`.
       patience: seconds before the text is printed; `PATIENCE` by default.
@@ -45,61 +50,89 @@ def announced(text: str, *, shown: bool, patience: float | None = None) -> Itera
     if not shown:
         yield
         return
-    patience = PATIENCE if patience is None else patience
     line = _Line(text)
-    timer = threading.Timer(patience, line.begin)
-    timer.daemon = True
     _lines.append(line)
-    started = time.perf_counter()
-    if patience:
-        timer.start()
-    else:
-        line.begin()
+    line.start(PATIENCE if patience is None else patience)
     try:
         yield
     finally:
-        timer.cancel()
         _lines.remove(line)
-        line.end(time.perf_counter() - started)
+        line.end()
 
 
 class _Line:
     """One line on standard error, started by one thread and finished by another."""
 
+    current: "_Line | None" = None  # the line that the cursor is in
+
     def __init__(self, text: str):
-        self._text, self._detail = text, ""
-        self._drawn = 0  # characters of the line with its detail; 0 if there was none
-        self._lock = threading.Lock()
-        self._begun = self._ended = False
+        self._text, self._detail = f"{text} ...", ""
+        self._end: float | None = None  # of the work, as far as it can be estimated
+        self._drawn = 0  # characters of the line with its details; 0 if there were none
+        self._begun = False
+        self._started = time.perf_counter()
+        self._ended = threading.Event()
 
-    def begin(self) -> None:
-        with self._lock:
-            if not self._ended:
-                self._begun = True
-                _write(f"{self._text} ...")
-                self._draw()
+    def start(self, patience: float) -> None:
+        """Begin the line after `patience` seconds, then show the time that passes."""
+        if not patience:
+            self._begin()
+        threading.Thread(target=self._tick, args=(patience,), daemon=True).start()
 
-    def show(self, detail: str) -> None:
-        with self._lock:
-            self._detail = detail
-            if self._begun and not self._ended:
-                self._draw()
+    def show(self, detail: str, end: float | None) -> None:
+        with _lock:
+            self._detail, self._end = detail, end
+            self._draw()
 
-    def end(self, seconds: float) -> None:
-        with self._lock:
-            self._ended = True
+    def end(self) -> None:
+        seconds = time.perf_counter() - self._started
+        with _lock:
+            self._ended.set()
+            if not self._begun:
+                return
             if self._drawn:
-                _write(f"\r{' ' * self._drawn}\r{self._text} ...")
-            if self._begun:
-                _write(f" {seconds:.1f} s\n")
+                _write(f"\r{' ' * self._drawn}\r{self._text}")
+            elif _Line.current is not self:
+                self._enter()
+            _write(f" {seconds:.1f} s\n")
+            _Line.current = None
+
+    def _tick(self, patience: float) -> None:
+        if patience and not self._ended.wait(patience):
+            self._begin()
+        while not self._ended.wait(TICK):
+            with _lock:
+                self._draw()
+
+    def _begin(self) -> None:
+        with _lock:
+            if not self._ended.is_set():
+                self._begun = True
+                self._enter()
+                self._draw()
+
+    def _enter(self) -> None:
+        """Write the text in a new line: that of an outer block stays as it is."""
+        if _Line.current is not None:
+            _Line.current._drawn = 0
+            _write("\n")
+        _Line.current = self
+        _write(self._text)
 
     def _draw(self) -> None:
         """Write the line again, where it fits: a wider one could not be overwritten."""
         width = shutil.get_terminal_size().columns - 1
-        if self._detail and len(self._text) + 4 < width and sys.stderr.isatty():
-            line = f"{self._text} ... {self._detail}"[:width]
+        if not self._begun or self._ended.is_set() or _Line.current not in (None, self):
+            return
+        now = time.perf_counter()
+        seconds = int(now - self._started)
+        left = "" if self._end is None else time_left(max(self._end - now, 0))
+        details = ", ".join(filter(None, (f"{seconds} s" * (seconds > 0), self._detail, left)))
+        if details and len(self._text) < width and sys.stderr.isatty():
+            line = f"{self._text} {details}"[:width]
             _write("\r" + line.ljust(self._drawn))
             self._drawn = len(line)
+            _Line.current = self
 
 
 def time_left(seconds: float) -> str:
@@ -122,23 +155,23 @@ class ShownCount:
     def __init__(self, total: int, unit: str = ""):
         self._total, self._unit, self._done = max(total, 1), unit, 0
         self._lock = threading.Lock()
-        self._started = time.monotonic()
+        self._started = time.perf_counter()
         self._next = 0.0
 
     def __call__(self, count: int = 1) -> None:
         """Count finished work."""
         with self._lock:
             self._done += count
-            now = time.monotonic()
+            now = time.perf_counter()
             if not _lines or now < self._next:
                 return
             self._next = now + EVERY
             share = min(self._done / self._total, 1.0)
             text = f"{self._done}/{self._total} {self._unit}" if self._unit else f"{share:.0%}"
-            if share:
-                text += f", {time_left((now - self._started) * (1 - share) / share)}"
+            passed = now - self._started
+            end = self._started + passed / share if share and passed >= GUESS else None
             with contextlib.suppress(IndexError):  # the last block has ended
-                _lines[-1].show(text)
+                _lines[-1].show(text, end)
 
 
 def _write(text: str) -> None:

@@ -22,7 +22,7 @@ def find_local(source: Source, role: str) -> Path | None:
     """
     if not isinstance(source, str | os.PathLike):
         raise CheckpointError(f"the {role} is {source!r}; expected a path or a name")
-    if str(source) == SHIPPED:
+    if str(source) in (SHIPPED, f"{SHIPPED}/{role}"):
         return _shipped(SHIPPED, role)
     if str(source) == smollm2.NAME:
         return _smollm2(role)

@@ -304,6 +304,7 @@ def test_pages_that_are_let_in_may_ask_first_and_read_every_answer(random_tiny: 
             405: [client.get(CHAT, headers=page)],
             413: [large],
         }
+        assert "header Authorization: Bearer KEY" in answers[401][0].json()["error"]["message"]
         for code, found in answers.items():
             for answer in found:
                 assert answer.status_code == code, answer.text

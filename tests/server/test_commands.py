@@ -491,7 +491,8 @@ def test_bench_refuses_a_picture_it_cannot_make_before_it_measures(
     code, out, err = run("bench", "--plot", tmp_path / "a.png")
     assert (code, out) == (1, "")
     assert (
-        "plots need matplotlib; install the extra from the checkout: pip install '.[plot]'" in err
+        "plots need matplotlib; install the extra from the checkout: pip install -e '.[plot]'"
+        in err
     )
 
 

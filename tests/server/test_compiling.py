@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -319,7 +320,11 @@ def test_common_programs_are_ready_first_and_the_others_follow(start: Start, gat
 def test_all_programs_may_be_compiled_before_it_is_ready(start: Start, gate: Gate) -> None:
     live = start(warm="all", ready=False)
     early = httpx.post(live.url + CHAT, json=ASK, timeout=60)
-    assert (early.status_code, early.json()["error"]["code"]) == (503, "loading")
+    error = early.json()["error"]
+    assert (early.status_code, error["code"]) == (503, "loading")
+    state = r"loading|compiling, \d+ of \d+ programs are ready"
+    wait = f"in about {early.headers['retry-after']} s, or when GET /ready answers 200"
+    assert re.fullmatch(f"the model is ({state}); try again {wait}", error["message"])
     assert httpx.get(live.url + "/ready").status_code == 503
     assert soon(lambda: "compiling" in states(live).values())
     gate.open.set()
