@@ -229,10 +229,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def configuration(options: argparse.Namespace) -> tuple[dict[str, Callable[[], Any]], Any]:
-    """Open the models, and return functions that load their engines, and the `ServerConfig`.
-
-    Args:
-      options: parsed and checked.
+    """Open the models of checked options; return what loads their engines, and `ServerConfig`.
 
     Raises:
       RequestError: a file of an option cannot be used.

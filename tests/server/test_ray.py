@@ -22,7 +22,7 @@ def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
     for name in [n for n in sys.modules if n.partition(".")[0] == "ray"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(RequestError, match=r"pip install '\.\[ray\]'"):
+    with pytest.raises(RequestError, match=r"pip install -e '\.\[ray\]'"):
         dflash_jax.ray.app({})
 
 
