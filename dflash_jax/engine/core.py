@@ -21,7 +21,7 @@ from dflash_jax.engine.events import EventLog
 from dflash_jax.engine.model_runner import InFlightStep, ModelRunner
 from dflash_jax.engine.output_processor import OutputProcessor, RowUpdates
 from dflash_jax.engine.recovery import controller
-from dflash_jax.engine.recovery.speculation import UNKNOWN
+from dflash_jax.engine.recovery.speculation import NO_HISTORY
 from dflash_jax.engine.scheduler import Scheduler, SchedulerOutput, variants_of
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.errors import ComputeError, DFlashError, QueueFullError, RequestError
@@ -44,7 +44,7 @@ class EngineCore:
         self.scheduler = Scheduler(plan)
         # Dispatched steps whose results were not processed yet, the oldest first.
         self.in_flight: collections.deque[InFlightStep] = collections.deque()
-        self.expectation = UNKNOWN  # of the acceptance of drafts
+        self.acceptance = NO_HISTORY
         self._processor = OutputProcessor(plan.block, self.events)
         self._lock = threading.RLock()  # for scheduler and sequences; not held while waiting
         self._stepping = threading.Lock()
@@ -147,7 +147,7 @@ class EngineCore:
         """Free the queue place or the row of a request that ended."""
         self.scheduler.remove(sequence)
         if not sequence.policy.fixed:  # drafts of sampled requests are accepted at another rate
-            self.expectation = self.expectation.after_request(sequence.state.drafting)
+            self.acceptance = self.acceptance.after_request(sequence.state.drafting)
         if self._runner.prefixes and sequence.cursor.added:
             self._runner.prefixes.release(sequence.cursor, tainted=sequence.tainted)
 

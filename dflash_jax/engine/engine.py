@@ -346,5 +346,5 @@ class Engine:
             cancel=cancel,
             call_grammars=self.call_grammars if retry else None,
             break_even=None if fixed else self.break_even,
-            expectation=self.core.expectation,
+            acceptance=self.core.acceptance,
         )

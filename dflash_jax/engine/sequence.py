@@ -60,7 +60,7 @@ class Sequence:
       call_grammars: compiles grammars for calls that cannot be parsed; None keeps such calls.
       break_even: tokens a drafted round must commit to pay off; 0 if unknown. None never stops
         drafting.
-      expectation: acceptance of earlier requests.
+      acceptance: of earlier requests.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Sequence:
         cancel: CancelCell | None = None,
         call_grammars: CallGrammars | None = None,
         break_even: float | None = 0.0,
-        expectation: speculation.Expectation = speculation.UNKNOWN,
+        acceptance: speculation.AcceptanceHistory = speculation.NO_HISTORY,
     ):
         self.request = request
         self.number = next(_numbers)  # unique in the process, for log lines
@@ -89,7 +89,7 @@ class Sequence:
             recovery=recovery,
             words=request.words,
         )
-        drafting = expectation.first_state(self.number, self.policy.break_even)
+        drafting = acceptance.first_state(self.number, self.policy.break_even)
         self.state = controller.State(drafting=drafting)
         self.row: int | None = None  # given by the scheduler; kept after the end
         self.epoch = 0  # how often the prompt was started over; results of earlier ones are dropped

@@ -485,10 +485,12 @@ def test_decode_modes_change_only_by_a_measured_cost(tiny: Engine, truth: list[i
     assert found.token_ids == truth
     assert found.stats.fallbacks["below_break_even"] >= 1
     assert found.stats.plain_steps > 10
-    assert 1 <= engine.core.expectation.length < 3.9
+    assert 1 <= engine.core.acceptance.length < 3.9
     short = [engine.generate(PROMPT, max_tokens=20) for _ in range(3)]
     assert all(again.token_ids == truth[:20] for again in short)
-    assert [again.stats.rounds for again in short].count(0) >= 2  # one may be unprejudiced
+    assert [again.stats.rounds for again in short].count(
+        0
+    ) >= 2  # one may draft whatever the history
     seeded = engine.stream(PROMPT, max_tokens=30, temperature=0.5, seed=1)
     assert len(list(seeded)) > 0
     assert not seeded.result.stats.fallbacks

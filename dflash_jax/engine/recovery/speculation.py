@@ -16,8 +16,8 @@ SMOOTHING = 0.2
 TRIAL, PROBE = 8, 4  # rounds before a verdict: at first, and after a pause
 PAUSE, LONGEST_PAUSE = 64, 1024  # tokens decoded plainly between probes
 FIRST_PAUSE = 32  # tokens before the first probe where drafting is not expected to pay off
-MEMORY = 64  # rounds after which two thirds of an expectation are of later requests
-UNPREJUDICED = 16  # one of so many requests drafts at once, whatever is expected
+HORIZON = 64  # rounds over which the acceptance of requests is averaged
+EXPLORE_EVERY = 16  # one of 16 requests drafts at once whatever the history, to update it
 
 
 class DraftingState(NamedTuple):
@@ -42,19 +42,19 @@ class DraftingState(NamedTuple):
         return self.off is None and self.pause == 0
 
 
-class Expectation(NamedTuple):
+class AcceptanceHistory(NamedTuple):
     """Acceptance of an engine's requests so far, from which later ones begin."""
 
     length: float = 0.0  # smoothed tokens per round; 0 before the first
     requests: int = 0  # that drafted and ended
 
-    def after_request(self, ended: DraftingState) -> "Expectation":
-        """Return the expectation with the rounds of a request that ended."""
+    def after_request(self, ended: DraftingState) -> "AcceptanceHistory":
+        """Return the history with the rounds of a request that ended."""
         if not ended.rounds:
             return self
         length = 1 + ended.accepted / ended.rounds
-        weight = 1 - (1 - 1 / MEMORY) ** ended.rounds if self.requests else 1.0
-        return Expectation(self.length + weight * (length - self.length), self.requests + 1)
+        weight = 1 - (1 - 1 / HORIZON) ** ended.rounds if self.requests else 1.0
+        return AcceptanceHistory(self.length + weight * (length - self.length), self.requests + 1)
 
     def first_state(self, number: int, break_even: float) -> DraftingState:
         """Return the state in which a request begins.
@@ -65,12 +65,12 @@ class Expectation(NamedTuple):
           number: of the request, in their order.
           break_even: see `Policy`.
         """
-        if self.requests and self.length < break_even and number % UNPREJUDICED:
+        if self.requests and self.length < break_even and number % EXPLORE_EVERY:
             return DraftingState(pause=FIRST_PAUSE)
         return DraftingState()
 
 
-UNKNOWN = Expectation()
+NO_HISTORY = AcceptanceHistory()
 
 
 def after_step(

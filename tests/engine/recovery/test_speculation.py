@@ -5,13 +5,13 @@ from fake_device import DEAD, EOS, WORDS, Device, recovery, run, scripted
 
 from dflash_jax.engine.recovery.controller import Policy, Prefilled, Stepped
 from dflash_jax.engine.recovery.speculation import (
+    EXPLORE_EVERY,
     FIRST_PAUSE,
-    MEMORY,
+    HORIZON,
+    NO_HISTORY,
     PAUSE,
     PROBE,
     TRIAL,
-    UNKNOWN,
-    UNPREJUDICED,
     DraftingState,
 )
 from dflash_jax.engine.request import Request
@@ -125,13 +125,13 @@ def test_drafting_below_break_even_pauses_and_is_tried_again() -> None:
 def test_a_request_begins_plainly_where_earlier_ones_gained_nothing() -> None:
     earlier = run_device([1, 0], 2.5).seen.state.drafting
     assert earlier.accepted / earlier.rounds == pytest.approx(0.5, abs=0.1)
-    seen = UNKNOWN.after_request(earlier)
+    seen = NO_HISTORY.after_request(earlier)
     assert seen.length == pytest.approx(1.5, abs=0.1)
     assert seen.first_state(1, 2.5).pause == FIRST_PAUSE
     assert seen.first_state(1, 1.2).drafts  # drafting pays off
     assert seen.first_state(1, 0.0).drafts  # its cost is not known
-    assert seen.first_state(UNPREJUDICED, 2.5).drafts
-    assert UNKNOWN.first_state(1, 2.5).drafts
+    assert seen.first_state(EXPLORE_EVERY, 2.5).drafts
+    assert NO_HISTORY.first_state(1, 2.5).drafts
     policy = Policy(max_tokens=600, break_even=2.5)
     device = Device(scripted(SCRIPT), policy, accepts=[1, 0])
     device.seen.state = device.seen.state._replace(drafting=seen.first_state(1, 2.5))
@@ -140,12 +140,12 @@ def test_a_request_begins_plainly_where_earlier_ones_gained_nothing() -> None:
     assert found.drafted_steps == 4 * PROBE  # after 32, 64, 128 and 256 tokens
 
 
-def test_an_expectation_follows_the_requests_that_drafted() -> None:
-    seen = UNKNOWN.after_request(DraftingState(rounds=10, accepted=10))
-    assert seen == UNKNOWN.after_request(DraftingState()).after_request(
+def test_the_history_follows_the_requests_that_drafted() -> None:
+    seen = NO_HISTORY.after_request(DraftingState(rounds=10, accepted=10))
+    assert seen == NO_HISTORY.after_request(DraftingState()).after_request(
         DraftingState(rounds=1, accepted=1)
     )
-    for _ in range(MEMORY):
+    for _ in range(HORIZON):
         seen = seen.after_request(DraftingState(rounds=4, accepted=20))
     assert seen.length == pytest.approx(6, abs=0.1)
 
