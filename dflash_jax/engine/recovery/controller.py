@@ -123,7 +123,8 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
     if not event.finite:
         return state._replace(phase=Phase.DONE), Effects(finish=Finish.ERROR)
     decided = len(event.tokens)
-    ran = state.ran or speculates(state, policy)
+    paused = policy.speculative and state.drafting.pause > 0  # whether or not it drafted before
+    ran = state.ran or paused or speculates(state, policy)
     given = {"break_even": policy.break_even, "fixed": policy.fixed, "finite": event.draft_finite}
     drafting, fallback = speculation.after_step(state.drafting, decided, event.num_drafts, **given)
     died = drafting.dead and not state.drafting.dead

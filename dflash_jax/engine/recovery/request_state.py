@@ -141,7 +141,7 @@ class State(NamedTuple):
     probe: CallProbe | None = None  # the target is being probed for a tool call
     closed: bool = False  # a thought was closed at its limit
     past_close: bool = False  # the output is longer than `Policy.close_at`
-    ran: bool = False  # drafting was on when tokens were decided
+    ran: bool = False  # drafting was on, or paused, when tokens were decided
     retried: int = 0  # number of decodings without visible output so far
     restored: bool = False  # the prompt's state came from the prefix cache
 

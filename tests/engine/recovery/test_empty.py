@@ -17,6 +17,7 @@ from dflash_jax.engine.recovery.controller import (
     Stepped,
     advance,
 )
+from dflash_jax.engine.recovery.speculation import DraftingState
 from dflash_jax.engine.request import Request
 
 RETRY = recovery(empty_retry=True)
@@ -45,6 +46,22 @@ def test_an_invisible_output_is_decoded_again_from_the_saved_state(
     assert seen.emitted == [42, 43, 44][:limit]  # the second attempt alone (E18)
     assert seen.state.ran
     assert seen.notes == {"empty_retry": 1, "empty_retry_recovered": 1}
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_an_empty_answer_is_decoded_again_where_drafting_was_not_begun(restored: bool) -> None:
+    policy = Policy(max_tokens=3, stop_ids=STOPS, recovery=RETRY, words=WORDS)
+    device = Device(
+        scripted([SPECIAL, EOS]),
+        policy,
+        retry_target=scripted([42, 43, 44]),
+        restored=restored,
+    )
+    paused = DraftingState(pause=32)  # as in requests that are not expected to gain
+    device.seen.state = device.seen.state._replace(drafting=paused)
+    seen = device.run()
+    assert (seen.attempts, seen.drafted_steps) == (2, 0)
+    assert seen.emitted == [42, 43, 44]
 
 
 def test_E18_a_stream_shows_only_the_second_attempt() -> None:
