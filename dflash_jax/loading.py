@@ -16,7 +16,7 @@ from dflash_jax import published
 from dflash_jax.checkpoint import is_checkpoint
 from dflash_jax.compiler.cache import CompilationCache, use_compilation_cache
 from dflash_jax.compiler.models import model_axes, weight_specs
-from dflash_jax.compiler.placement import device_mesh, param_shardings
+from dflash_jax.compiler.placement import device_mesh, param_shardings, place
 from dflash_jax.compiler.resolve import resolve_here, wide_block
 from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.config import (
@@ -162,7 +162,17 @@ class OpenPair:
     def _engine(self, plan: Plan, *, progress: bool) -> Engine:
         target, drafter = self.configs
         plan = resolve_here(self.with_stored(plan), target, drafter)
-        specs, native = weight_specs(plan, target, drafter), plan.weight_layout == "interleaved"
+        params = self.weights(plan)
+        mesh = device_mesh(plan)
+        axes = model_axes(target, drafter)
+        where = None if mesh is None else param_shardings(mesh, params, axes)
+        params = params if plan.two_devices else place(params, where)
+        return Engine(target, drafter, params, plan, tokenizer=self.tokenizer, progress=progress)
+
+    def weights(self, plan: Plan) -> dict[str, Any]:
+        """Return the weights of both models by role, as a completed plan stores them."""
+        specs = weight_specs(plan, *self.configs)
+        native = plan.weight_layout == "interleaved"
         params = {}
         for role, model in self._models.items():
             start = role + "/"
@@ -173,12 +183,7 @@ class OpenPair:
             }
             params[role] = model.load(plan.dtype, specs=own, native=native)
         set_weight_layout(params, plan.weight_layout)
-        params = with_kernel(params, plan.kernels != "xla")
-        mesh = device_mesh(plan)
-        axes = model_axes(target, drafter)
-        where = None if mesh is None else param_shardings(mesh, params, axes)
-        params = params if plan.two_devices else jax.device_put(params, where)
-        return Engine(target, drafter, params, plan, tokenizer=self.tokenizer, progress=progress)
+        return with_kernel(params, plan.kernels != "xla")
 
     def with_stored(self, plan: Plan) -> Plan:
         """Return the plan, with the files' block formats if it keeps packed weights."""

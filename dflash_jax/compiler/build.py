@@ -172,10 +172,17 @@ class CompiledPrograms:
         may belong to more than one variant.
       seconds: time spent compiling.
       label: the model's name, for log lines.
+
+    Args:
+      build: compiles programs, as `compile_programs` does.
     """
 
-    def __init__(self, programs: Mapping[ProgramKey, Program]):
-        self.programs = dict(programs)
+    def __init__(
+        self,
+        programs: Mapping[ProgramKey, Program],
+        build: Callable[..., dict[ProgramKey, Executable]] = compile_programs,
+    ):
+        self.programs, self._build = dict(programs), build
         # Programs that decide on a GPU which kernels others use come first: `compile_programs`.
         ordered = sorted(self.programs, key=lambda key: (key.step not in TIMED, str(key)))
         self.variants = {v: tuple(x for x in ordered if v in x.needed_by) for v in Variant}
@@ -248,7 +255,7 @@ class CompiledPrograms:
         started, self._count = time.perf_counter(), ShownCount(len(keys), "programs")
         try:
             programs = [self.programs[key] for key in keys]
-            made = compile_programs(programs, workers=workers, begun=self._begin)
+            made = self._build(programs, workers=workers, begun=self._begin)
             self.executables |= made
             self._compiled += len(made)
         except Exception as error:

@@ -39,7 +39,7 @@ def place_params(
     if mesh is None:
         return jax.device_put(params)
     axes = model_axes(target, drafter)
-    return jax.device_put(params, param_shardings(mesh, params, axes))
+    return place(params, param_shardings(mesh, params, axes))
 
 
 def place_params_like(
@@ -76,7 +76,25 @@ def place_empty_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig |
     if plan.two_devices and drafter is not None:
         return two_devices.place_state(plan, empty)
     mesh = device_mesh(plan)
-    return jax.device_put(empty, None if mesh is None else row_shardings(mesh, empty))
+    return place(empty, None if mesh is None else row_shardings(mesh, empty))
+
+
+def place(tree: Any, places: Any) -> Any:
+    """Return a tree of arrays that every host has, placed; each host transfers its shards only.
+
+    Args:
+      places: shardings of the arrays; None for the default device.
+    """
+    if places is None or jax.process_count() == 1:
+        return jax.device_put(tree, places)
+
+    def put(x: Any, sharding: NamedSharding) -> jax.Array:
+        if isinstance(x, jax.Array) and x.sharding == sharding:
+            return x
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(put, tree, places)
 
 
 def device_mesh(plan: Plan) -> Mesh | None:

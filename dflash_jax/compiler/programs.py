@@ -57,8 +57,14 @@ def declare(
     drafter: DrafterConfig | None,
     *,
     variants: Sequence[Variant] = STEP_VARIANTS,
+    placed: bool = True,
 ) -> dict[ProgramKey, Program]:
-    """Return the programs of a resolved plan, in the given ones of `STEP_VARIANTS`."""
+    """Return the programs of a resolved plan, in the given ones of `STEP_VARIANTS`.
+
+    Args:
+      placed: place arguments and results on the plan's mesh; without it, as where other processes
+        have the mesh, programs tell shapes only.
+    """
     pair = models.build_pair(target, drafter, exact=plan.exact, taps_at=plan.taps_at)
     names = ("block", "min_survival", "kernels", "activations", "report_drafts")
     pair = dataclasses.replace(pair, **{name: getattr(plan, name) for name in names})
@@ -66,7 +72,7 @@ def declare(
     state = models.abstract_state(plan, target, drafter)
     if drafter is None or not plan.two_devices:
         programs = _Declaration(plan, pair, params, state).all(variants)
-        mesh = device_mesh(plan)
+        mesh = device_mesh(plan) if placed else None
         if mesh is not None:
             axes = models.model_axes(target, drafter)
             programs = [_over_devices(p, mesh, axes) for p in programs]

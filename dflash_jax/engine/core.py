@@ -41,7 +41,7 @@ class EngineCore:
 
     def __init__(self, runner: ModelRunner, plan: Plan):
         self._runner, self._plan, self.events = runner, plan, EventLog()
-        self.scheduler = Scheduler(plan)
+        self.scheduler = Scheduler(plan, runner.executor.put)
         # Dispatched steps whose results were not processed yet, the oldest first.
         self.in_flight: collections.deque[InFlightStep] = collections.deque()
         self.acceptance = NO_HISTORY
@@ -63,7 +63,7 @@ class EngineCore:
             try:
                 untraced(self._turn)
             except (ValueError, RuntimeError) as error:  # JAX's own errors are RuntimeErrors
-                if self._runner.params_deleted:
+                if self._runner.executor.params_deleted:
                     raise ComputeError(
                         "the engine's parameters are gone: another program was given them and had"
                         " them donated; let it donate copies, and give the engine others by"

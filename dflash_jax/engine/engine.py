@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Unpack
 
 from dflash_jax.compiler.build import WORKERS, CompiledPrograms, Executable
+from dflash_jax.compiler.executor import Executor, LocalExecutor
 from dflash_jax.compiler.explain import Explanation, explain_here
 from dflash_jax.compiler.keys import WARM_UP_KINDS, ProgramKey, Variant
 from dflash_jax.compiler.resolve import resolve_here
@@ -46,11 +47,12 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         progress: bool = False,
+        executor: Executor | None = None,
     ):
         """Put parameters on their device; compile nothing.
 
         Args:
-          params: of both models, by role; NumPy or JAX arrays.
+          params: of both models, by role; NumPy or JAX arrays. An `executor` has its own instead.
           plan: open choices are resolved for the default device.
           tokenizer: without one, prompts are token ids.
           progress: announce on standard error what takes longer than two seconds.
@@ -63,7 +65,8 @@ class Engine:
         plan = plan if plan and plan.resolved else resolve_here(plan or Plan(), target, drafter)
         self.target, self.drafter, self.plan = target, drafter, plan
         self.tokenizer, self.progress = tokenizer, progress
-        self.runner = runner = ModelRunner(target, drafter, params, plan)
+        runs = executor or LocalExecutor(plan, target, drafter, params)
+        self.runner = runner = ModelRunner(target, drafter, runs, plan)
         self.core = EngineCore(self.runner, plan)
         self.events = self.core.events
         self._driver = AsyncDriver()
@@ -258,11 +261,10 @@ class Engine:
         self.core.cancel(handle.sequence)
 
     def close(self) -> None:
-        """End the grammar process and wait until prefixes are on disk; it may still be used."""
+        """End all processes and wait until prefixes are on disk; without hosts, it stays usable."""
         self.core.tidy()
         self.grammars.close()
-        if self.runner.prefixes and self.runner.prefixes.disk:
-            self.runner.prefixes.disk.flush()
+        self.runner.close()
 
     @property
     def busy(self) -> bool:
@@ -287,7 +289,7 @@ class Engine:
           CheckpointError: they have another structure, shape or type.
           RequestError: requests are running.
         """
-        return self.runner.params
+        return self.runner.executor.params
 
     @params.setter
     def params(self, params: Params) -> None:
@@ -332,8 +334,6 @@ class Engine:
         return make_requests(prompt, params, n, *parts, drafts=self.drafter is not None)
 
     def _sequence(self, request: Request, cancel: CancelCell | None) -> RunningSequence:
-        if not isinstance(cancel, CancelCell | None):
-            raise RequestError(f"cancel is {cancel!r}; expected None, or a dj.CancelCell()")
         structure = request.params.structured
         # Whether the in-flight step drafts depends on timing. Only tokens of greedy requests under
         # an exact plan do not depend on that, so only these may stop drafting.

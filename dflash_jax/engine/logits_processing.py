@@ -4,11 +4,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from dflash_jax.decode.inputs import SetLogitsStateInputs
-from dflash_jax.decode.logits_processing import LogitsState, neutral_logits_state
+from dflash_jax.decode.logits_processing import LogitsState
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.result import TokenLogprob
@@ -20,10 +19,14 @@ class LogitsProcessor:
 
     A row is set before the last chunk of its prompt is fed, because earlier counts of the device
     belong to other requests, and after forced tokens, which the device does not count.
+
+    Args:
+      vocab: size of the vocabulary.
+      empty: returns a new state that changes no logits.
     """
 
-    def __init__(self, rows: int, vocab: int):
-        self._rows, self._vocab = rows, vocab
+    def __init__(self, vocab: int, empty: Callable[[], LogitsState]):
+        self._vocab, self._empty = vocab, empty
         self._state: LogitsState | None = None
         self._changed: set[int] = set()  # rows that are not neutral
 
@@ -31,7 +34,7 @@ class LogitsProcessor:
     def state(self) -> LogitsState:
         """The state of all rows. A step that it is donated to must `keep` the next one."""
         if self._state is None:
-            self._state = jax.device_put(neutral_logits_state(self._rows, self._vocab))
+            self._state = self._empty()
         return self._state
 
     def keep(self, state: LogitsState) -> None:

@@ -10,14 +10,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from dflash_jax.compiler.build import CompiledPrograms, Executable
+from dflash_jax.compiler.executor import Executor
 from dflash_jax.compiler.keys import LOGITS_VARIANTS, STEP_VARIANTS, ProgramKey, Step, Variant
-from dflash_jax.compiler.memory import tree_bytes
-from dflash_jax.compiler.placement import place_empty_state, place_params, place_params_like
-from dflash_jax.compiler.programs import declare, is_multi_step
+from dflash_jax.compiler.programs import is_multi_step
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.decode.inputs import (
     CopyRowInputs,
@@ -66,31 +64,24 @@ class InFlightStep:
 
 
 class ModelRunner:
-    """Parameters, compiled programs, and the state of all rows.
+    """Compiled programs, and the state of all rows. The executor has the parameters.
 
     Every step consumes `state` and returns the next one. `prefixes` moves prompt segments between
     rows and the prefix cache; it is None without one.
     """
 
     def __init__(
-        self, target: TargetConfig, drafter: DrafterConfig | None, params: Params, plan: Plan
+        self, target: TargetConfig, drafter: DrafterConfig | None, executor: Executor, plan: Plan
     ):
-        self.target, self.drafter, self.plan = target, drafter, plan
-        self.compiled = CompiledPrograms(declare(plan, target, drafter))
+        self.target, self.drafter, self.plan, self.executor = target, drafter, plan, executor
+        self.compiled = CompiledPrograms(executor.programs, executor.compile)
         self._fed_rows = plan.fed_rows
         self._multi_step = {x: is_multi_step(plan, x) for x in STEP_VARIANTS}
-        self._copies = jax.default_backend() != "cpu"  # on a CPU, outputs are on the host already
-        self.params = place_params(plan, target, drafter, params)
-        self.state: Any = place_empty_state(plan, target, drafter)
-        self.prefixes = self._make_prefixes(self.params)
-        self._logits = LogitsProcessor(plan.rows, target.vocab_size)
+        self.state: Any = executor.empty_state()
+        self.prefixes = self._make_prefixes()
+        self._logits = LogitsProcessor(target.vocab_size, executor.empty_logits_state)
         # Kept on the device, because sending a number in every call takes 0.1 ms.
-        self._num_steps = jax.device_put([np.int32(n) for n in range(plan.steps_per_call + 1)])
-
-    @property
-    def params_deleted(self) -> bool:
-        """Whether parameters were donated to another program."""
-        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self.params))
+        self._num_steps = executor.put([np.int32(n) for n in range(plan.steps_per_call + 1)])
 
     @property
     def memory(self) -> dict[str, int]:
@@ -99,8 +90,8 @@ class ModelRunner:
         "programs" is machine code, and 0 where XLA does not report it, as on a CPU.
         """
         return {
-            "weights": tree_bytes(self.params),
-            "caches": tree_bytes(self.state),
+            "weights": self.executor.weight_bytes,
+            "caches": 0 if self.state is None else self.executor.state_bytes,
             "prefix_cache": self.prefixes.cache.bytes if self.prefixes else 0,
             "programs": sum(made.code_bytes for made in list(self.executables.values())),
         }
@@ -196,7 +187,7 @@ class ModelRunner:
             grammars = {row - first: (row, work.sequences[row].output.grammar) for row in rows}
             program, inputs = self._constrain(step, inputs, grammars)
         output = self._run(ProgramKey(program, work.variant), inputs)
-        if self._copies:
+        if self.executor.copies:
             output.packed.copy_to_host_async()
         return output
 
@@ -206,8 +197,8 @@ class ModelRunner:
         Raises:
           CheckpointError: they have other names, shapes or dtypes; the engine keeps its own.
         """
-        placed = place_params_like(self.plan, self.target, self.drafter, params, self.params)
-        self.params, self.prefixes = placed, self._make_prefixes(placed)
+        self.executor.exchange(params)
+        self.prefixes = self._make_prefixes()
 
     # -- changes of rows ----------------------------------------------------------------------
 
@@ -251,7 +242,7 @@ class ModelRunner:
     def reset(self) -> None:
         """Make a new state, after a failed step consumed the old one."""
         self.drop()
-        self.state = place_empty_state(self.plan, self.target, self.drafter)
+        self.state = self.executor.empty_state()
 
     def drop(self) -> None:
         """Free the state and all cached prefixes."""
@@ -259,6 +250,12 @@ class ModelRunner:
         self._logits.reset()
         if self.prefixes:
             self.prefixes.cache.clear()  # segments may have been cut from the lost state
+
+    def close(self) -> None:
+        """Wait until prefixes are on disk, and end the executor's processes."""
+        if self.prefixes and self.prefixes.disk:
+            self.prefixes.disk.flush()
+        self.executor.close()
 
     def break_even(self, samples: int = 5, seconds: float = 2.0) -> float:
         """Measure the time of a drafted step over that of a plain one; no row makes progress.
@@ -270,7 +267,7 @@ class ModelRunner:
           seconds: after which no further sample is begun.
         """
         once = self._num_steps[0] if self._multi_step[Variant.GREEDY] else None
-        rules = make_rules(self.plan, [(None, False)] * self.plan.rows, {})
+        rules = make_rules(self.plan, [(None, False)] * self.plan.rows, {}, self.executor.put)
         inputs = DecodeInputs(rules, num_steps=once)
         times: dict[Step, list[float]] = {Step.SPECULATIVE: [], Step.PLAIN: []}
         end = time.perf_counter() + seconds
@@ -288,7 +285,7 @@ class ModelRunner:
         """Dispatch a program that runs a model; return its output."""
         logits_state = self._logits.state if key.variant in LOGITS_VARIANTS else None
         self.state, logits_state, output = self.executables[key](
-            self.params, self.state, logits_state, inputs
+            self.executor.params, self.state, logits_state, inputs
         )
         if logits_state is not None:
             self._logits.keep(logits_state)
@@ -307,7 +304,7 @@ class ModelRunner:
         drafts = np.zeros((self.plan.rows, 0), np.int32)
         if step == Step.SPECULATIVE:
             program = self.executables[ProgramKey(Step.DRAFT, Variant.CONSTRAINED)]
-            self.state, _, draft = program(self.params, self.state, None, inputs)
+            self.state, _, draft = program(self.executor.params, self.state, None, inputs)
             step, inputs = Step.VERIFY, dataclasses.replace(inputs, draft=draft)
             drafts = np.asarray(draft.block)[:, 1:]
         prefill = step == Step.PREFILL
@@ -320,8 +317,9 @@ class ModelRunner:
                 grammar.fill(masks[place], drafts[row].tolist())
         return step, dataclasses.replace(inputs, masks=masks)
 
-    def _make_prefixes(self, params: Params) -> PrefixStore | None:
+    def _make_prefixes(self) -> PrefixStore | None:
         if not self.plan.prefix_cache:
             return None
+        params = self.executor.params
         name = functools.partial(identity, self.plan, self.target, self.drafter, params)
         return PrefixStore(self.plan, self.compiled.programs, name)

@@ -3,8 +3,9 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import jax
 import numpy as np
@@ -61,17 +62,20 @@ class Scheduler:
     """The queue, the rows, and the order of prefill and decode.
 
     Prefill and decode alternate: after each call that fed prompts, rows that decode get a call.
+
+    Args:
+      put: puts an array on the device, see `Executor`.
     """
 
-    def __init__(self, plan: Plan):
-        self._plan = plan
+    def __init__(self, plan: Plan, put: Callable[[Any], Any] = jax.device_put):
+        self._plan, self._put = plan, put
         self.waiting: collections.deque[Sequence] = collections.deque()  # the oldest first
         self.rows: list[Sequence | None] = [None] * plan.rows
         self.pacer = StepPacer(plan.steps_per_call)
         self._prefilled_last = False
         self._rules: RowRules | None = None
         self._rows_of_rules: list[tuple[RowSettings | None, bool]] = []
-        self._columns: dict[str, tuple[np.ndarray, jax.Array]] = {}
+        self._columns: dict[str, tuple[np.ndarray, Any]] = {}
 
     @property
     def running(self) -> list[Sequence]:
@@ -129,7 +133,7 @@ class Scheduler:
         """Return the rules of all rows, on the device; rows that do not decode have limit 0."""
         rows = [(x.settings if x else None, row in decoding) for row, x in enumerate(self.rows)]
         if self._rules is None or rows != self._rows_of_rules:
-            self._rules = make_rules(self._plan, rows, self._columns)
+            self._rules = make_rules(self._plan, rows, self._columns, self._put)
             self._rows_of_rules = rows
         return self._rules
 
@@ -168,13 +172,15 @@ def variants_of(sequence: Sequence) -> list[Variant]:
 def make_rules(
     plan: Plan,
     rows: Seq[tuple[RowSettings | None, bool]],
-    columns: dict[str, tuple[np.ndarray, jax.Array]],
+    columns: dict[str, tuple[np.ndarray, Any]],
+    put: Callable[[Any], Any] = jax.device_put,
 ) -> RowRules:
     """Return the rules of rows, given the settings of each and whether it decodes.
 
     Args:
       columns: arrays that are on the device already, by field of `RowRules`; updated in place, so
         that only fields that changed are transferred.
+      put: as for `Scheduler`.
     """
     count = len(rows)
     host: dict[str, np.ndarray] = {
@@ -208,5 +214,5 @@ def make_rules(
             host["opening"][row] = settings.opening
     for name, column in host.items():
         if name not in columns or not np.array_equal(columns[name][0], column):
-            columns[name] = column, jax.device_put(column)
+            columns[name] = column, put(column)
     return RowRules(**{name: columns[name][1] for name in host})

@@ -74,6 +74,8 @@ class Sequence:
         break_even: float | None = 0.0,
         acceptance: speculation.AcceptanceHistory = speculation.NO_HISTORY,
     ):
+        if not isinstance(cancel, CancelCell | None):
+            raise RequestError(f"cancel is {cancel!r}; expected None, or a dj.CancelCell()")
         self.request = request
         self.number = next(_numbers)  # unique in the process, for log lines
         self.cancel = CancelCell() if cancel is None else cancel

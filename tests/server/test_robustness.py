@@ -34,7 +34,7 @@ from benchmarks.soak_serve import (
     leave,
     send,
 )
-from dflash_jax.engine import model_runner
+from dflash_jax.compiler import executor
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result, Stats
 from dflash_jax.engine.sampling_params import SamplingParams
@@ -367,7 +367,7 @@ def test_an_engine_without_memory_to_restart_ends_the_server_with_the_reason(
     async def run() -> Worker:
         worker = Worker(lambda: engine)
         await worker.ready.wait()
-        monkeypatch.setattr(model_runner, "place_empty_state", full)
+        monkeypatch.setattr(executor, "place_empty_state", full)
         monkeypatch.setattr(engine.runner, "step", full)
         worker.submit(
             Job([1, 2], SamplingParams(max_tokens=4), 0, lambda _, __, end: ends.append(end))
