@@ -101,8 +101,11 @@ def leading(x: Float[Array, "*places V"], count: int) -> Ranked:
 
 
 def _top_k(x: Float[Array, "*places V"], count: int) -> Ranked:
-    """Return `jax.lax.top_k` after a barrier: if a slice followed, XLA would sort all of x."""
-    values, ids = jax.lax.optimization_barrier(jax.lax.top_k(x, count))
+    """Return `jax.lax.top_k` after barriers: if a slice followed, XLA would sort all of x.
+
+    One barrier over both results would end the process where XLA splits x over a mesh.
+    """
+    values, ids = map(jax.lax.optimization_barrier, jax.lax.top_k(x, count))
     return values, ids
 
 
