@@ -48,6 +48,10 @@ class ComputeError(DFlashError):
     """The device produced something unusable, such as non-finite target logits."""
 
 
+class HostError(DFlashError):
+    """A worker of a model over several hosts that cannot start, died, failed or hangs."""
+
+
 class NativeError(DFlashError):
     """The native kernels cannot be compiled here."""
 

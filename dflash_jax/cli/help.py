@@ -29,6 +29,7 @@ HIDDEN = {
     "serve": (
         *("queue", "timeout", "drain", "max_body", "max_tokens", "temperature", "recovery"),
         *("allowed_host", "cors", "metrics", "quiet", "warm", "compile_wait", "grammar_timeout"),
+        *("hosts", "ray"),
         *_rare_model_options("rows"),
     ),
     "explain": ("params", "stablehlo", "hlo", *_rare_model_options("rows", "dtype")),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dflash_jax.cli.hosts import add_host_options, check_hosts, hosted
 from dflash_jax.cli.options import (
     add_plan_options,
     check_values,
@@ -32,6 +33,7 @@ def add_command(commands: Any) -> None:
     command = new_command(commands, "serve", run, text, check=check)
     server = command.add_argument_group("server")
     _listening_options(server)
+    add_host_options(server)
     _request_options(server)
     _compilation_and_cache_options(server)
     model_options(command)
@@ -129,9 +131,7 @@ def _request_options(server: Any) -> None:
         metavar="ORIGIN",
         help="origin whose web pages may use the server, * for any (repeatable)",
     )
-    server.add_argument(
-        "--metrics", action="store_true", help="include statistics in every response"
-    )
+    server.add_argument("--metrics", action="store_true", help="add statistics to every response")
     server.add_argument("--no-ui", action="store_true", help="serve no web page at /")
     server.add_argument("--quiet", action="store_true", help="no log line per request")
 
@@ -172,6 +172,7 @@ def check(options: argparse.Namespace) -> None:
       RequestError: a value is wrong.
     """
     check_values(options)
+    check_hosts(options)
     if options.queue < 1 or not 0 <= options.port < 2**16:
         raise RequestError("--queue has to be at least 1 and --port from 0 to 65535")
     if options.max_tokens < 0 or not options.temperature >= 0:
@@ -308,7 +309,7 @@ def _aliases(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
 
 def _pairs(options: argparse.Namespace) -> dict[str, Any]:
     """Return the opened models by name."""
-    pairs = {_first_name(options): open_pair(options)}
+    pairs = {_first_name(options): hosted(options, open_pair(options))}
     for text in options.model:
         name, _, paths = text.partition("=")
         target, _, drafter = paths.partition(",")

@@ -2,7 +2,7 @@
 
 `serve run dflash_jax.ray:app` calls `app`. A request passes `gateway`, whose handle chooses a
 replica by `router`, and reaches the server of a `replica`; `serving` puts the three together.
-`answers` is in `offline`.
+`answers` is in `offline`, workers of one model over several hosts in `hosts`.
 """
 
 import socket
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dflash_jax.errors import RequestError, install_hint
 
 if TYPE_CHECKING:
+    from dflash_jax.hosts.launch import Launcher
     from dflash_jax.train.recipe import Recipe
     from dflash_jax.train.regenerate import Decoder
 
@@ -85,10 +86,32 @@ def decoder(address: str, target: str, recipe: "Recipe") -> "Decoder":
     Raises:
       RequestError: the extra `ray` is missing, or no cluster answers.
     """
+    _connect(address)
+    from dflash_jax.ray import offline
+
+    return offline.ray_decoder(target, recipe, None)
+
+
+def host_launcher(address: str, hosts: int) -> "Launcher":
+    """Connect to a cluster, and return how `dflash-jax serve --hosts` starts workers there.
+
+    Args:
+      address: as for `decoder`.
+      hosts: number of workers.
+
+    Raises:
+      RequestError: the extra `ray` is missing, or no cluster answers.
+    """
+    _connect(address)
+    from dflash_jax.ray.hosts import RayLauncher
+
+    return RayLauncher(hosts)
+
+
+def _connect(address: str) -> None:
+    """Connect to a cluster; errors as for `decoder`."""
     check_installed()
     import ray
-
-    from dflash_jax.ray import offline
 
     host, colon, port = address.rpartition(":")
     try:
@@ -101,7 +124,6 @@ def decoder(address: str, target: str, recipe: "Recipe") -> "Decoder":
             f"--ray {address}: no cluster answers ({reason}); expected HOST:PORT of one that runs,"
             " auto, or local to start one"
         ) from error
-    return offline.ray_decoder(target, recipe, None)
 
 
 def check_installed() -> None:

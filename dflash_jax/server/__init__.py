@@ -13,8 +13,8 @@ order:
    responses, `conversation_store` conversations with their routes.
 4. `prompt`: chat template and token ids; `infill` those of a prompt with a suffix.
 5. `generation`: submits one job per output (`jobs`) to the thread that owns the engine (`worker`);
-   `output_grammar` adds reasoning and calls to the grammar of an answer, `errors` has the responses
-   of requests that fail.
+   `lifecycle` starts engines again, `output_grammar` adds reasoning and calls to the grammar of an
+   answer, `errors` has the responses of requests that fail.
 6. `reply`: parses output into reasoning, content and tool calls; `held_calls` filters repeated
    calls.
 7. The module of step 3 writes the response, with `writer`, `response_items`, `logprobs` and

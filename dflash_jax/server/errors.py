@@ -5,12 +5,13 @@ from collections.abc import Sequence
 
 from dflash_jax.compiler.build import CompiledPrograms
 from dflash_jax.compiler.keys import Variant
-from dflash_jax.errors import QueueFullError, RequestError
+from dflash_jax.errors import ComputeError, DFlashError, HostError, QueueFullError, RequestError
 from dflash_jax.server.fields import ENGINE_OPTIONS
 from dflash_jax.server.protocol import Problem
 
 LONGEST_RETRY = 60  # seconds; clients ignore a longer Retry-After
 LOADING_RETRY_S = 5
+HOSTS_RETRY_S = 10  # seconds in which the workers of several hosts may start again
 GRAMMAR_RETRY_S = 30  # seconds within which a slow grammar is compiled or refused
 # Options of the engine whose request fields have the same name.
 SAME_NAME = {*ENGINE_OPTIONS, "logit_bias", "stop"}
@@ -91,6 +92,8 @@ def to_problem(error: Exception, api: str) -> Problem:
         return error
     if isinstance(error, QueueFullError):
         return queue_full()
+    if isinstance(error, HostError):
+        return Problem(503, str(error), code="host_failed", retry_s=HOSTS_RETRY_S)
     if not isinstance(error, RequestError):
         return Problem(500, str(error), code="compute_failed")
     text = str(error)
@@ -100,3 +103,26 @@ def to_problem(error: Exception, api: str) -> Problem:
         return Problem(400, text, param=word if word in SAME_NAME else None)
     param = FIELD_OF_OPTION.get(f"{api}.{option}", FIELD_OF_OPTION.get(option, option))
     return Problem(400, f"{param} is {rest}", param=param)
+
+
+def as_exception(error: BaseException) -> Exception:
+    """Return the error, or a ComputeError for a BaseException such as a panic in a Rust library."""
+    if isinstance(error, Exception):
+        return error
+    return ComputeError(f"a library failed ({type(error).__name__}: {error}); see the server's log")
+
+
+def step_failure(error: Exception) -> DFlashError:
+    """Return the error of requests that run when a step fails."""
+    if isinstance(error, DFlashError):
+        return error
+    return ComputeError(
+        f"the computation failed ({type(error).__name__}: {error}); see the server's log"
+    )
+
+
+def not_compiled(error: BaseException) -> DFlashError:
+    """Return the error of a request whose programs cannot be compiled."""
+    if isinstance(error, HostError):
+        return error
+    return ComputeError(f"the programs it needs cannot be compiled: {error}")

@@ -154,6 +154,17 @@ class _EngineCollector:
         ):
             total = sum(getattr(each, name) for each in counters)
             yield CounterMetricFamily(f"dflash_jax:prefix_cache_{name}", text, total)
+        workers = [model.worker for model in self.models]
+        yield GaugeMetricFamily(
+            "dflash_jax:hosts",
+            "Processes that run programs.",
+            sum(engine.runner.executor.hosts for engine in engines),
+        )
+        yield CounterMetricFamily(
+            "dflash_jax:hosts_restarts",
+            "Times that the workers of several hosts were started again.",
+            sum(worker.restarts.count for worker in workers),
+        )
         memory = GaugeMetricFamily(
             "dflash_jax:memory_bytes",
             "Kept by weights, caches, prefix cache and programs (0 on a CPU: not known there).",

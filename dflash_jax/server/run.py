@@ -21,9 +21,10 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
 from dflash_jax.server.app import Server
 from dflash_jax.server.connection import Connection
+from dflash_jax.server.lifecycle import Warm
 from dflash_jax.server.middleware import Settings
 from dflash_jax.server.models import RequestDefaults, ServedModel
-from dflash_jax.server.worker import Warm, Worker
+from dflash_jax.server.worker import Worker
 
 log = logging.getLogger("dflash_jax.server")
 

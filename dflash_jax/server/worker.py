@@ -15,26 +15,20 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from dflash_jax.compiler.background import BackgroundCompiler
 from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.handle import RequestHandle
 from dflash_jax.engine.request import CancelReason as Reason
-from dflash_jax.errors import ComputeError, DFlashError
+from dflash_jax.errors import ComputeError, DFlashError, HostError
+from dflash_jax.server import errors, lifecycle
 from dflash_jax.server.background import StructureThreads
-from dflash_jax.server.errors import still_compiling, unfinished
 from dflash_jax.server.jobs import Job, JobUpdate
 
 log = logging.getLogger("dflash_jax.server")
 MAX_FAILURES = 2  # consecutive failed steps after which the engine is not restarted
-Warm = Literal["none", "common", "all"]
-COMPILED_FIRST: dict[Warm, tuple[Variant, ...]] = {  # compiled before the server is ready
-    "none": (Variant.GREEDY,),
-    "common": (Variant.GREEDY, Variant.SAMPLED),
-    "all": tuple(Variant),
-}
 
 
 class Worker:
@@ -54,7 +48,8 @@ class Worker:
       error: why the engine is not usable, or None.
       ended: set once `error` is.
       first: variants whose programs are compiled before `ready`; empty until the engine is loaded.
-      ready: set once the server can answer requests.
+      ready: set once the server can answer requests; cleared while its hosts start again.
+      restarts: loads the engine again when its hosts failed.
     """
 
     def __init__(
@@ -62,7 +57,7 @@ class Worker:
         make: Callable[[], Engine],
         *,
         name: str = "",
-        warm: Warm = "none",
+        warm: lifecycle.Warm = "none",
         compiler: BackgroundCompiler | None = None,
     ):
         self._make, self._name, self._warm = make, name, warm
@@ -79,6 +74,11 @@ class Worker:
         self.error: Exception | None = None
         self.ended = asyncio.Event()
         self.ready = asyncio.Event()
+        self.restarts = lifecycle.EngineRestarts(
+            make,
+            lambda engine: self._commands.put(lambda: self._replace(engine)),
+            lambda error: self._commands.put(lambda: self._end(error)),
+        )
         self._structures = StructureThreads(self._is_fast, self._prepare, self._refuse)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -118,6 +118,7 @@ class Worker:
         """Cancel all jobs and end the thread."""
         self._compiler.stop()
         self._structures.stop()
+        self.restarts.stop()
         self._commands.put(self._stop)
         await asyncio.to_thread(self._thread.join, 30)
 
@@ -146,43 +147,59 @@ class Worker:
     def _compile(self, engine: Engine) -> None:
         """Queue programs for compilation in the order in which requests will probably need them."""
         compiled, compiler = engine.compiled, self._compiler
-        served = [x for x in Variant if x is not Variant.CONSTRAINED or engine.grammars.available]
-        first = tuple(variant for variant in COMPILED_FIRST[self._warm] if variant in served)
-        later = [variant for variant in served if variant not in first]
-        if self._warm == "none":
-            later = []
+        first, later = lifecycle.compilation_order(engine, self._warm)
         self.first, compiled.label = first, self._name
         compiled.want([*first, *later])  # before compilation starts, so that progress counts all
+        if (lost := engine.runner.executor.lost) is not None:
+            lost.add_done_callback(lambda x: self._commands.put(lambda: self._on_lost(engine, x)))
         future = compiler.want(compiled, first, urgent=True)
         for variant in later:
             compiler.want(compiled, [variant])
-        future.add_done_callback(lambda done: self._commands.put(lambda: self._on_warm(done)))
+        future.add_done_callback(
+            lambda done: self._commands.put(lambda: self._on_warm(engine, done))
+        )
 
-    def _on_warm(self, future: concurrent.futures.Future[None]) -> None:
-        if not future.cancelled() and (error := future.exception()):
-            assert isinstance(error, Exception)
-            self._fail(error)
-            self._stopping = True
-        elif not future.cancelled():
-            if self._warm != "none" and not self._jobs:
-                self._measure()
+    def _on_lost(self, engine: Engine, future: concurrent.futures.Future[None]) -> None:
+        """Load the engine again after its hosts failed, also while no request runs."""
+        if engine is self.engine and not future.cancelled() and (error := future.exception()):
+            self._recover(errors.as_exception(error))
+
+    def _replace(self, engine: Engine) -> None:
+        """Serve from an engine that was loaded again, with the grammars of the old one."""
+        assert self.engine is not None
+        lifecycle.share_grammars(engine, self.engine)
+        self.engine = engine
+        self._compile(engine)
+
+    def _on_warm(self, engine: Engine, future: concurrent.futures.Future[None]) -> None:
+        if future.cancelled() or engine.compiled is not (self.engine or engine).compiled:
+            return
+        if isinstance(error := future.exception(), HostError):
+            self._recover(error)
+        elif error is not None:
+            self._end(errors.as_exception(error))
+        else:
+            if self._warm != "none" and not self._jobs and not self._measure():
+                return
             log.info("%s is ready", self._name)
             self._call(self.ready.set)
 
-    def _measure(self) -> None:
-        """Find out when drafting pays off."""
+    def _measure(self) -> bool:
+        """Find out when drafting pays off; return whether the hosts are still there."""
         assert self.engine is not None
         try:
             self.engine.warm_up(measure=True)
         except BaseException as error:  # nothing may end this thread silently
-            self._recover(_as_exception(error))
+            self._recover(errors.as_exception(error))
+            return not isinstance(error, HostError)
+        return True
 
     def _step(self) -> None:
         assert self.engine is not None
         try:
             self.engine.advance()
         except BaseException as error:  # nothing may end this thread silently
-            self._recover(_as_exception(error))
+            self._recover(errors.as_exception(error))
             return
         self._failures = 0
         self._publish([update for job in self._jobs if (update := job.take_update())])
@@ -217,7 +234,7 @@ class Worker:
         try:
             [handle] = self.engine.prepare(job.prompt, job.params, cancel=job.cell)
         except BaseException as error:
-            self._refuse(job, _as_exception(error))
+            self._refuse(job, errors.as_exception(error))
             return
         if threading.current_thread() is self._thread:
             self._accept(job, handle)
@@ -235,7 +252,7 @@ class Worker:
         if not missing:
             self._enqueue(job)
         elif len(self._waiting) >= max(self.engine.plan.queue // 2, 1):  # leave room for others
-            self._refuse(job, still_compiling(compiled, missing))
+            self._refuse(job, errors.still_compiling(compiled, missing))
         else:
             job.waits_for = missing
             self._waiting.append(job)
@@ -256,7 +273,7 @@ class Worker:
         if future.cancelled():
             self._refuse(job, ComputeError("the server stopped before the request began"))
         elif error := future.exception():
-            self._refuse(job, ComputeError(f"the programs it needs cannot be compiled: {error}"))
+            self._refuse(job, errors.not_compiled(error))
         else:
             assert job.handle is not None
             job.handle.delay(time.perf_counter() - since)
@@ -278,7 +295,7 @@ class Worker:
         if waiting := job in self._waiting:
             self._waiting.remove(job)
         if job.handle is None:
-            self._refuse(job, unfinished())
+            self._refuse(job, errors.unfinished())
         elif job.cell and not waiting:
             return  # the engine's next step ends it
         elif not job.handle.done:
@@ -296,29 +313,27 @@ class Worker:
         """Restart the engine after a failed step; its requests end, as device state is lost."""
         assert self.engine is not None
         log.error("a step failed: %s", error, exc_info=error)
-        failure = error if isinstance(error, DFlashError) else ComputeError(
-            f"the computation failed ({type(error).__name__}: {error}); see the server's log"
-        )  # fmt: skip
+        failure = errors.step_failure(error)
         self._publish(
             [(job, job.handle.pieces[job.given :], failure) for job in self._jobs if job.handle]
         )
         self._failures += 1
-        old = self.engine
-        parts = old.target, old.drafter, old.params, old.plan
-        old.runner.drop()  # there may be no room for two states
-        try:
-            new = (
-                None if self._failures >= MAX_FAILURES else Engine(*parts, tokenizer=old.tokenizer)
-            )
-        except Exception as last:
-            new, error = None, last
-        if new is None:
-            self._fail(error)
-            self._stopping = True
+        if isinstance(error, HostError):
+            self.first = ()
+            self._call(self.ready.clear)
+            self.restarts.begin(self._failures)
             return
-        new.share_programs(old)
-        new.grammars = new.call_grammars.grammars = old.grammars
-        self.engine = new
+        if self._failures >= MAX_FAILURES:
+            self._end(error)
+            return
+        try:
+            self.engine = lifecycle.rebuilt(self.engine)
+        except Exception as last:
+            self._end(last)
+
+    def _end(self, error: Exception) -> None:
+        self._fail(error)
+        self._stopping = True
 
     def _fail(self, error: Exception) -> None:
         self.error = error
@@ -329,10 +344,3 @@ class Worker:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop is closed
             self._stopping = True
-
-
-def _as_exception(error: BaseException) -> Exception:
-    """Return the error, or a ComputeError for a BaseException such as a panic in a Rust library."""
-    if isinstance(error, Exception):
-        return error
-    return ComputeError(f"a library failed ({type(error).__name__}: {error}); see the server's log")

@@ -1,0 +1,118 @@
+"""Start workers as child processes of this one."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Protocol
+
+import dflash_jax
+
+TOKEN = "DFLASH_HOSTS_TOKEN"  # environment variable of a worker
+LOOPBACK = "127.0.0.1"
+KILL_S = 10.0  # seconds in which a killed process ends
+
+
+class WorkerProcess(Protocol):
+    """A worker's process, on any host."""
+
+    @property
+    def name(self) -> str:
+        """What error messages call the process."""
+
+    def status(self) -> str | None:
+        """Return how the process ended; None while it runs."""
+
+    def kill(self) -> None:
+        """Kill the process, also one that is stopped, and wait for its end."""
+
+
+class Launcher(Protocol):
+    """Starts workers.
+
+    Attributes:
+      address: on which the front listens, reachable from all workers.
+    """
+
+    address: str
+
+    def start(self, index: int, front: str, token: str) -> WorkerProcess:
+        """Start a worker that connects to the front at HOST:PORT."""
+
+    def close(self) -> None:
+        """Free what `start` reserved, once all workers ended."""
+
+
+class ChildProcess:
+    """A worker as a child of this process, in a session of its own.
+
+    Args:
+      index: of the worker.
+      front: HOST:PORT of the front.
+      token: by which front and worker know each other.
+      address: where other workers reach this one.
+    """
+
+    def __init__(self, index: int, front: str, token: str, address: str):
+        root = str(Path(dflash_jax.__file__).parents[1])
+        paths = filter(None, [root, os.environ.get("PYTHONPATH")])
+        variables = os.environ | {TOKEN: token, "PYTHONPATH": os.pathsep.join(paths)}
+        command = [sys.executable, "-P", "-m", "dflash_jax.hosts.worker", front, str(index)]
+        self._process = subprocess.Popen(
+            [*command, address],
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno() if _has_descriptor() else subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in a terminal must not reach it
+        )
+
+    @property
+    def name(self) -> str:
+        """The process id."""
+        return f"process {self._process.pid}"
+
+    def status(self) -> str | None:
+        """Return the exit status or signal; None while the process runs."""
+        code = self._process.poll()
+        if code is None:
+            return None
+        names = {-number: number.name for number in signal.Signals}
+        return f"ended by {names[code]}" if code in names else f"ended with exit status {code}"
+
+    def kill(self) -> None:
+        """Kill the process and its children, and wait for its end."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_S)
+
+
+class ChildLauncher:
+    """Starts all workers on this machine."""
+
+    address = LOOPBACK
+
+    def start(self, index: int, front: str, token: str) -> WorkerProcess:
+        """Start a worker."""
+        return ChildProcess(index, front, token, LOOPBACK)
+
+    def close(self) -> None:
+        """Do nothing: nothing is reserved."""
+
+
+def free_port(address: str) -> int:
+    """Return a port of an address that no socket uses now."""
+    with socket.socket() as found:
+        found.bind((address, 0))
+        return found.getsockname()[1]
+
+
+def _has_descriptor() -> bool:
+    """Return whether standard error is a file, which tests and notebooks may replace."""
+    try:
+        return sys.stderr.fileno() >= 0
+    except (AttributeError, OSError, ValueError):
+        return False

@@ -1,0 +1,220 @@
+"""A worker's process: executes the front's log on the global mesh, in order.
+
+`python -m dflash_jax.hosts.worker HOST:PORT INDEX ADDRESS`, with the token in the environment.
+The connection's thread answers pings at once, and ends the process when the connection closes.
+Programs are compiled in a thread, in the front's order, while calls run; the front calls a program
+only after all workers compiled it. A third thread waits for outputs.
+"""
+
+import contextlib
+import hashlib
+import os
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflash_jax.compiler.build import WORKERS
+from dflash_jax.compiler.cache import use_compilation_cache
+from dflash_jax.compiler.executor import LocalExecutor, vectors_digest
+from dflash_jax.compiler.settings import isolated_jax_config, untraced
+from dflash_jax.device import default_device, free_memory
+from dflash_jax.errors import HostError
+from dflash_jax.hosts import messages
+from dflash_jax.hosts.channel import Channel
+from dflash_jax.hosts.launch import TOKEN, free_port
+from dflash_jax.hosts.messages import from_key, pack, unpack
+from dflash_jax.loading import open_pair
+from dflash_jax.plan import Plan
+from dflash_jax.version import __version__
+
+CONNECT_S = 30.0  # seconds
+JOIN_S = 120  # seconds in which all workers have to join
+
+
+class HostWorker:
+    """Executes the entries of the log.
+
+    Args:
+      channel: the connection to the front, on which each end proved its token.
+      index: of this worker; 0 coordinates the others and sends outputs.
+      address: where other workers reach this one.
+    """
+
+    def __init__(self, channel: Channel, index: int, address: str):
+        self._channel, self._index, self._address = channel, index, address
+        self._log: queue.SimpleQueue[messages.Entry] = queue.SimpleQueue()
+        self._to_compile: queue.SimpleQueue[messages.Compile] = queue.SimpleQueue()
+        self._to_send: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._executor: Any = None
+        self._executables: dict[messages.Key, Any] = {}
+        self._values: dict[int, Any] = {}  # by handle
+        self._actions: dict[type, Callable[[Any], None]] = {
+            messages.Join: self._join,
+            messages.Load: self._load,
+            messages.Compile: self._to_compile.put,
+            messages.Create: self._create,
+            messages.Put: self._put,
+            messages.CallProgram: self._call,
+            messages.Fetch: self._fetch,
+            messages.Free: self._free,
+        }
+
+    def run(self) -> None:
+        """Execute the log until the connection closes, which ends the process."""
+        coordinator = f"{self._address}:{free_port(self._address)}"
+        versions = f"dflash_jax {__version__}, jax {jax.__version__}, NumPy {np.__version__}"
+        self._send(messages.Hello(self._index, coordinator, versions))
+        for target in (self._receive, self._compile_all, self._send_all):
+            threading.Thread(target=self._guarded, args=(target,), daemon=True).start()
+        self._guarded(self._execute_all)
+        threading.Event().wait()  # the front ends the process, by closing the connection
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Report an error to the front, which then ends all workers."""
+        try:
+            work()
+        except BaseException as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+            sys.stderr.write(f"dflash-jax: host {self._index} failed: {reason}\n")
+            self._send(messages.Failed(reason))
+
+    def _send(self, reply: messages.Reply) -> None:
+        with contextlib.suppress(OSError):  # closed: the connection's thread ends the process
+            self._channel.send(messages.encode(reply))
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                entry = messages.decode_entry(self._channel.receive())
+            except (EOFError, OSError):
+                os._exit(0)  # no shutdown: it would wait for other workers
+            if isinstance(entry, messages.Ping):
+                self._send(messages.Pong())
+            else:
+                self._log.put(entry)
+
+    def _execute_all(self) -> None:
+        while True:
+            entry = self._log.get()
+            self._actions[type(entry)](entry)
+
+    # -- start --------------------------------------------------------------------------------
+
+    def _join(self, entry: messages.Join) -> None:
+        if entry.devices:
+            jax.config.update("jax_num_cpu_devices", entry.devices)
+        own = entry.coordinator if self._index == 0 else None  # not on every interface
+        jax.distributed.initialize(
+            entry.coordinator,
+            entry.hosts,
+            self._index,
+            initialization_timeout=JOIN_S,
+            coordinator_bind_address=own,
+        )
+        device = default_device()
+        count = jax.local_device_count()
+        self._send(messages.HostDevices(device.platform, count, free_memory(device)))
+
+    def _load(self, entry: messages.Load) -> None:
+        use_compilation_cache()
+        plan = Plan.from_json(entry.plan)
+        sources = entry.sources
+        pair = open_pair(
+            sources["target"] or "",
+            sources["drafter"],
+            layer_ids=sources["layer_ids"] or "",
+            taps_at=plan.taps_at,
+            lora=sources["lora"],
+        )
+        with isolated_jax_config():
+            weights = pair.weights(plan)
+            digest = configs_digest(pair.configs) + vectors_digest(weights)
+            self._executor = LocalExecutor(plan, *pair.configs, weights)
+            del weights
+            self._executor.empty_state()  # for its size; freed at once
+        sizes = self._executor.weight_bytes, self._executor.state_bytes
+        self._send(messages.Loaded(digest, *sizes))
+
+    def _compile_all(self) -> None:
+        while True:
+            entry = self._to_compile.get()
+            programs = [self._executor.programs[from_key(key)] for key in entry.keys]
+            workers, error = WORKERS if entry.parallel else 1, ""
+            try:
+                made = self._executor.compile(programs, workers=workers)
+                self._executables |= {messages.to_key(key): made[key] for key in made}
+            except Exception as failure:  # of one program, such as one without memory
+                error = " ".join(f"{type(failure).__name__}: {failure}".split())[:1000]
+            self._send(messages.Compiled(entry.number, error))
+
+    # -- calls --------------------------------------------------------------------------------
+
+    def _create(self, entry: messages.Create) -> None:
+        executor = self._executor
+        make = executor.empty_logits_state if entry.logits else executor.empty_state
+        self._values[entry.handle] = make()
+
+    def _put(self, entry: messages.Put) -> None:
+        self._values[entry.handle] = unpack(entry.value)
+
+    def _call(self, entry: messages.CallProgram) -> None:
+        program = self._executor.programs[from_key(entry.key)]
+        leaves = [self._values[x] if isinstance(x, int) else unpack(x) for x in entry.inputs]
+        take = self._values.pop if program.donated else self._values.__getitem__
+        arguments = (
+            self._executor.params if entry.params else None,
+            take(entry.state) if entry.state else None,
+            take(entry.logits_state) if entry.logits_state else None,
+            jax.tree.unflatten(jax.tree.structure(program.arguments[3]), leaves),
+        )
+        call = self._executables[entry.key]
+        state, logits_state, output = untraced(lambda: call(*arguments))
+        results = [state, logits_state, *jax.tree.leaves(output)]
+        self._values |= {
+            entry.results + i: value for i, value in enumerate(results) if value is not None
+        }
+
+    def _fetch(self, entry: messages.Fetch) -> None:
+        self._to_send.put((entry.handle, self._values[entry.handle]))
+
+    def _free(self, entry: messages.Free) -> None:
+        for handle in entry.handles:
+            self._values.pop(handle, None)
+
+    def _send_all(self) -> None:
+        """Wait for outputs, in all workers, so that each of them reports its own errors."""
+        while True:
+            handle, array = self._to_send.get()
+            host = np.asarray(array)
+            if self._index == 0:
+                self._send(messages.Value(handle, pack(host)))
+            del array
+
+
+def configs_digest(configs: Any) -> bytes:
+    """Return a digest of the configs of a target and a drafter."""
+    return hashlib.sha256(repr(configs).encode()).digest()
+
+
+def main() -> None:
+    """Connect to the front, and execute its log."""
+    front, index, address = sys.argv[1:]
+    token = os.environ.pop(TOKEN, "")
+    host, _, port = front.rpartition(":")
+    try:
+        connection = socket.create_connection((host, int(port)), timeout=CONNECT_S)
+        channel = Channel(connection)
+        channel.authenticate(token, front=False)
+    except (OSError, HostError) as error:
+        sys.exit(f"dflash-jax: host {index} cannot reach its server at {front}: {error}")
+    HostWorker(channel, int(index), address).run()
+
+
+if __name__ == "__main__":
+    main()
