@@ -6,11 +6,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax import Plan, TargetModel
+from dflash_jax.compiler import jit
 from dflash_jax.compiler.models import model_axes
 from dflash_jax.compiler.placement import device_mesh, param_shardings
 from dflash_jax.config import TargetConfig
+from dflash_jax.decode.filters import LISTED, leading
 from dflash_jax.testing import (
     random_engine,
     random_params,
@@ -44,6 +47,7 @@ def main() -> None:
     shallow = QUICK if family == "quick" else {}
     drafter = tiny_drafter(target, target_layer_ids=(0,), **HEADS, **shallow)
     prompts = [np.random.default_rng(i).integers(0, 96, 5 + 9 * i).tolist() for i in range(4)]
+    check_leading()
     said, shares = {}, {}
     for mesh in ["1x1", *meshes]:
         data, model = map(int, mesh.split("x"))
@@ -61,14 +65,24 @@ def main() -> None:
         results = engine.generate_many([*prompts, prompts[-1]], max_tokens=12, trace=True)
         said[mesh] = [[r.token_ids, *(x.rejected for x in r.trace)] for r in results]
         assert results[-1].stats.cached_tokens == 16
-        if family == "quick":  # programs with filters, in which a split vocabulary is sorted
-            drawn = engine.generate(prompts[0], max_tokens=6, temperature=0.5, top_k=3, seed=1)
-            said[mesh].append([drawn.token_ids])
         if mesh != "1x1":
             leaves = jax.tree.leaves((engine.params, engine.runner.state))
             held = sum(x.addressable_shards[0].data.nbytes for x in leaves)
             shares[mesh] = held / sum(x.nbytes for x in leaves)
     print(json.dumps({"said": said, "shares": shares, "devices": len(jax.devices())}))
+
+
+def check_leading() -> None:
+    """Compare the largest logits of a vocabulary that is split over two devices with NumPy's."""
+    mesh = device_mesh(Plan(mesh=(1, 2)))
+    assert mesh is not None
+    logits = np.random.default_rng(0).standard_normal((4, 256), np.float32)
+    split = jax.device_put(logits, NamedSharding(mesh, PartitionSpec(None, "model")))
+    largest = jit(lambda x: tuple(found[:, :3] for found in leading(x, LISTED)))
+    values, ids = map(np.asarray, largest(split))
+    expected = np.argsort(-logits, axis=1)[:, :3]
+    np.testing.assert_array_equal(ids, expected)
+    np.testing.assert_array_equal(values, np.take_along_axis(logits, expected, axis=1))
 
 
 def forward(target: TargetConfig) -> dict[str, Any]:
