@@ -109,6 +109,7 @@ class HostWorker:
     def _join(self, entry: messages.Join) -> None:
         if entry.devices:
             jax.config.update("jax_num_cpu_devices", entry.devices)
+        jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM
         own = entry.coordinator if self._index == 0 else None  # not on every interface
         jax.distributed.initialize(
             entry.coordinator,

@@ -312,13 +312,14 @@ class Worker:
     def _recover(self, error: Exception) -> None:
         """Restart the engine after a failed step; its requests end, as device state is lost."""
         assert self.engine is not None
-        log.error("a step failed: %s", error, exc_info=error)
+        hosts = isinstance(error, HostError)  # which have logged the cause
+        log.error("a step failed: %s", error, exc_info=None if hosts else error)
         failure = errors.step_failure(error)
         self._publish(
             [(job, job.handle.pieces[job.given :], failure) for job in self._jobs if job.handle]
         )
         self._failures += 1
-        if isinstance(error, HostError):
+        if hosts:
             self.first = ()
             self._call(self.ready.clear)
             self.restarts.begin(self._failures)
