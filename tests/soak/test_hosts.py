@@ -88,16 +88,21 @@ class HostedServer:
         return answer
 
 
-def worker_processes(parent: int) -> list[tuple[int, int]]:
-    """Return index and id of each worker whose parent is a process, also of ended ones."""
-    found = []
+def worker_processes(front: int) -> list[tuple[int, int]]:
+    """Return index and id of each worker that runs and was started by a process or its children."""
+    parents, found = {}, []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             fields = (path / "stat").read_text().rpartition(")")[2].split()
-            command = (path / "cmdline").read_bytes().split(b"\0")
-            if int(fields[1]) == parent and b"dflash_jax.hosts.worker" in command:
+            parents[int(path.name)] = int(fields[1])
+            command = (path / "cmdline").read_bytes().split(b"\0")  # empty of an ended process
+            if b"dflash_jax.hosts.worker" in command:
                 found.append((int(command[-3]), int(path.name)))
-    return found
+
+    def is_own(number: int) -> bool:
+        return number == front or (number in parents and is_own(parents[number]))
+
+    return [(index, number) for index, number in found if is_own(number)]
 
 
 def is_alive(pid: int) -> bool:
