@@ -59,6 +59,7 @@ class HostGroup:
         self._values: dict[int, Future[np.ndarray]] = {}  # that were fetched, by handle
         self._compiling: dict[int, tuple[Future[None], list[str]]] = {}
         self._answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._last_value = 0.0  # when an array arrived, by `time.monotonic`
         self._busy = 0  # operations during which a worker may answer late
         self._closed = threading.Event()
         self._processes: list[WorkerProcess] = []
@@ -100,7 +101,9 @@ class HostGroup:
     def _check_start(self, deadline: float, found: dict[int, Any]) -> None:
         for index, process in enumerate(self._processes):
             if (ended := process.status()) is not None:
-                raise HostError(f"host {index} ({process.name}) {ended} before it connected")
+                raise HostError(
+                    f"host {index} ({process.name}) {ended} before it connected; see its log"
+                )
         if time.monotonic() > deadline:
             missing = [index for index in range(self.hosts) if index not in found]
             raise HostError(
@@ -184,13 +187,16 @@ class HostGroup:
         """Return the result of a future.
 
         Raises:
-          HostError: the group failed, or the result did not come in time, so that it fails now.
+          HostError: the group failed, or no array arrived for so long, so that it fails now.
         """
-        try:
-            return future.result(seconds)
-        except concurrent.futures.TimeoutError:
-            self.fail(f"a result did not arrive within {seconds:g} s")
-            raise self._failure() from None
+        while True:
+            try:
+                return future.result(seconds)
+            except concurrent.futures.TimeoutError:
+                if time.monotonic() - self._last_value < seconds:
+                    continue  # chunks of a long prompt arrive before it
+                self.fail(f"a result did not arrive within {seconds:g} s")
+                raise self._failure() from None
 
     def compile(self, keys: Sequence[messages.Key], *, parallel: bool) -> "Future[None]":
         """Compile programs in all workers, some at the same time if `parallel`."""
@@ -206,6 +212,7 @@ class HostGroup:
         """Handle a worker's reply, in the thread of its connection."""
         match reply:
             case messages.Value(handle=handle, value=value):
+                self._last_value = time.monotonic()
                 with self._lock:
                     future = self._values.pop(handle, None)
                 if future is not None:

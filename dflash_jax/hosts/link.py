@@ -43,7 +43,7 @@ class WorkerLink:
             while (data := self._outbox.get()) is not None:
                 self._channel.send(data)
         except OSError as error:
-            self._lost(self.index, f"the connection broke: {error}")
+            self._lost(self.index, f"the connection ended: {error}")
 
     def _receive_all(self) -> None:
         try:

@@ -8,6 +8,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from dflash_jax.cli.options import chosen_plan
+from dflash_jax.errors import RequestError
 from dflash_jax.ray.gateway import Gateway
 from dflash_jax.ray.options import given_options, parse, scaling_options
 from dflash_jax.ray.replica import Replica
@@ -22,6 +23,11 @@ def application(args: Mapping[str, Any]) -> Any:
     """Return the application; arguments and errors as for `dflash_jax.ray.app`."""
     flags, scaling = given_options(args, os.environ)
     options = parse(flags)
+    if options.hosts > 1:
+        raise RequestError(
+            f"hosts is {options.hosts}, but a replica has one process; serve a model over several"
+            " hosts by `dflash-jax serve --hosts N --ray ADDRESS`"
+        )
     rows = chosen_plan(options).rows
     replica = serve.deployment(
         Replica,

@@ -1,6 +1,7 @@
 """Groups of scripted workers: the log, handles, and every way in which a group can fail."""
 
 import gc
+import threading
 import time
 from typing import Any
 
@@ -147,6 +148,22 @@ def test_a_result_that_does_not_arrive_fails_the_group(
     with pytest.raises(HostError, match=r"a result did not arrive within 0.05 s; all hosts are st"):
         group.wait(group.fetch(1), 0.05)
     ends_with(group, workers, "did not arrive")
+
+
+def test_a_result_is_waited_for_while_others_arrive(start: Any) -> None:
+    group, workers = start()
+    last, sent = group.fetch(99), threading.Event()
+
+    def send() -> None:
+        for handle in range(1, 6):
+            assert not sent.wait(0.06)
+            workers[0].send(messages.Value(handle, pack(np.int32(handle))))
+        workers[0].send(messages.Value(99, pack(np.int32(7))))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    assert group.wait(last, 0.1) == 7
+    thread.join()
 
 
 def test_workers_with_other_tokens_or_versions_are_refused(
