@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from dflash_jax.cli.options import chosen_drafter, chosen_plan
+from dflash_jax.cli.options import chosen_drafter, chosen_plan, open_pair
 from dflash_jax.errors import RequestError
 from dflash_jax.plan import Plan
 
@@ -74,14 +74,14 @@ def _refused(options: argparse.Namespace, plan: Plan) -> dict[str, bool]:
     }
 
 
-def hosted(options: argparse.Namespace, pair: Any) -> Any:
-    """Return an opened pair, or with `--hosts` one whose engines run on workers.
+def open_hosted(options: argparse.Namespace) -> Any:
+    """Open the chosen models; with `--hosts`, their engines run on workers.
 
     Raises:
       RequestError: no cluster answers at the address of `--ray`.
     """
     if options.hosts == 1:
-        return pair
+        return open_pair(options)
     import jax
 
     from dflash_jax.hosts.launch import ChildLauncher
@@ -94,6 +94,7 @@ def hosted(options: argparse.Namespace, pair: Any) -> Any:
         from dflash_jax import ray
 
         launcher = ray.host_launcher(options.ray, options.hosts)
+    pair = open_pair(options)
     data, model = chosen_plan(options).mesh
     sources = {
         "target": options.target,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.cli.hosts import add_host_options, check_hosts, hosted
+from dflash_jax.cli.hosts import add_host_options, check_hosts, open_hosted
 from dflash_jax.cli.options import (
     add_plan_options,
     check_values,
@@ -309,7 +309,7 @@ def _aliases(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:
 
 def _pairs(options: argparse.Namespace) -> dict[str, Any]:
     """Return the opened models by name."""
-    pairs = {_first_name(options): hosted(options, open_pair(options))}
+    pairs = {_first_name(options): open_hosted(options)}
     for text in options.model:
         name, _, paths = text.partition("=")
         target, _, drafter = paths.partition(",")

@@ -39,6 +39,7 @@ class Executor(Protocol):
       compile: compiles programs, with the arguments of `compile_programs`.
       put: returns a tree of NumPy arrays as values that later calls take without a transfer.
       params: of both models; the first argument of programs that run a model.
+      platform: of the devices: "cpu", "gpu" or "tpu".
       copies: whether outputs have to be copied to the host (`copy_to_host_async`).
       hosts: number of processes that run the programs.
       state_bytes: bytes of a state, once `empty_state` was called.
@@ -50,6 +51,7 @@ class Executor(Protocol):
     compile: Callable[..., dict[ProgramKey, Any]]
     put: Callable[[Any], Any]
     params: Any
+    platform: str
     copies: bool
     hosts: int
     state_bytes: int
@@ -61,8 +63,8 @@ class Executor(Protocol):
     def empty_logits_state(self) -> Any:
         """Return a `LogitsState` that changes no logits."""
 
-    def exchange(self, params: Params) -> None:
-        """Replace the parameters; errors as for `Engine.params`."""
+    def replacement(self, params: Params) -> Any:
+        """Return other `params`, placed as the present ones; errors as for `Engine.params`."""
 
     @property
     def params_deleted(self) -> bool:
@@ -91,7 +93,8 @@ class LocalExecutor:
         self.compile: Callable[..., dict[ProgramKey, Any]] = compile_programs
         self.put: Callable[[Any], Any] = jax.device_put
         self.params: Any = place_params(plan, target, drafter, params)
-        self.copies = jax.default_backend() != "cpu"  # on a CPU, outputs are on the host already
+        self.platform = jax.default_backend()
+        self.copies = self.platform != "cpu"  # on a CPU, outputs are on the host already
         self.hosts, self.state_bytes = 1, 0
         self.lost: concurrent.futures.Future[None] | None = None
 
@@ -107,13 +110,13 @@ class LocalExecutor:
         empty, mesh = neutral_logits_state(plan.rows, target.vocab_size), device_mesh(plan)
         return place(empty, None if mesh is None else shardings(mesh, empty, {}))
 
-    def exchange(self, params: Params) -> None:
-        """Replace the parameters.
+    def replacement(self, params: Params) -> Any:
+        """Return parameters that can replace the present ones, on the same devices.
 
         Raises:
-          CheckpointError: they have other names, shapes or dtypes; the present ones are kept.
+          CheckpointError: they have other names, shapes or dtypes.
         """
-        self.params = place_params_like(*self._models, params, self.params)
+        return place_params_like(*self._models, params, self.params)
 
     @property
     def params_deleted(self) -> bool:

@@ -78,7 +78,7 @@ class ModelRunner:
         self._fed_rows = plan.fed_rows
         self._multi_step = {x: is_multi_step(plan, x) for x in STEP_VARIANTS}
         self.state: Any = executor.empty_state()
-        self.prefixes = self._make_prefixes()
+        self.prefixes = self._make_prefixes(executor.params)
         self._logits = LogitsProcessor(target.vocab_size, executor.empty_logits_state)
         # Kept on the device, because sending a number in every call takes 0.1 ms.
         self._num_steps = executor.put([np.int32(n) for n in range(plan.steps_per_call + 1)])
@@ -197,8 +197,8 @@ class ModelRunner:
         Raises:
           CheckpointError: they have other names, shapes or dtypes; the engine keeps its own.
         """
-        self.executor.exchange(params)
-        self.prefixes = self._make_prefixes()
+        placed = self.executor.replacement(params)
+        self.executor.params, self.prefixes = placed, self._make_prefixes(placed)
 
     # -- changes of rows ----------------------------------------------------------------------
 
@@ -317,9 +317,8 @@ class ModelRunner:
                 grammar.fill(masks[place], drafts[row].tolist())
         return step, dataclasses.replace(inputs, masks=masks)
 
-    def _make_prefixes(self) -> PrefixStore | None:
+    def _make_prefixes(self, params: Params) -> PrefixStore | None:
         if not self.plan.prefix_cache:
             return None
-        params = self.executor.params
         name = functools.partial(identity, self.plan, self.target, self.drafter, params)
         return PrefixStore(self.plan, self.compiled.programs, name)

@@ -59,7 +59,7 @@ class HostGroup:
         self._values: dict[int, Future[np.ndarray]] = {}  # that were fetched, by handle
         self._compiling: dict[int, tuple[Future[None], list[str]]] = {}
         self._answers: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self._last_value = 0.0  # when an array arrived, by `time.monotonic`
+        self._arrived = 0  # arrays
         self._busy = 0  # operations during which a worker may answer late
         self._closed = threading.Event()
         self._processes: list[WorkerProcess] = []
@@ -187,16 +187,18 @@ class HostGroup:
         """Return the result of a future.
 
         Raises:
-          HostError: the group failed, or no array arrived for so long, so that it fails now.
+          HostError: the group failed, or no array arrived for so long, so that it fails now. The
+            chunks of a long prompt arrive before its first token.
         """
-        while True:
+        silent, arrived = 0.0, self._arrived  # counted as in `_watch`
+        while silent < seconds:
             try:
-                return future.result(seconds)
+                return future.result(PING_S)
             except concurrent.futures.TimeoutError:
-                if time.monotonic() - self._last_value < seconds:
-                    continue  # chunks of a long prompt arrive before it
-                self.fail(f"a result did not arrive within {seconds:g} s")
-                raise self._failure() from None
+                silent = silent + PING_S if arrived == self._arrived else 0.0
+                arrived = self._arrived
+        self.fail(f"a result did not arrive within {seconds:g} s")
+        raise self._failure()
 
     def compile(self, keys: Sequence[messages.Key], *, parallel: bool) -> "Future[None]":
         """Compile programs in all workers, some at the same time if `parallel`."""
@@ -212,7 +214,7 @@ class HostGroup:
         """Handle a worker's reply, in the thread of its connection."""
         match reply:
             case messages.Value(handle=handle, value=value):
-                self._last_value = time.monotonic()
+                self._arrived += 1
                 with self._lock:
                     future = self._values.pop(handle, None)
                 if future is not None:

@@ -121,8 +121,9 @@ class HostDevices(Message, frozen=True):
 
 
 class Loaded(Message, frozen=True):
-    """The models are loaded: a digest of configs and vectors, and the bytes of all parameters."""
+    """The models are loaded: the platform, a digest of configs and vectors, and sizes in bytes."""
 
+    platform: str
     digest: bytes
     weight_bytes: int
     state_bytes: int

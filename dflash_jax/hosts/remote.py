@@ -114,6 +114,7 @@ class RemoteExecutor:
         self.copies, self.hosts = True, group.hosts
         self.lost: concurrent.futures.Future[None] | None = group.lost
         self.state_bytes, self.weight_bytes = loaded.state_bytes, loaded.weight_bytes
+        self.platform = loaded.platform
         self.digest, self._group = loaded.digest, group
 
     @property
@@ -129,7 +130,7 @@ class RemoteExecutor:
         """Return a handle of a logits state that changes no logits."""
         return self._create(logits=True)
 
-    def exchange(self, params: Any) -> NoReturn:
+    def replacement(self, params: Any) -> NoReturn:
         """Refuse other parameters.
 
         Raises:

@@ -139,8 +139,9 @@ class HostWorker:
             self._executor = LocalExecutor(plan, *pair.configs, weights)
             del weights
             self._executor.empty_state()  # for its size; freed at once
-        sizes = self._executor.weight_bytes, self._executor.state_bytes
-        self._send(messages.Loaded(digest, *sizes))
+        made = self._executor
+        loaded = messages.Loaded(made.platform, digest, made.weight_bytes, made.state_bytes)
+        self._send(loaded)
 
     def _compile_all(self) -> None:
         while True:

@@ -180,8 +180,8 @@ class _EngineCollector:
             )
         labels = ("version", "jax", "backend", "target", "draft")
         info = GaugeMetricFamily("dflash_jax:build_info", "Always 1.", labels=labels)
-        build = __version__, jax.__version__, jax.default_backend()
         for name, engine in self.named():
+            build = __version__, jax.__version__, engine.runner.executor.platform
             info.add_metric((*build, name, getattr(engine.drafter, "kind", "none")), 1)
         yield info
 

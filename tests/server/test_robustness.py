@@ -544,7 +544,8 @@ def test_metrics_have_the_names_that_dashboards_look_for(live: LiveServer) -> No
 
 def test_a_busy_model_does_not_run_in_the_rows_of_an_idle_one(random_tiny: Engine) -> None:
     rows = random_tiny.plan.rows
-    workers = [SimpleNamespace(engine=random_tiny, active=n, held_tokens=0) for n in (rows + 2, 0)]
+    shared = {"engine": random_tiny, "held_tokens": 0, "restarts": SimpleNamespace(count=0)}
+    workers = [SimpleNamespace(active=n, **shared) for n in (rows + 2, 0)]
     models: Any = [SimpleNamespace(name=str(i), worker=w) for i, w in enumerate(workers)]
     lines = Metrics().text(models).decode().splitlines()
     assert f"dflash_jax:num_requests_running {float(rows)}" in lines
