@@ -127,7 +127,7 @@ def open_target(source: str, recipe: Recipe) -> TargetModel:
     model = load_target(source, dtype=recipe.dtype)  # pyrefly: ignore
     if recipe.target_weights == FLOAT:
         return model
-    plan = Plan(weights=recipe.target_weights)  # pyrefly: ignore
+    plan = Plan(weights=recipe.target_weights)
     specs = weight_specs(plan, model.config, None)
     own = {path.removeprefix("target/"): how for path, how in specs.items()}
     exact = jax.tree.map(lambda x: np.asarray(x, np.float32), jax.device_get(model.params))

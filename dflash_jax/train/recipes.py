@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dflash_jax.errors import ConfigError
+from dflash_jax.plan import Weights
 from dflash_jax.train.recipe import ADAMW, CACHE, DFLASH2, DPACE, Bucket, Recipe, Schedule
 
 SMOKE = Recipe(
@@ -183,6 +184,7 @@ def _read(key: str, text: str, kind: Any) -> Any:
         tuple[int, ...]: lambda t: tuple(int(part) for part in t.split(",")),
         tuple[str, ...]: lambda t: tuple(part.strip().lower() for part in t.split(",")),
         tuple[Bucket, ...]: lambda t: tuple(map(_bucket, t.split(","))),
+        Weights: str,
     }
     try:
         return readers.get(kind, kind)(text)

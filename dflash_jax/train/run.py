@@ -145,6 +145,7 @@ def stored_rows(
       CheckpointError: stored answers or rows are damaged.
     """
     path, fill, longest = out / "rows.npz", 0, recipe.buckets[-1].length
+    decoder = decoder or regenerate.local_decoder(model, recording, weights=recipe.target_weights)
     if not path.is_file():
         asked, kept = data.split_by_answers(training, recipe)
         more = len(training) - len(asked) - len(kept)
@@ -161,7 +162,7 @@ def stored_rows(
         if prompts:
             rows += regenerate.answer(
                 out / "answers.jsonl",
-                decoder or regenerate.local_decoder(model, recording),
+                decoder,
                 prompts,
                 recipe.answer_buckets,
                 report=report,
