@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from dflash_jax.compiler.models import build_pair
 from dflash_jax.config import DrafterConfig
 from dflash_jax.errors import ComputeError
 from dflash_jax.target_model import TargetModel
@@ -27,7 +28,7 @@ from dflash_jax.train import (
 from dflash_jax.train import rows as packing
 from dflash_jax.train.beginning import BegunRun, begin, check_ids
 from dflash_jax.train.files import saved_as, sound, write_json
-from dflash_jax.train.fitting import Report, feature_store, fit
+from dflash_jax.train.fitting import Report, cached_features, feature_store, fit, make_batches
 from dflash_jax.train.recipe import Recipe
 from dflash_jax.train.rows import TokenRows
 from dflash_jax.train.usage import Usage
@@ -73,6 +74,20 @@ def run(
         target, source, out, recipe, report=report, mask_id=mask_id, start=start, data_of=data_of
     )
     return finish(begun, target, out, recipe, report=report)
+
+
+def prepare(target: str, source: str, out: Path, recipe: Recipe, *, report: Report) -> None:
+    """Make the data of a run without training: rows, and features if the recipe keeps them.
+
+    Other runs take them by `data_of`. Arguments and errors are those of `run`.
+    """
+    begun = begin(target, source, out, recipe, report=report)
+    model, config, (_, usage) = begun.model, begun.config, begun.held_out(recipe)
+    recorded = answer_recording(out, model, config, recipe)
+    rows = stored_rows(out, model, begun.data.training, recipe, report, usage, recording=recorded)
+    batches, _ = make_batches(rows, recipe, report)
+    store, pair = feature_store(out, model, config, recipe), build_pair(model.config, config)
+    cached_features(store, pair, model, recipe, batches, report)
 
 
 def finish(
