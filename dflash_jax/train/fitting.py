@@ -158,7 +158,7 @@ def fit(
     advanced = drafter.step(pair, recipe, maker)
     program = jit(advanced, donate=(0,), static_argnums=(5,), out_shardings=place.everywhere)
     first, fixed = first_params(pair, recipe, model, rows, report, start)
-    group.agree("the digest of initial parameters", digest(first, group))
+    group.agree("the digest of all weights", digest((first, model.params, fixed), group))
     frozen = place.replicated(model.params | fixed)
 
     def advance(state: TrainState, number: int) -> Any:

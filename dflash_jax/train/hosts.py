@@ -38,8 +38,9 @@ class HostLink:
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         connection.settimeout(SILENCE)
-        for work in (self._receive, self._ping):
-            threading.Thread(target=work, daemon=True).start()
+        self._receiver = threading.Thread(target=self._receive, daemon=True)
+        self._receiver.start()
+        threading.Thread(target=self._ping, daemon=True).start()
 
     def send(self, **message: Any) -> None:
         """Send a message; the receiving thread reports a broken connection."""
@@ -51,6 +52,11 @@ class HostLink:
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._messages.get(timeout=1.0)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the other host closes the connection, which is no longer reported."""
+        self._closed.set()
+        self._receiver.join(seconds)
 
     def close(self) -> None:
         """Close the connection; its end is no longer reported."""
@@ -153,6 +159,8 @@ class TrainingHosts:
         It ends at once: JAX's own end waits for hosts that are ending too.
         """
         with self._ending:
+            if code == STOPPED and not self.first:  # all stop at the same step, host 0 first
+                self._links[0].wait(PING)
             self.abandon(text, code)
             _finish("" if self._quiet and code == STOPPED else text, code)
 
@@ -182,8 +190,9 @@ class TrainingHosts:
         with self._ending:
             for link in self._links:  # host 0 names the host that ended to the others
                 link.send(ended=text, code=code)
+            prefix = "" if code == STOPPED else "HostError: "
             again = "" if text.endswith(AGAIN) else AGAIN
-            _finish("" if self._quiet and named else f"HostError: {text}{again}", code)
+            _finish("" if self._quiet and named else f"{prefix}{text}{again}", code)
 
 
 def _finish(text: str, code: int) -> NoReturn:

@@ -149,10 +149,8 @@ def test_a_signal_at_either_host_saves_and_stops_both(folder: Path, two: Path, h
         running[host].send_signal(signal.SIGTERM)
         assert [process.wait(BOUND) for process in running] == [3, 3]
     said = errors(out, 0).read_text().splitlines()[-1]
-    found = re.fullmatch(
-        r"dflash-jax: drafter stopped at step (\d+) of 40; state saved; run the same command to go on",
-        said,
-    )
+    stopped = r"drafter stopped at step (\d+) of 40; state saved; run the same command to go on"
+    found = re.fullmatch(f"dflash-jax: {stopped}", said)
     assert found, said
     assert found[1] in {path.name for path in (out / "state").iterdir()}
     whole(out, "--hosts", "2")

@@ -1,6 +1,7 @@
 """How hosts of a training run meet, exchange values and notice that one is gone."""
 
 import contextlib
+import functools
 import queue
 import socket
 import threading
@@ -18,6 +19,13 @@ from dflash_jax.train.hosts import HostLink, TrainingHosts
 from dflash_jax.train.joining import HostOptions
 
 Outcome = tuple[Any, BaseException | None]
+
+
+class RecordingHosts(TrainingHosts):
+    """Hosts whose process outlives the loss of another one."""
+
+    def _lost(self, text: str, code: int, named: bool) -> None:
+        self.losses = [*getattr(self, "losses", []), text]
 
 
 def together(*works: Callable[[], Any]) -> list[Outcome]:
@@ -42,7 +50,7 @@ def together(*works: Callable[[], Any]) -> list[Outcome]:
 @pytest.fixture
 def three() -> Iterator[list[TrainingHosts]]:
     """Hosts 0 to 2, which are connected."""
-    groups = [TrainingHosts(i, 3) for i in range(3)]
+    groups: list[TrainingHosts] = [RecordingHosts(i, 3) for i in range(3)]
     for i in (2, 1):
         ends = socket.socketpair()
         groups[0].add(i, ends[0])
@@ -80,7 +88,7 @@ def test_another_value_is_named_with_its_host(three: list[TrainingHosts]) -> Non
 
 
 def test_another_call_is_refused() -> None:
-    groups = [TrainingHosts(i, 2) for i in range(2)]
+    groups = [RecordingHosts(i, 2) for i in range(2)]
     for group, end in zip(groups, socket.socketpair(), strict=True):
         group.add(1 - group.host, end)
     other = functools.partial(groups[1]._links[0].send, name="b", value=0)
@@ -165,7 +173,7 @@ def options(host: int, address: tuple[str, int], wait: float = 20.0, **more: Any
 
 
 def meet(chosen: HostOptions) -> TrainingHosts:
-    group = TrainingHosts(chosen.host, chosen.count)
+    group = RecordingHosts(chosen.host, chosen.count)
     with contextlib.ExitStack() as entered:
         (joining._listen if group.first else joining._connect)(group, chosen, entered, ())
     return group
