@@ -208,3 +208,15 @@ def test_hosts_with_folders_of_their_own_are_refused(folder: Path) -> None:
     said = errors(outs[1], 1).read_text().splitlines()[-1]
     assert "HostError" in said
     assert "is not the folder that host 0 writes; give an --out in a file system" in said
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_host_killed_before_the_first_step_ends_the_other(folder: Path, victim: int) -> None:
+    out = folder / f"early{victim}"
+    with pair(out, "--set", "answers=target", "--set", "prompts=36") as running:
+        wait_for("using 36 of", errors(out, 0), running[0])  # host 0 answers, host 1 waits
+        running[victim].kill()
+        assert running[1 - victim].wait(BOUND) == 1
+    said = errors(out, 1 - victim).read_text().splitlines()[-1]
+    assert f"HostError: host {victim} is gone" in said
+    assert not (out / "state").exists()

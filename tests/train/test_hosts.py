@@ -2,10 +2,15 @@
 
 import contextlib
 import functools
+import json
+import os
 import queue
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -276,3 +281,36 @@ def test_devices_that_hosts_cannot_share_are_refused() -> None:
             Placement(3)
         with pytest.raises(ConfigError, match="devices were asked for on host 0, but there are"):
             Placement(128)
+
+
+def test_two_processes_train_a_drafter_like_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "It is 12."}]
+    line = json.dumps({"messages": turns})
+    (tmp_path / "data.jsonl").write_text(f"{line}\n" * 8)
+    words = ["train", "--preset", "smoke", "--data", str(tmp_path / "data.jsonl"), "--json"]
+    for setting in ("answers=given", "held_out=0", "steps=2", "buckets=32x4", "save_every=2"):
+        words += ["--set", setting]
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    assert main([*words, "--out", str(alone)]) == 0
+    more = ["--hosts", "2", "--set", "devices=2", "--out", str(both)]
+    ran = subprocess.run(
+        [sys.executable, "-m", "dflash_jax", *words, *more],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["drafter"] == str(both / "drafter")
+    assert (both / "drafter" / "model.safetensors").is_file()
+    logged = [
+        [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+        for out in (alone, both)
+    ]
+    assert [[step["step"] for step in steps] for steps in logged] == [[1, 2]] * 2
+    for one, two in zip(*logged, strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+        assert two["gradient"] == pytest.approx(one["gradient"], rel=1e-3)
