@@ -14,6 +14,7 @@ import queue
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -37,6 +38,7 @@ class HostLink:
         self.peer, self._connection, self._lost = peer, connection, lost
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.heard = time.monotonic()  # time of the last message
         connection.settimeout(SILENCE)
         self._receiver = threading.Thread(target=self._receive, daemon=True)
         self._receiver.start()
@@ -68,7 +70,7 @@ class HostLink:
     def _receive(self) -> None:
         try:
             for line in self._connection.makefile("rb"):
-                message = json.loads(line)
+                message, self.heard = json.loads(line), time.monotonic()
                 if "ended" in message:
                     self._end(message["ended"], message["code"], named=True)
                 elif "name" in message:
@@ -152,6 +154,11 @@ class TrainingHosts:
     def share_of(self, chosen: np.ndarray) -> np.ndarray:
         """Return this host's part of the rows of a batch."""
         return np.split(chosen, self.count)[self.host]
+
+    def silent(self) -> list[int]:
+        """Return the hosts that were not heard of recently."""
+        now = time.monotonic()
+        return [link.peer for link in self._links if now - link.heard > 2 * PING]
 
     def leave(self, text: str, code: int) -> NoReturn:
         """Print an error, send it to the other hosts, and end this process.

@@ -111,6 +111,7 @@ def joined(options: HostOptions, command: Sequence[str] = ()) -> Iterator[Traini
         except BaseException as error:
             if isinstance(error, jax.errors.JaxRuntimeError):
                 time.sleep(2 * RETRY)  # a lost host fails collectives; its thread names it
+                error = _failed_collective(error, group)
             group.leave(*_ended_by(error))
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.distributed.shutdown()  # waits for all
@@ -132,12 +133,19 @@ def _without_output() -> Iterator[None]:
         os.close(nothing)
 
 
+def _failed_collective(error: BaseException, group: TrainingHosts) -> HostError:
+    silent = ", ".join(map(str, group.silent()))
+    named = f"host {silent} is silent" if silent else "another host may be gone"
+    reason = str(error).partition("\n")[0][:200]
+    return HostError(f"a program of all hosts failed, and {named} ({reason}){AGAIN}")
+
+
 def _ended_by(error: BaseException) -> tuple[str, int]:
     """Return the message and the exit code of a command that an error ends."""
     match error:
         case TrainingStopped():
             return f"{error}{AGAIN}", STOPPED
-        case DFlashError() | OSError() | jax.errors.JaxRuntimeError():
+        case DFlashError() | OSError():
             return f"{type(error).__name__}: {error}", 1
         case KeyboardInterrupt():
             return "interrupted", INTERRUPTED

@@ -26,6 +26,7 @@ def save(folder: Path, step: int, state: State, identity: str) -> None:
 
     Raises:
       CheckpointError: the state could not be written; earlier ones stay.
+      jax.errors.JaxRuntimeError: another host is gone.
     """
     items = ocp.args.Composite(
         arrays=ocp.args.PyTreeSave(_flat(state)),  # pyrefly: ignore
@@ -35,7 +36,10 @@ def save(folder: Path, step: int, state: State, identity: str) -> None:
         with _manager(folder) as manager:
             manager.save(step, args=items)
     except Exception as error:  # orbax and tensorstore raise many kinds
-        if hosts.current().first:
+        group = hosts.current()
+        if group.count > 1 and isinstance(error, jax.errors.JaxRuntimeError):
+            raise  # the hosts could not agree; the disk has no part in it
+        if group.first:
             for part in folder.glob("*.orbax-checkpoint-tmp*"):
                 remove(part)
         raise full(folder, error) from error

@@ -314,3 +314,15 @@ def test_two_processes_train_a_drafter_like_one(
     for one, two in zip(*logged, strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
         assert two["gradient"] == pytest.approx(one["gradient"], rel=1e-3)
+
+
+def test_hosts_that_were_not_heard_of_are_named(
+    three: list[TrainingHosts],
+) -> None:
+    assert three[0].silent() == []
+    three[0]._links[1].heard -= 3 * hosts.PING
+    assert three[0].silent() == [2]
+    error = joining._failed_collective(RuntimeError("UNKNOWN: timed out\nmore"), three[0])
+    assert str(error).startswith(
+        "a program of all hosts failed, and host 2 is silent (UNKNOWN: timed out); run the same"
+    )
