@@ -48,6 +48,10 @@ class ComputeError(DFlashError):
     """The device produced something unusable, such as non-finite target logits."""
 
 
+class HostError(DFlashError):
+    """A host of a run on several hosts that is gone, does not answer, or runs another command."""
+
+
 class NativeError(DFlashError):
     """The native kernels cannot be compiled here."""
 

@@ -22,6 +22,7 @@ from dflash_jax.train import (
     data,
     evaluate,
     given,
+    hosts,
     objective,
     regenerate,
 )
@@ -101,23 +102,31 @@ def finish(
 ) -> Outcome:
     """Complete a run that was begun with the same arguments; errors as for `run`.
 
+    Host 0 makes the rows, exports the drafter and measures it; all hosts train.
+
     Args:
       decoder: decodes the answers; by default this process, which then records features too.
     """
     model, config, every = begun.model, begun.config, begun.data
-    asked, usage = begun.held_out(recipe)
-    recorded = None if decoder else answer_recording(out, model, config, recipe)
-    rows = stored_rows(
-        out, model, every.training, recipe, report, usage, recording=recorded, decoder=decoder
-    )
-    if not (out / "drafter").is_dir():
+    group, asked = hosts.current(), []
+    rows: list[TokenRows] = []
+    if group.first:
+        asked, usage = begun.held_out(recipe)
+        recorded = None if decoder else answer_recording(out, model, config, recipe)
+        rows = stored_rows(
+            out, model, every.training, recipe, report, usage, recording=recorded, decoder=decoder
+        )
+    if not group.exchange("is trained", (out / "drafter").is_dir())[0]:
+        if not group.first:
+            rows = packing.load(out / "rows.npz")
         mask, identity = config.mask_token_id, begun.identity
         with explained_out_of_memory():
             _, trained = fit(
                 model, recipe, mask, rows, out, identity=identity, report=report, start=begun.params
             )
-        write_drafter(out / "drafter", config, trained)
-    results = measured(out, target, asked, recipe, report)
+        if group.first:
+            write_drafter(out / "drafter", config, trained)
+    results = measured(out, target, asked, recipe, report) if group.first else {}
     return Outcome(out / "drafter", results)
 
 
