@@ -197,6 +197,34 @@ def lines(title: str, table: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
+def table(tables: Mapping[str, Any]) -> list[str]:
+    """Return the rows of the table in docs/benchmarks.md; `tables` are those of the JSON file.
+
+    Speeds are those of the block that is the fastest over all prompts. The plain mode is the
+    faster of the two, for all prompts; ratios are medians of prompts, each paired with itself.
+    """
+    rows = [
+        "| weights, temperature | prompts | block | acceptance length | accepted at 1, 2, ... |"
+        " plain tokens/s | drafted | drafted over plain | automatic over plain |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for title, groups in tables.items():
+        every = groups["all"]
+        blocks = [mode for mode in every if mode.startswith("block ")]
+        best = max(blocks, key=lambda mode: every[mode]["tokens_per_s"])
+        base = max((PLAIN, ALONE), key=lambda mode: every[mode]["tokens_per_s"])
+        for name, modes in groups.items():
+            drafted = modes[best]
+            ratios = [modes[mode][f"over {base}"] for mode in (best, AUTOMATIC)]
+            places = ", ".join(f"{x:.2f}" for x in drafted["accepted_per_position"])
+            cells = [title.replace(" temperature", ""), name, best.removeprefix("block ")]
+            cells += [f"{drafted['acceptance_length']:.2f}", places]
+            cells += [f"{modes[mode]['tokens_per_s']:.1f}" for mode in (base, best)]
+            cells += [f"{x['median']:.2f}" if x else "" for x in ratios]
+            rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Measure, print the tables, and store them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

@@ -49,7 +49,7 @@ class ComputeError(DFlashError):
 
 
 class HostError(DFlashError):
-    """A worker of a model over several hosts that cannot start, died, failed or hangs."""
+    """A host of a run on several hosts that is gone, fails, or does not answer."""
 
 
 class NativeError(DFlashError):

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import sys
 import time
@@ -11,8 +12,6 @@ from typing import Any
 
 from dflash_jax.cli.options import new_command, use_compilation_cache
 from dflash_jax.errors import ConfigError, install_hint
-
-STOPPED = 3  # exit code after a signal, once the state is saved
 
 
 def add_command(commands: Any) -> None:
@@ -65,7 +64,33 @@ def add_command(commands: Any) -> None:
         help="have the prompts answered by a Ray cluster, one worker per GPU: HOST:PORT, auto, or"
         " local to start one; the answers are the same",
     )
+    host_options(command)
     command.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
+def host_options(command: Any) -> None:
+    """Add the options of a run on several hosts."""
+    command.add_argument(
+        "--hosts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="train by N processes, each with its share of `devices` and of every batch: on this"
+        " machine, or with --host and --coordinator on several",
+    )
+    command.add_argument(
+        "--host", type=int, metavar="I", help="which of the hosts this process is, from 0"
+    )
+    command.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="address of host 0; the next port is used too"
+    )
+    command.add_argument(
+        "--host-wait",
+        type=float,
+        metavar="SECONDS",
+        help="time for all hosts to start (default: 300)",
+    )
+    command.add_argument("--local-hosts", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -81,36 +106,21 @@ def run(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError(f"training needs {error.name}; {install_hint('train')}") from error
     use_compilation_cache()
-    from dflash_jax.train import run as training
-    from dflash_jax.train.beginning import begin
+    from dflash_jax.train import hosts
     from dflash_jax.train.evaluate import summary
     from dflash_jax.train.loop import TrainingStopped
     from dflash_jax.train.recipes import recipe
 
     chosen = recipe(options.preset, options.settings)
-    started, decoder = time.monotonic(), None
-    if options.ray:
-        from dflash_jax import ray
-
-        decoder = ray.decoder(options.ray, options.target, chosen)
+    started = time.monotonic()
     try:
-        with progress() as report:
-            begun = begin(
-                options.target,
-                options.data,
-                options.out,
-                chosen,
-                report=report,
-                mask_id=options.mask_id,
-                start=options.start,
-                data_of=options.reuse,
-            )
-            trained = training.finish(
-                begun, options.target, options.out, chosen, report=report, decoder=decoder
-            )
+        with among_hosts(options, chosen):
+            trained = train(options, chosen)
     except TrainingStopped as stop:
-        print(f"dflash-jax: {stop}; run the same command to go on", file=sys.stderr)
-        return STOPPED
+        print(f"dflash-jax: {stop}{hosts.AGAIN}", file=sys.stderr)
+        return hosts.STOPPED
+    if options.host:
+        return 0
     plotted, seconds = draw(options.out), round(time.monotonic() - started, 1)
     if options.json:
         summary_fields: dict[str, Any] = {
@@ -126,6 +136,89 @@ def run(options: argparse.Namespace) -> int:
             print(f"{kind}: {summary(row)}")
     print(f"written to {trained.drafter}" + (f", curves to {plotted}" if plotted else ""))
     return 0
+
+
+def train(options: argparse.Namespace, recipe: Any) -> Any:
+    """Return the outcome of a run; only host 0 reports progress."""
+    from dflash_jax.train import hosts
+    from dflash_jax.train import run as training
+    from dflash_jax.train.beginning import begin
+
+    first, decoder = hosts.current().first, None
+    if options.ray and first:
+        from dflash_jax import ray
+
+        decoder = ray.decoder(options.ray, options.target, recipe)
+    with progress() if first else contextlib.nullcontext(lambda line: None) as report:
+        begun = begin(
+            options.target,
+            options.data,
+            options.out,
+            recipe,
+            report=report,
+            mask_id=options.mask_id,
+            start=options.start,
+            data_of=options.reuse,
+        )
+        return training.finish(
+            begun, options.target, options.out, recipe, report=report, decoder=decoder
+        )
+
+
+def among_hosts(options: argparse.Namespace, recipe: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which this process is one of the hosts of a run; none for a single one.
+
+    Raises:
+      ConfigError: the options contradict each other, or the devices cannot be divided.
+    """
+    count, host = options.hosts, options.host
+    if count < 1:
+        raise ConfigError(f"--hosts is {count}; expected at least 1")
+    if (host is None) != (options.coordinator is None):
+        raise ConfigError(
+            "--host and --coordinator go together: which host this is, and the address of host 0;"
+            " without both, --hosts starts all processes on this machine"
+        )
+    if host is not None and not 0 <= host < count:
+        raise ConfigError(f"--host is {host} of --hosts {count}; expected 0 to {count - 1}")
+    if options.host_wait is not None and options.host_wait <= 0:
+        raise ConfigError(f"--host-wait is {options.host_wait}; expected a positive number")
+    if count == 1:
+        return contextlib.nullcontext()
+    if recipe.devices % count:
+        raise ConfigError(
+            f"devices is {recipe.devices} for {count} hosts; expected a multiple of the hosts, as"
+            f" with --set devices={count * (recipe.devices // count + 1)}"
+        )
+    from dflash_jax.train import joining
+
+    address = joining.parse_address(options.coordinator) if options.coordinator else None
+    joining_options = joining.HostOptions(
+        count,
+        host or 0,
+        address or joining.free_ports(),
+        recipe.devices // count,
+        recipe_settings(recipe),
+        wait=options.host_wait or joining.WAIT,
+        local=options.local_hosts or address is None,
+    )
+    return joining.joined(joining_options, () if address else same_command(options))
+
+
+def recipe_settings(recipe: Any) -> dict[str, Any]:
+    """Return the settings of a recipe as JSON values, by which hosts compare theirs."""
+    return json.loads(json.dumps(dataclasses.asdict(recipe)))
+
+
+def same_command(options: argparse.Namespace) -> list[str]:
+    """Return the words that start another host of this machine, without its number and address."""
+    words = ["train", "--out", str(options.out), "--target", options.target, "--data", options.data]
+    words += ["--preset", options.preset, "--hosts", str(options.hosts), "--local-hosts"]
+    words += [word for setting in options.settings for word in ("--set", setting)]
+    for flag in ("start", "reuse", "mask_id", "host_wait"):
+        if (value := getattr(options, flag)) is not None:
+            words += ["--from" if flag == "start" else f"--{flag.replace('_', '-')}", str(value)]
+    return words
 
 
 def draw(out: Path) -> str | None:

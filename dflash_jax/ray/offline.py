@@ -108,7 +108,8 @@ class AnswerActor:
     def __init__(self, target: str, recipe: Recipe):
         use_compilation_cache()
         variant = Variant.SAMPLED if recipe.temperature else Variant.GREEDY
-        self._pool = EnginePool(open_target(target, recipe), variant, most=1)
+        model, weights = open_target(target, recipe), recipe.target_weights
+        self._pool = EnginePool(model, variant, most=1, weights=weights)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the answers to the groups of a batch, as JSON."""

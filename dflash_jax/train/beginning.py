@@ -11,11 +11,11 @@ import numpy as np
 
 from dflash_jax.compiler.models import weight_specs
 from dflash_jax.config import DrafterConfig, TargetConfig, check_pair
-from dflash_jax.errors import ConfigError
+from dflash_jax.errors import ConfigError, HostError
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import data, reuse, self_written, sources
+from dflash_jax.train import data, hosts, reuse, self_written, sources
 from dflash_jax.train.files import claim
 from dflash_jax.train.fitting import Placement, Report
 from dflash_jax.train.mask import mask_token
@@ -60,8 +60,12 @@ def begin(
 ) -> BegunRun:
     """Check the settings, claim the folder, and read the data; arguments and errors as for `run`.
 
-    The target writes user turns if the source asks for them.
+    The target writes user turns if the source asks for them. Of several hosts, host 0 does this,
+    and the others follow.
     """
+    group = hosts.current()
+    if not group.first:
+        return follow(target, out, recipe, start, group)
     model = open_target(target, recipe)
     given_data = sources.load(source, recipe)
     examples = (*given_data.training, *given_data.held_out)
@@ -90,7 +94,35 @@ def begin(
         reuse.take(data_of, out, about)
     identity = json.dumps(about, sort_keys=True)
     every = with_self_written(out, model, given_data, recipe, report)
+    group.exchange("begun", about)
     return BegunRun(model, config, every, params, identity)
+
+
+def follow(
+    target: str, out: Path, recipe: Recipe, start: Path | None, group: hosts.TrainingHosts
+) -> BegunRun:
+    """Return the run that host 0 began, without its data.
+
+    Raises:
+      HostError: this host does not see the run's folder.
+      ConfigError: as for `begin`, of the settings that need no data.
+    """
+    model = open_target(target, recipe)
+    Placement(recipe.devices)
+    about = group.exchange("begun")[0]
+    try:
+        seen = json.loads((out / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        seen = None
+    if seen != json.loads(json.dumps(about)):
+        raise HostError(
+            f"{out} on host {group.host} is not the folder that host 0 writes; give an --out in a"
+            " file system that all hosts share"
+        )
+    config = new_drafter(recipe, model.config, about["mask_id"])
+    params = read_start(start, config) if start else None
+    identity = json.dumps(about, sort_keys=True)
+    return BegunRun(model, config, sources.TrainingData(), params, identity)
 
 
 def check_turns(model: TargetModel, given_data: sources.TrainingData, recipe: Recipe) -> None:
@@ -127,7 +159,7 @@ def open_target(source: str, recipe: Recipe) -> TargetModel:
     model = load_target(source, dtype=recipe.dtype)  # pyrefly: ignore
     if recipe.target_weights == FLOAT:
         return model
-    plan = Plan(weights=recipe.target_weights)  # pyrefly: ignore
+    plan = Plan(weights=recipe.target_weights)
     specs = weight_specs(plan, model.config, None)
     own = {path.removeprefix("target/"): how for path, how in specs.items()}
     exact = jax.tree.map(lambda x: np.asarray(x, np.float32), jax.device_get(model.params))

@@ -13,12 +13,15 @@ import numpy as np
 from dflash_jax.compiler import jit
 from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.compiler.memory import budget
+from dflash_jax.compiler.models import weight_specs
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.loading import resolve_here
 from dflash_jax.models.recorder import recorded, recorder
-from dflash_jax.plan import Plan
+from dflash_jax.plan import Plan, Weights
+from dflash_jax.quant.layouts import pack_tree
+from dflash_jax.quant.products import set_weight_layout, with_kernel
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train.recipe import Bucket
@@ -38,6 +41,7 @@ class EnginePool:
         nothing shared, by default.
       tokenizer: for requests with stop texts.
       most: engines that decode concurrently.
+      weights: format of the target's matrices while decoding; int8 is faster on a CPU.
     """
 
     def __init__(
@@ -49,8 +53,9 @@ class EnginePool:
         chunk: int = 0,
         tokenizer: Tokenizer | None = None,
         most: int = MOST_ENGINES,
+        weights: Weights = "float",
     ):
-        self._most = most
+        self._most, self._weights = most, weights
         self._model, self._variant, self._tokenizer = model, variant, tokenizer
         self._recorder = recorder(model.config, taps) if taps else None
         self._chunk = chunk
@@ -80,8 +85,7 @@ class EnginePool:
     def _new_pool(self, bucket: Bucket) -> "queue.SimpleQueue[Engine]":
         free: queue.SimpleQueue[Engine] = queue.SimpleQueue()
         model, plan, first = self._model, self._plan(bucket), None
-        params: dict[str, Any] = {"target": model.params}
-        params |= {"drafter": {}} if self._recorder else {}
+        params = {"target": self._params(plan)} | ({"drafter": {}} if self._recorder else {})
         for _ in range(self.count(bucket)):
             engine = Engine(model.config, self._recorder, params, plan, tokenizer=self._tokenizer)
             if first is None:
@@ -94,6 +98,15 @@ class EnginePool:
             free.put(engine)
         return free
 
+    def _params(self, plan: Plan) -> dict[str, Any]:
+        """Return the target's parameters for a plan; those of the model if it keeps floats."""
+        if plan.weights == "float":
+            return self._model.params
+        exact = {"target": jax.device_get(self._model.params)}
+        packed = pack_tree(exact, weight_specs(plan, self._model.config, None))
+        set_weight_layout(packed, plan.weight_layout)
+        return jax.device_put(with_kernel(packed, plan.kernels != "xla"))["target"]
+
     def _plan(self, bucket: Bucket) -> Plan:
         config = self._model.config
         length = min(bucket.length, config.max_length)
@@ -101,6 +114,7 @@ class EnginePool:
             rows=bucket.rows,
             max_length=length,
             dtype=self._model.dtype,
+            weights=self._weights,
             exact=False,
             block=2 if self._recorder else 0,
             chunk=self._chunk,

@@ -1,5 +1,6 @@
 """Training of a drafter: rows, features, batches, optimizer, saved states."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from dflash_jax.config import DrafterConfig, check_pair
 from dflash_jax.decode.pair import Pair
 from dflash_jax.errors import ConfigError
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import drafter, features, initial, loop, objective, optimizer
+from dflash_jax.train import drafter, features, hosts, initial, loop, objective, optimizer
 from dflash_jax.train.feature_store import FeatureStore
 from dflash_jax.train.recipe import CACHE, LAYERS, Recipe, new_drafter
 from dflash_jax.train.rows import Batches, TokenRows
@@ -92,10 +93,16 @@ def cached_features(
     batches: Batches,
     report: Report,
 ) -> features.FeatureCache | None:
-    """Return the features of all rows; None if the recipe computes them online."""
+    """Return the features of all rows; None if the recipe computes them online.
+
+    Host 0 computes those that are missing, before the other hosts read them.
+    """
     if store is None:
         return None
-    return features.fill_cache(
+    group = hosts.current()
+    if not group.first:
+        group.exchange("features")
+    cache = features.fill_cache(
         store,
         pair,
         model.params,
@@ -104,6 +111,9 @@ def cached_features(
         keep=objective.wants_distribution(recipe),
         report=report,
     )
+    if group.first:
+        group.exchange("features")
+    return cache
 
 
 def fit(
@@ -119,6 +129,9 @@ def fit(
 ) -> tuple[DrafterConfig, dict[str, Any]]:
     """Train a drafter on rows; state, log and feature cache are kept in `out`.
 
+    All hosts of a run make the same call. Each reads its share of the rows of a batch; host 0 fills
+    the feature cache and writes the log.
+
     Args:
       rows: one entry per bucket of the recipe.
       identity: see `loop.TrainingRun`.
@@ -131,7 +144,9 @@ def fit(
     Raises:
       ConfigError: no block can start in the rows, or devices are missing.
       ComputeError, CheckpointError, TrainingStopped: see `loop.fit` and `features.fill_cache`.
+      HostError: hosts start with different parameters, or from different states.
     """
+    group = hosts.current()
     config = new_drafter(recipe, model.config, mask_id)
     check_pair(model.config, config)
     pair = build_pair(model.config, config)
@@ -140,13 +155,15 @@ def fit(
     store = feature_store(out, model, config, recipe)
     cache = cached_features(store, pair, model, recipe, batches, report)
     maker = optimizer.build(recipe.schedule, decay=recipe.weight_decay, kind=recipe.optimizer)
-    program = jit(drafter.step(pair, recipe, maker), donate=(0,), static_argnums=(5,))
+    advanced = drafter.step(pair, recipe, maker)
+    program = jit(advanced, donate=(0,), static_argnums=(5,), out_shardings=place.everywhere)
     first, fixed = first_params(pair, recipe, model, rows, report, start)
+    group.agree("the digest of all weights", digest((first, model.params, fixed), group))
     frozen = place.replicated(model.params | fixed)
 
     def advance(state: TrainState, number: int) -> Any:
         i, chosen = batches.chosen(number)
-        batch = batches.rows[i]
+        batch, chosen = batches.rows[i], group.share_of(chosen)
         inputs = (batch.tokens[chosen], batch.wanted[chosen])
         cached = cache.at(i, chosen) if cache else None
         inputs, cached = place.by_row((inputs, cached))
@@ -157,14 +174,14 @@ def fit(
         return f"the batch of rows {chosen.tolist()} of length {batches.buckets[i].length}"
 
     params = place.replicated(first)
-    state = TrainState(params=params, optimizer=place.replicated(maker.init(params)))
+    state = TrainState(params=params, optimizer=place.replicated(maker.init(first)))
     run = loop.TrainingRun(
         path=out / "state",
         steps=recipe.schedule.steps,
         save_every=recipe.schedule.save_every,
         identity=identity,
         label="drafter",
-        log=out / "log.jsonl",
+        log=out / "log.jsonl" if group.first else None,
         batch=describe,
     )
     final = loop.fit(run, state, advance, report=report)
@@ -199,28 +216,63 @@ def first_params(
 
 
 class Placement:
-    """Placement of arrays on data-parallel devices.
+    """Placement of arrays on data-parallel devices, of which every host has as many.
+
+    Attributes:
+      everywhere: the sharding of an array of which every device has a copy.
 
     Raises:
-      ConfigError: there are fewer devices than asked for.
+      ConfigError: there are fewer devices than asked for, or hosts cannot have as many each.
     """
 
     def __init__(self, devices: int):
-        available = jax.devices()
-        if devices > len(available):
+        self._hosts = hosts.current().count
+        each, rest = divmod(devices, self._hosts)
+        if rest:
             raise ConfigError(
-                f"{devices} devices were asked for, but there are {len(available)}; on a CPU,"
-                f" XLA_FLAGS=--xla_force_host_platform_device_count={devices} makes some"
+                f"devices is {devices} for {self._hosts} hosts; expected a multiple of the hosts,"
+                f" as with --set devices={self._hosts * (each + 1)}"
             )
-        self._mesh = Mesh(np.asarray(available[:devices]), ("data",))
+        chosen: list[jax.Device] = []
+        for host in range(self._hosts):
+            available = [x for x in jax.devices() if x.process_index == host]
+            if each > len(available):
+                of = f" on host {host}" if self._hosts > 1 else ""
+                raise ConfigError(
+                    f"{each} devices were asked for{of}, but there are {len(available)}; on a CPU,"
+                    f" XLA_FLAGS=--xla_force_host_platform_device_count={each} makes some"
+                )
+            chosen += available[:each]
+        mesh = Mesh(np.asarray(chosen), ("data",))
+        self.everywhere = NamedSharding(mesh, PartitionSpec())
+        self._by_row = NamedSharding(mesh, PartitionSpec("data"))
 
     def replicated(self, tree: Any) -> Any:
-        """Copy a tree to every device."""
-        return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
+        """Copy a tree, the same on all hosts, to every device."""
+        return self._put(tree, self.everywhere)
 
     def by_row(self, tree: Any) -> Any:
-        """Shard arrays [B, ...] by row."""
-        return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec("data")))
+        """Shard arrays by row; each host gives its share of the rows of a batch [B, ...]."""
+        return self._put(tree, self._by_row)
+
+    def _put(self, tree: Any, sharding: NamedSharding) -> Any:
+        if self._hosts == 1:
+            return jax.device_put(tree, sharding)
+
+        def put(x: Any) -> jax.Array:
+            return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+
+        return jax.tree.map(put, tree)
+
+
+def digest(tree: Any, group: hosts.TrainingHosts) -> str:
+    """Return a digest of arrays, by which hosts compare theirs; empty on a single host."""
+    if group.count == 1:
+        return ""
+    found = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        found.update(jax.tree_util.keystr(path).encode() + np.asarray(leaf).tobytes())
+    return found.hexdigest()[:16]
 
 
 def replaced(fresh: dict[str, Any], start: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from dflash_jax.errors import ComputeError
-from dflash_jax.train import saved
+from dflash_jax.train import hosts, saved
 from dflash_jax.utils.progress import time_left
 
 State = TypeVar("State")
@@ -93,24 +93,28 @@ def fit(
       report: called with a progress line every few steps.
 
     Raises:
-      TrainingStopped: a signal arrived; the state is saved and the same call resumes from it.
+      TrainingStopped: a signal arrived, at any host; the state is saved and the same call resumes
+        from it.
       ComputeError: a metric is not finite; the last good state stays saved.
       CheckpointError: the saved state belongs to another run, or the disk is full.
     """
     first, state = saved.newest(run.path, state, run.identity)
-    window = MetricsWindow(run, first)
+    window, group = MetricsWindow(run, first), hosts.current()
     with stop_flag() as flag:
         for step in range(first, run.steps):
             state, metrics = advance(state, step)
             window.add(metrics)
             done = step + 1
             due = done % run.save_every == 0 or done == run.steps
-            reported = due or flag.raised or done % WINDOW == 0
+            stopping = group.any("stop", flag.raised)
+            reported = due or stopping or done % WINDOW == 0
             if reported:
                 report(f"{run.label} {done}/{run.steps}  {window.close()}")
-            if due or (reported and flag.raised):  # it usually arrives while metrics are awaited
+                # A signal usually arrives while metrics are awaited.
+                stopping = group.any("stop", flag.raised)
+            if due or stopping:
                 saved.save(run.path, done, state, run.identity)
-                if flag.raised:
+                if group.any("stop", flag.raised):
                     raise TrainingStopped(
                         f"{run.label} stopped at step {done} of {run.steps}; state saved"
                     )

@@ -8,6 +8,7 @@ from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.config.dflash2 import DFlash2Config
 from dflash_jax.config.dspark import DSparkConfig
 from dflash_jax.errors import ConfigError
+from dflash_jax.plan import Weights
 
 DFLASH, DFLASH2, DSPARK = KINDS = ("dflash", "dflash2", "dspark")
 CE, KL, MIX = LOSSES = ("ce", "kl", "mix")
@@ -90,7 +91,7 @@ class Recipe:
       features: run the target in each step (online), or once over all rows (cache, on disk).
       dtype: of the target and of the drafter's computation; drafter weights stay float32.
       target_weights: the target's matrices in float, or rounded as `Plan.weights` int8 or int4
-        rounds them.
+        rounds them; it answers with the kernels of that format, faster on a CPU.
       answers: target (it rewrites assistant turns and continues plain text), given (both are
         learnt as given), or mixed (turns as given, text continued by the target).
       prompts, text_prompts: maximum conversations and text pieces that the target answers.
@@ -134,7 +135,7 @@ class Recipe:
     parts: int = 1
     features: str = ONLINE
     dtype: str = "float32"
-    target_weights: str = FLOAT
+    target_weights: Weights = "float"
     answers: str = REGENERATED
     prompts: int
     text_prompts: int = 0

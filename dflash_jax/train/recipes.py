@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dflash_jax.errors import ConfigError
+from dflash_jax.plan import Weights
 from dflash_jax.train.recipe import ADAMW, CACHE, DFLASH2, DPACE, Bucket, Recipe, Schedule
 
 SMOKE = Recipe(
@@ -108,16 +109,19 @@ SMOLLM2 = Recipe(
     name="smollm2",
     layers=2,
     taps=(1, 8, 14, 21, 27),
-    block=8,
+    block=6,
     decay=4.0,
-    schedule=Schedule(steps=7000, rate=1e-3),
-    anchors=8,
-    buckets=(Bucket(length=192, rows=8), Bucket(length=384, rows=4)),
+    draft_vocab=8192,
+    schedule=Schedule(steps=2000, rate=1e-3),
+    anchors=16,
+    buckets=(Bucket(length=192, rows=16), Bucket(length=384, rows=8)),
     features=CACHE,
-    prompts=20_000,
+    target_weights="int8",
+    prompts=9_000,
     new_tokens=128,
+    turn_tokens=96,
     answer_buckets=(Bucket(length=192, rows=64), Bucket(length=384, rows=32)),
-    held_out=200,
+    held_out=60,
 )
 
 QWEN3_8B = Recipe(
@@ -183,6 +187,7 @@ def _read(key: str, text: str, kind: Any) -> Any:
         tuple[int, ...]: lambda t: tuple(int(part) for part in t.split(",")),
         tuple[str, ...]: lambda t: tuple(part.strip().lower() for part in t.split(",")),
         tuple[Bucket, ...]: lambda t: tuple(map(_bucket, t.split(","))),
+        Weights: str,
     }
     try:
         return readers.get(kind, kind)(text)

@@ -10,6 +10,7 @@ from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.errors import ConfigError
+from dflash_jax.plan import Weights
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train.decoding import EnginePool, Taps, decode
 from dflash_jax.train.feature_store import FeatureStore
@@ -96,16 +97,20 @@ class AnswerGroup:
 Decoder = Callable[[Sequence[AnswerGroup]], Generator[list[list[int]]]]  # yields answers, in order
 
 
-def local_decoder(model: TargetModel, recording: Recording | None = None) -> Decoder:
+def local_decoder(
+    model: TargetModel, recording: Recording | None = None, *, weights: Weights = "float"
+) -> Decoder:
     """Return a function that decodes groups in threads of this process.
 
     Args:
       recording: where to save the target's taps; answers are greedy then.
+      weights: see `EnginePool`.
     """
 
     def decoded(groups: Sequence[AnswerGroup]) -> Generator[list[list[int]]]:
         variant = Variant.SAMPLED if groups[0].params.temperature else Variant.GREEDY
-        pool = EnginePool(model, variant, taps=recording.layer_ids if recording else ())
+        taps = recording.layer_ids if recording else ()
+        pool = EnginePool(model, variant, taps=taps, weights=weights)
         workers = max(map(pool.count, {group.bucket for group in groups}))
         work = in_threads(lambda i: groups[i].decode(pool, recording), workers)
         yield from work(range(len(groups)))

@@ -16,7 +16,7 @@ ROWS, FEATURES = "rows.npz", "features"
 FILES = (self_written.FILE, self_written.REPORT, "answers.jsonl", ROWS)
 # What decides rows, and what decides features as well.
 OF_RUN = ("target", "data", "self_written")
-OF_ROWS = ("seed", "buckets", "dtype", "target_weights", "answers", "prompts", "text_prompts",
+OF_ROWS = ("seed", "dtype", "target_weights", "answers", "prompts", "text_prompts",
            "given", "new_tokens", "text_tokens", "text_prompt", "temperature", "answer_buckets",
            "turn_tokens", "turn_temperature", "turn_scripts")  # fmt: skip
 OF_FEATURES = ("features", "taps", "tap_count")
@@ -91,6 +91,7 @@ def _features(about: dict[str, Any]) -> list[Any]:
 
 
 def _deciding(about: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: about[name] for name in OF_RUN} | {
-        f"recipe.{name}": about["recipe"][name] for name in names
-    }
+    recipe = about["recipe"]
+    lengths = [bucket["length"] for bucket in recipe["buckets"]]  # their rows decide batches only
+    found = {f"recipe.{name}": recipe[name] for name in names}
+    return {name: about[name] for name in OF_RUN} | found | {"recipe.buckets": lengths}

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from dflash_jax.compiler.models import build_pair
 from dflash_jax.config import DrafterConfig
 from dflash_jax.errors import ComputeError
 from dflash_jax.target_model import TargetModel
@@ -21,13 +22,14 @@ from dflash_jax.train import (
     data,
     evaluate,
     given,
+    hosts,
     objective,
     regenerate,
 )
 from dflash_jax.train import rows as packing
 from dflash_jax.train.beginning import BegunRun, begin, check_ids
 from dflash_jax.train.files import saved_as, sound, write_json
-from dflash_jax.train.fitting import Report, feature_store, fit
+from dflash_jax.train.fitting import Report, cached_features, feature_store, fit, make_batches
 from dflash_jax.train.recipe import Recipe
 from dflash_jax.train.rows import TokenRows
 from dflash_jax.train.usage import Usage
@@ -75,6 +77,20 @@ def run(
     return finish(begun, target, out, recipe, report=report)
 
 
+def prepare(target: str, source: str, out: Path, recipe: Recipe, *, report: Report) -> None:
+    """Make the data of a run without training: rows, and features if the recipe keeps them.
+
+    Other runs take them by `data_of`. Arguments and errors are those of `run`.
+    """
+    begun = begin(target, source, out, recipe, report=report)
+    model, config, (_, usage) = begun.model, begun.config, begun.held_out(recipe)
+    recorded = answer_recording(out, model, config, recipe)
+    rows = stored_rows(out, model, begun.data.training, recipe, report, usage, recording=recorded)
+    batches, _ = make_batches(rows, recipe, report)
+    store, pair = feature_store(out, model, config, recipe), build_pair(model.config, config)
+    cached_features(store, pair, model, recipe, batches, report)
+
+
 def finish(
     begun: BegunRun,
     target: str,
@@ -86,23 +102,31 @@ def finish(
 ) -> Outcome:
     """Complete a run that was begun with the same arguments; errors as for `run`.
 
+    Host 0 makes the rows, exports the drafter and measures it; all hosts train.
+
     Args:
       decoder: decodes the answers; by default this process, which then records features too.
     """
     model, config, every = begun.model, begun.config, begun.data
-    asked, usage = begun.held_out(recipe)
-    recorded = None if decoder else answer_recording(out, model, config, recipe)
-    rows = stored_rows(
-        out, model, every.training, recipe, report, usage, recording=recorded, decoder=decoder
-    )
-    if not (out / "drafter").is_dir():
+    group, asked = hosts.current(), []
+    rows: list[TokenRows] = []
+    if group.first:
+        asked, usage = begun.held_out(recipe)
+        recorded = None if decoder else answer_recording(out, model, config, recipe)
+        rows = stored_rows(
+            out, model, every.training, recipe, report, usage, recording=recorded, decoder=decoder
+        )
+    if not group.exchange("is trained", (out / "drafter").is_dir())[0]:
+        if not group.first:
+            rows = packing.load(out / "rows.npz")
         mask, identity = config.mask_token_id, begun.identity
         with explained_out_of_memory():
             _, trained = fit(
                 model, recipe, mask, rows, out, identity=identity, report=report, start=begun.params
             )
-        write_drafter(out / "drafter", config, trained)
-    results = measured(out, target, asked, recipe, report)
+        if group.first:
+            write_drafter(out / "drafter", config, trained)
+    results = measured(out, target, asked, recipe, report) if group.first else {}
     return Outcome(out / "drafter", results)
 
 
@@ -145,6 +169,7 @@ def stored_rows(
       CheckpointError: stored answers or rows are damaged.
     """
     path, fill, longest = out / "rows.npz", 0, recipe.buckets[-1].length
+    decoder = decoder or regenerate.local_decoder(model, recording, weights=recipe.target_weights)
     if not path.is_file():
         asked, kept = data.split_by_answers(training, recipe)
         more = len(training) - len(asked) - len(kept)
@@ -161,7 +186,7 @@ def stored_rows(
         if prompts:
             rows += regenerate.answer(
                 out / "answers.jsonl",
-                decoder or regenerate.local_decoder(model, recording),
+                decoder,
                 prompts,
                 recipe.answer_buckets,
                 report=report,

@@ -1,4 +1,7 @@
-"""Saved training states: the newest two of a run, written atomically by orbax."""
+"""Saved training states: the newest two of a run, written atomically by orbax.
+
+All hosts of a run make the same calls; orbax writes each array once.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,6 +13,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_utils
 
 from dflash_jax.errors import CheckpointError
+from dflash_jax.train import hosts
 from dflash_jax.train.files import remove
 
 State = TypeVar("State")
@@ -22,6 +26,7 @@ def save(folder: Path, step: int, state: State, identity: str) -> None:
 
     Raises:
       CheckpointError: the state could not be written; earlier ones stay.
+      jax.errors.JaxRuntimeError: another host is gone.
     """
     items = ocp.args.Composite(
         arrays=ocp.args.PyTreeSave(_flat(state)),  # pyrefly: ignore
@@ -31,8 +36,12 @@ def save(folder: Path, step: int, state: State, identity: str) -> None:
         with _manager(folder) as manager:
             manager.save(step, args=items)
     except Exception as error:  # orbax and tensorstore raise many kinds
-        for part in folder.glob("*.orbax-checkpoint-tmp*"):
-            remove(part)
+        group = hosts.current()
+        if group.count > 1 and isinstance(error, jax.errors.JaxRuntimeError):
+            raise  # the hosts could not agree; the disk has no part in it
+        if group.first:
+            for part in folder.glob("*.orbax-checkpoint-tmp*"):
+                remove(part)
         raise full(folder, error) from error
 
 
@@ -43,8 +52,11 @@ def newest(folder: Path, state: State, identity: str) -> tuple[int, State]:
 
     Raises:
       CheckpointError: the saved state belongs to another run, or cannot be read.
+      HostError: hosts see different states.
     """
-    if not folder.is_dir():
+    exists, group = folder.is_dir(), hosts.current()
+    group.agree("the presence of saved states", exists)
+    if not exists:
         return 0, state
     flat, structure = _flat(state), jax.tree.structure(state)
     shapes = {
@@ -53,6 +65,7 @@ def newest(folder: Path, state: State, identity: str) -> tuple[int, State]:
     }
     with _manager(folder) as manager:
         step = manager.latest_step()
+        group.agree("the newest saved step", step)
         if step is None:
             return 0, state
         about = ocp.args.Composite(about=ocp.args.JsonRestore())  # pyrefly: ignore

@@ -114,7 +114,8 @@ def write_turns(
         kept.take(path, group)
     if kept.wanted:
         text = None if header.stop is None else model.tokenizer
-        pool = EnginePool(model, Variant.SAMPLED, chunk=CHUNK, tokenizer=text)
+        weights = recipe.target_weights
+        pool = EnginePool(model, Variant.SAMPLED, chunk=CHUNK, tokenizer=text, weights=weights)
         work = functools.partial(_group, pool, bucket, header, recipe)
         progress = StageProgress("turns", count, "kept", report, done=len(kept.turns))
         found = results(path, sizes, in_threads(work, pool.count(bucket)), label="turns")

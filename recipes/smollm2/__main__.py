@@ -1,30 +1,36 @@
-"""The command that trains drafters for SmolLM2: `python -m recipes.smollm2 RUN`.
+"""The commands of SmolLM2's drafters: `python -m recipes.smollm2 RUN data`, then `... RUN train`.
 
-The first drafter's run writes, answers and records the data; the others reuse them. A stopped or
-killed command goes on when it is started again.
+`data` has the target write and answer prompts, or takes the shipped ones, and records its features;
+`train` trains drafters on them, one after another. A stopped or killed command goes on when it is
+started again. `pack` makes the archive of prompts and answers that is shipped.
 """
 
 import argparse
 import sys
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dflash_jax.compiler import enable_compilation_cache
-from dflash_jax.errors import DFlashError
+from dflash_jax.errors import ConfigError, DFlashError
 from dflash_jax.train import run as training
 from dflash_jax.train.files import saved_as, write_json
 from dflash_jax.train.loop import TrainingStopped, to_stderr
+from dflash_jax.train.recipe import Recipe
 from dflash_jax.train.recipes import recipe
+from dflash_jax.train.reuse import FILES
 from dflash_jax.utils.allocator import tune_allocator
 
 STOPPED = 3
-# The drafters of the comparison: what differs from the preset. The first one makes the data.
+TURNS = 9_000
+SHIPPED = Path(__file__).with_name("answers.tar.xz")
+# The drafters of the comparison: what differs from the preset.
 DRAFTERS: dict[str, tuple[str, ...]] = {
     "v1": (),
     "one-layer": ("layers=1",),
-    "reduced": ("draft_vocab=8192",),
-    "dflash2": ("kind=dflash2",),
+    "full-vocabulary": ("draft_vocab=0",),
+    "dflash2": ("kind=dflash2", "draft_vocab=0"),
 }
 
 
@@ -34,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tune_allocator()
     enable_compilation_cache(options.run / "programs")
     try:
-        train(options)
+        options.command(options)
     except TrainingStopped as stop:
         to_stderr(f"{stop}; run the same command to go on")
         return STOPPED
@@ -47,32 +53,81 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     made = argparse.ArgumentParser(prog="python -m recipes.smollm2", description=__doc__)
-    made.add_argument("run", type=Path, help="folder of the runs, one per drafter")
+    made.add_argument("run", type=Path, help="folder of the data and of a run for each drafter")
     made.add_argument("--target", default="smollm2", help="another target, for tests")
     made.add_argument("--preset", default="smollm2")
-    made.add_argument("--turns", type=int, default=20_000, help="user turns that the target writes")
-    made.add_argument("--only", nargs="+", choices=tuple(DRAFTERS), default=tuple(DRAFTERS))
+    made.add_argument("--turns", type=int, default=TURNS, help="user turns that the target writes")
     made.add_argument("--set", action="append", default=[], dest="settings", metavar="NAME=VALUE")
+    commands = made.add_subparsers(required=True, metavar="COMMAND")
+    for function, text in (
+        (data, "have the target write and answer prompts, and record its features"),
+        (train, "train drafters on the data, and write their figures to table.json"),
+        (pack, "pack the prompts and answers into an archive"),
+    ):
+        command = commands.add_parser(function.__name__, help=text, description=text)
+        command.set_defaults(command=function)
+        if function is data:
+            command.add_argument("--shipped", action="store_true", help="take the shipped answers")
+        if function is train:
+            names = {"choices": tuple(DRAFTERS), "default": tuple(DRAFTERS)}
+            command.add_argument("--only", nargs="+", **names)
+        if function is pack:
+            command.add_argument("--archive", type=Path, default=SHIPPED)
     return made
 
 
+def data(options: argparse.Namespace) -> None:
+    """Make the data of all drafters."""
+    folder = options.run / "data"
+    if options.shipped and not folder.exists():
+        unpack(SHIPPED, folder)
+    source = f"self:{options.turns}"
+    training.prepare(options.target, source, folder, chosen(options), report=to_stderr)
+
+
 def train(options: argparse.Namespace) -> None:
-    """Train the chosen drafters one after another, and write their figures to `table.json`."""
-    first, table = next(iter(DRAFTERS)), {}
+    """Train the chosen drafters one after another."""
+    table = {}
     for name in options.only:
-        settings = [f"prompts={options.turns}", *DRAFTERS[name], *options.settings]
         to_stderr(f"-- {name} {' '.join(DRAFTERS[name])}")
         trained = training.run(
             options.target,
             f"self:{options.turns}",
             options.run / name,
-            recipe(options.preset, settings),
+            chosen(options, DRAFTERS[name]),
             report=to_stderr,
-            data_of=None if name == first else options.run / first,
+            data_of=options.run / "data",
         )
         table[name] = figures(trained.results)
         with saved_as(options.run / "table.json") as partial:
             write_json(partial, table)
+
+
+def pack(options: argparse.Namespace) -> None:
+    """Pack everything that decides the rows, which are made again from it."""
+    folder = options.run / "data"
+    names = [name for name in ("run.json", *FILES) if (folder / name).is_file()]
+    if missing := {"run.json", *FILES} - set(names):
+        raise ConfigError(f"{folder} has no {', '.join(sorted(missing))}; run `data` first")
+    with saved_as(options.archive) as partial, tarfile.open(partial, "w:xz") as archive:
+        for name in names:
+            archive.add(folder / name, name, filter=anonymous)
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Make the folder of a run from an archive that `pack` made."""
+    with saved_as(folder, folder=True) as partial, tarfile.open(archive) as packed:
+        packed.extractall(partial, filter="data")
+
+
+def anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Return a member of an archive without owner and time, so that archives are repeatable."""
+    return member.replace(uid=0, gid=0, uname="", gname="", mtime=0, mode=0o644, deep=False)
+
+
+def chosen(options: argparse.Namespace, of_drafter: Sequence[str] = ()) -> Recipe:
+    """Return the recipe of the data, or of a drafter."""
+    return recipe(options.preset, [f"prompts={options.turns}", *of_drafter, *options.settings])
 
 
 def figures(results: dict[str, Any]) -> dict[str, Any]:

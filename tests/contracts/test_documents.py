@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import dflash_jax as dj
-from benchmarks import accuracy, llama_cpp
+from benchmarks import accuracy, collectives, llama_cpp
 from dflash_jax import server
 from dflash_jax.cli import parser
 
@@ -114,11 +114,14 @@ def test_speeds_are_those_of_the_results() -> None:
         assert plain == kept["plain"]
 
 
-@pytest.mark.parametrize("suite", [accuracy, llama_cpp])
-def test_tables_are_those_of_the_results(suite: Any) -> None:
+@pytest.mark.parametrize(
+    ("suite", "page"),
+    [(accuracy, "benchmarks"), (llama_cpp, "benchmarks"), (collectives, "serving")],
+)
+def test_tables_are_those_of_the_results(suite: Any, page: str) -> None:
     name = suite.__name__.split(".")[-1]
     kept = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["cases"]
-    assert "\n".join(suite.table(kept)) in DOCUMENTS["docs/benchmarks.md"]
+    assert "\n".join(suite.table(kept)) in DOCUMENTS[f"docs/{page}.md"]
 
 
 def test_speeds_by_steps_per_call_are_those_of_the_results() -> None:

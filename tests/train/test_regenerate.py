@@ -1,6 +1,7 @@
 """Answers of concurrent engines, and resumption after a stop."""
 
 import contextlib
+import dataclasses
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,13 +10,16 @@ import jax
 import numpy as np
 import pytest
 
+import dflash_jax as dj
 from dflash_jax.compiler.keys import Variant
 from dflash_jax.errors import ConfigError
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_target
 from dflash_jax.train import decoding, groups, threads
+from dflash_jax.train.beginning import open_target
 from dflash_jax.train.loop import TrainingStopped
 from dflash_jax.train.recipe import Bucket
+from dflash_jax.train.recipes import SMOKE
 from dflash_jax.train.regenerate import AnswerPrompt, answer, local_decoder
 from dflash_jax.train.rows import Document
 
@@ -111,3 +115,17 @@ def test_skipped_prompts_are_counted_before_any_is_answered(
             [Bucket(length=16, rows=4)],
             report=raise_stop,
         )
+
+
+def test_answers_of_a_rounded_target_are_those_an_engine_serves(tmp_path: Path) -> None:
+    recipe = dataclasses.replace(SMOKE, target_weights="int8")
+    rounded = open_target("tiny", recipe)
+    questions = ["Add two numbers.", "What is a prime?", "Why is the sky blue?"]
+    ids = [rounded.tokenizer.encode(text) for text in questions]
+    asked = [AnswerPrompt(Document(np.array(x), np.zeros(len(x), bool)), 12) for x in ids]
+    decoder = local_decoder(rounded, weights=recipe.target_weights)
+    found = answer(tmp_path / "answers", decoder, asked, BUCKETS, report=lambda line: None)
+
+    engine = dj.load("tiny", drafter=None, plan=dj.Plan(weights="int8", max_length=64))
+    served = [[*x, *engine.generate(x, max_tokens=12).token_ids] for x in ids]
+    assert sorted(document.ids.tolist() for document in found) == sorted(served)

@@ -11,6 +11,7 @@ import pytest
 
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.train import reuse
+from dflash_jax.train.recipe import Bucket
 from dflash_jax.train.recipes import SMOKE
 
 
@@ -29,7 +30,7 @@ def finished(folder: Path) -> Path:
 
 def test_answers_and_features_that_fit_are_taken(tmp_path: Path) -> None:
     source = finished(tmp_path / "first")
-    deeper = about(layers=3, draft_vocab=9, block=6)
+    deeper = about(layers=3, draft_vocab=9, block=6, buckets=(Bucket(length=256, rows=9),))
     reuse.check(source, deeper)
     for _ in range(2):  # a resumed run takes them again
         reuse.take(source, tmp_path / "deeper", deeper)
@@ -58,6 +59,8 @@ def test_data_of_other_settings_are_refused(tmp_path: Path) -> None:
     source = finished(tmp_path / "first")
     with pytest.raises(ConfigError, match=r"other settings \(recipe\.new_tokens was 16, is 17\)"):
         reuse.check(source, about(new_tokens=17))
+    with pytest.raises(ConfigError, match=r"recipe\.buckets was \[256\], is \[128\]"):
+        reuse.check(source, about(buckets=(Bucket(length=128, rows=4),)))
     with pytest.raises(ConfigError, match=r"self_written was 3, is 4"):
         reuse.check(source, about() | {"self_written": 4})
     (source / "rows.npz").unlink()

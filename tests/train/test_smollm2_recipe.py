@@ -9,43 +9,77 @@ from pathlib import Path
 
 import pytest
 
+from recipes.smollm2.__main__ import main
+
 SETTINGS = ["turn_tokens=48", "steps=24", "save_every=4", "held_out=4", "taps=1,3"]
 SETTINGS += ["turn_scripts=any", "features=cache"]
 
 
-def command(folder: Path) -> list[str]:
-    line = [sys.executable, "-m", "recipes.smollm2", str(folder), "--target", "tiny"]
-    line += ["--preset", "smoke", "--turns", "60", "--only", "v1", "one-layer"]
-    return [*line, *(f"--set={x}" for x in SETTINGS)]
+STAGES = {"data": ("run.json", "turns.jsonl", "answers.jsonl", "rows.npz"),
+          "v1": ("state", "drafter")}  # fmt: skip
+
+
+def line(folder: Path, *command: str) -> list[str]:
+    common = ["--target", "tiny", "--preset", "smoke", "--turns", "60"]
+    return [str(folder), *common, *(f"--set={x}" for x in SETTINGS), *command]
+
+
+DATA, TRAIN = ("data",), ("train", "--only", "v1", "one-layer")
 
 
 @pytest.mark.soak
 def test_a_recipe_killed_in_every_stage_ends_with_the_same_bytes(tmp_path: Path) -> None:
     complaints = tmp_path / "stderr"
 
-    def start(name: str) -> subprocess.Popen:
+    def start(name: str, *command: str) -> subprocess.Popen:
+        words = [sys.executable, "-m", "recipes.smollm2", *line(tmp_path / name, *command)]
         with complaints.open("w") as stderr:
-            return subprocess.Popen(command(tmp_path / name), stderr=stderr)
+            return subprocess.Popen(words, stderr=stderr)
 
-    assert start("straight").wait() == 0, complaints.read_text()
-    rng, first = random.Random(0), tmp_path / "killed" / "v1"
-    # Killed a moment after the first file of each stage is there.
-    for stage in "run.json", "turns.jsonl", "answers.jsonl", "rows.npz", "state", "drafter":
-        going, deadline = start("killed"), time.monotonic() + 180
-        while not (first / stage).exists() and going.poll() is None:
-            assert time.monotonic() < deadline, stage
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.5))
-        going.kill()
-        going.wait()
-    assert start("killed").wait() == 0, complaints.read_text()
-    for name in "v1", "one-layer":
-        ours, theirs = (tmp_path / x / name for x in ("killed", "straight"))
-        for file in "turns.jsonl", "answers.jsonl", "drafter/model.safetensors", "results.json":
-            assert (ours / file).read_bytes() == (theirs / file).read_bytes(), file
-        features = sorted((theirs / "features").glob("decoded*.npy"))
-        assert features
-        for path in features:
-            assert (ours / "features" / path.name).read_bytes() == path.read_bytes()
-    table = json.loads((tmp_path / "killed" / "table.json").read_text())
-    assert table.keys() == {"v1", "one-layer"}
+    rng = random.Random(0)
+    for command, (run, stages) in zip((DATA, TRAIN), STAGES.items(), strict=True):
+        assert start("straight", *command).wait() == 0, complaints.read_text()
+        # Killed a moment after the first file of each stage is there.
+        for stage in stages:
+            going, deadline = start("killed", *command), time.monotonic() + 180
+            while not (tmp_path / "killed" / run / stage).exists() and going.poll() is None:
+                assert time.monotonic() < deadline, stage
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0, 0.5))
+            going.kill()
+            going.wait()
+        assert start("killed", *command).wait() == 0, complaints.read_text()
+    ours, theirs = tmp_path / "killed", tmp_path / "straight"
+    features = [f"data/features/{p.name}" for p in theirs.glob("data/features/decoded*.npy")]
+    assert features
+    results = [f"{name}/{file}" for name in ("v1", "one-layer")
+               for file in ("drafter/model.safetensors", "results.json")]  # fmt: skip
+    for file in "data/turns.jsonl", "data/answers.jsonl", *features, *results:
+        assert (ours / file).read_bytes() == (theirs / file).read_bytes(), file
+    assert json.loads((ours / "table.json").read_text()).keys() == {"v1", "one-layer"}
+
+
+@pytest.mark.soak
+def test_packed_answers_give_the_rows_they_were_packed_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = tmp_path / "answers.tar.xz"
+    assert main(line(tmp_path / "first", *DATA)) == 0
+    for _ in range(2):
+        assert main(line(tmp_path / "first", "pack", "--archive", str(archive))) == 0
+        packed = archive.read_bytes()
+    assert archive.read_bytes() == packed
+    monkeypatch.setattr("recipes.smollm2.__main__.SHIPPED", archive)
+    monkeypatch.setattr("dflash_jax.train.regenerate.local_decoder", no_decoder)
+    assert main(line(tmp_path / "second", *DATA, "--shipped")) == 0
+    assert main(line(tmp_path / "second", *TRAIN)) == 0
+
+
+def no_decoder(*arguments: object, **options: object) -> None:
+    """Stand in for the decoder of answers, all of which are packed."""
+
+
+def test_data_must_be_there_to_be_packed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(line(tmp_path, "pack", "--archive", str(tmp_path / "x"))) == 2
+    assert "has no answers.jsonl" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
