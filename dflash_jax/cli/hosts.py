@@ -16,7 +16,7 @@ def add_host_options(server: Any) -> None:
         default=1,
         metavar="N",
         help="one model over N worker processes, whose devices --mesh splits it over (by default"
-        " 1 x all); without --ray all of them on this machine",
+        " kv heads, and rows over the rest); without --ray all of them on this machine",
     )
     server.add_argument(
         "--ray",

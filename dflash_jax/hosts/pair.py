@@ -1,6 +1,7 @@
 """Engines whose models are loaded by workers on several hosts."""
 
 import dataclasses
+import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,7 +107,7 @@ def completed(
     [(platform, each)] = platforms
     total = each * len(joined)
     if plan.mesh == (1, 1):
-        plan = dataclasses.replace(plan, mesh=(1, total))
+        plan = dataclasses.replace(plan, mesh=_default_mesh(plan.rows, total, target.num_kv_heads))
     data, model = plan.mesh
     if data * model != total:
         raise PlanError(
@@ -116,6 +117,15 @@ def completed(
     memory = min(reply.memory for reply in joined)
     memory *= len(joined) if platform == "cpu" else total
     return resolve(plan, target, drafter, platform=platform, memory=memory)
+
+
+def _default_mesh(rows: int, devices: int, kv_heads: int) -> tuple[int, int]:
+    """Return a mesh that splits kv heads, and rows over the other devices if it divides them.
+
+    Where the devices do not divide the kv heads, every device would hold and exchange all caches.
+    """
+    model = math.gcd(devices, kv_heads)
+    return (devices // model, model) if rows % (devices // model) == 0 else (1, devices)
 
 
 def _absolute(source: str | None) -> str | None:

@@ -192,6 +192,9 @@ def test_the_mesh_is_over_all_devices_of_the_hosts() -> None:
     joined = [HostDevices("cpu", 2, AMPLE)] * 2
     plan = Plan(rows=2)
     assert completed(plan, joined, target, None).mesh == (1, 4)
+    eight = [HostDevices("cpu", 4, AMPLE)] * 2
+    assert completed(plan, eight, target, None).mesh == (2, 4)
+    assert completed(Plan(rows=3), eight, target, None).mesh == (1, 8)
     assert completed(Plan(rows=2, mesh=(2, 2)), joined, target, None).resolved
     with pytest.raises(PlanError, match=r"mesh is 1 x 2, but 2 hosts have 4 devices, 2 each"):
         completed(Plan(rows=2, mesh=(1, 2)), joined, target, None)
