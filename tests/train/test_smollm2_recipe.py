@@ -1,5 +1,6 @@
 """The recipe of SmolLM2's drafters on a tiny target: killed in every stage, and its data reused."""
 
+import dataclasses
 import json
 import random
 import subprocess
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.smollm2.__main__ import main
+from dflash_jax.train.recipes import recipe
+from dflash_jax.train.rows import load as rows_of
+from recipes.smollm2.__main__ import SHIPPED, TURNS, main, unpack
 
 SETTINGS = ["turn_tokens=48", "steps=24", "save_every=4", "held_out=4", "taps=1,3"]
 SETTINGS += ["turn_scripts=any", "features=cache"]
@@ -83,3 +86,14 @@ def test_data_must_be_there_to_be_packed(tmp_path: Path, capsys: pytest.CaptureF
     assert main(line(tmp_path, "pack", "--archive", str(tmp_path / "x"))) == 2
     assert "has no answers.jsonl" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+def test_the_shipped_answers_are_those_of_the_preset(tmp_path: Path) -> None:
+    unpack(SHIPPED, tmp_path / "data")
+    recorded = json.loads((tmp_path / "data/run.json").read_text(encoding="utf-8"))
+    asked = dataclasses.asdict(recipe("smollm2", [f"prompts={TURNS}"]))
+    assert recorded["recipe"] == json.loads(json.dumps(asked))
+    assert recorded["self_written"] == TURNS
+    rows = rows_of(tmp_path / "data/rows.npz")
+    assert [part.tokens.shape[1] for part in rows] == [b["length"] for b in asked["buckets"]]
+    assert sum(int(part.wanted.sum()) for part in rows) > 500_000
