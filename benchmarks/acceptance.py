@@ -198,7 +198,7 @@ def lines(title: str, table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def table(tables: Mapping[str, Any]) -> list[str]:
-    """Return the rows of the table in docs/benchmarks.md; `tables` are those of the JSON file.
+    """Return all tables as one in Markdown; `tables` are those of the JSON file.
 
     Speeds are those of the block that is the fastest over all prompts. The plain mode is the
     faster of the two, for all prompts; ratios are medians of prompts, each paired with itself.
@@ -259,6 +259,7 @@ def main(words: Sequence[str] | None = None) -> int:
             report.setdefault("load", []).append([load, os.getloadavg()[0]])
             if options.json:
                 options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(*table(report["tables"]), sep="\n")
     return 0
 
 
