@@ -97,10 +97,15 @@ def draft_hidden(
     )
     flat = block.reshape(block.shape[0], -1)
     x = pair.target_call(params, flat, method="embed").reshape(*block.shape, -1)
-    kind = jax.tree.leaves(params["drafter"])[0].dtype
+    kind = _float_dtype(params["drafter"])
     taps = tuple(tap.astype(kind) for tap in features.taps)
     hidden = pair.drafter_call(params, taps, x.astype(kind), anchors, method=anchored)
     return hidden if config.sample_from_anchor else hidden[:, :, 1:]
+
+
+def _float_dtype(params: dict[str, Any]) -> Any:
+    """Return the dtype of the weights; the table of a reduced vocabulary has integers."""
+    return next(x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def scores(

@@ -234,3 +234,13 @@ def test_target_features_in_chunks_equal_those_in_one_piece(monkeypatch):
     assert whole.best.shape == (2, LENGTH)
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(cut), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_a_table_of_tokens_does_not_turn_the_inputs_into_integers():
+    pair, _, _, params = made("dflash")
+    ids, anchors = tokens(0), jnp.asarray([[1, 6]])
+    read = features.target_features(pair, params["target"], ids, dtype="float32", keep=False)
+    table = {"d2t": jnp.zeros(9, jnp.int32)}  # of a reduced vocabulary; first in the tree
+    both = params | {"drafter": table | params["drafter"]}
+    hidden, with_table = (drafter.draft_hidden(pair, p, read, ids, anchors) for p in (params, both))
+    np.testing.assert_array_equal(hidden, with_table)
