@@ -117,8 +117,11 @@ def test_skipped_prompts_are_counted_before_any_is_answered(
         )
 
 
-def test_answers_of_a_rounded_target_are_those_an_engine_serves(tmp_path: Path) -> None:
-    recipe = dataclasses.replace(SMOKE, target_weights="int8")
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_answers_of_a_rounded_target_are_those_an_engine_serves(
+    tmp_path: Path, weights: str
+) -> None:
+    recipe = dataclasses.replace(SMOKE, target_weights=weights)
     rounded = open_target("tiny", recipe)
     questions = ["Add two numbers.", "What is a prime?", "Why is the sky blue?"]
     ids = [rounded.tokenizer.encode(text) for text in questions]
@@ -126,6 +129,6 @@ def test_answers_of_a_rounded_target_are_those_an_engine_serves(tmp_path: Path) 
     decoder = local_decoder(rounded, weights=recipe.target_weights)
     found = answer(tmp_path / "answers", decoder, asked, BUCKETS, report=lambda line: None)
 
-    engine = dj.load("tiny", drafter=None, plan=dj.Plan(weights="int8", max_length=64))
+    engine = dj.load("tiny", drafter=None, plan=dj.Plan(weights=weights, max_length=64))
     served = [[*x, *engine.generate(x, max_tokens=12).token_ids] for x in ids]
     assert sorted(document.ids.tolist() for document in found) == sorted(served)
