@@ -201,10 +201,11 @@ def test_a_folder_that_cannot_be_made_and_a_damaged_note_are_named(tmp_path):
             claim(tmp_path, "run.json", {"target": "a"})
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=pytest.mark.soak) for k in ("dflash", "dflash2", "dspark")]
+    ("kind", "draft_vocab"), [("dflash", 0), ("dflash", 48), ("dflash2", 0), ("dspark", 0)]
 )
-def test_one_sample_is_learnt_until_the_engine_keeps_whole_blocks(kind, tmp_path):
+def test_one_sample_is_learnt_until_the_engine_keeps_whole_blocks(kind, draft_vocab, tmp_path):
     whole, prompt = model(), list(range(20))
     plan = Plan(max_length=64, block=4, chunk=16)
     plain = random_engine(whole.config, None, plan)
@@ -215,6 +216,7 @@ def test_one_sample_is_learnt_until_the_engine_keeps_whole_blocks(kind, tmp_path
     recipe = dataclasses.replace(
         RECIPE,
         kind=kind,
+        draft_vocab=draft_vocab,
         loss="ce",
         features="online",
         weight_decay=0.0,
