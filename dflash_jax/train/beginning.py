@@ -12,7 +12,7 @@ import numpy as np
 from dflash_jax.compiler.models import weight_specs
 from dflash_jax.config import DrafterConfig, TargetConfig, check_pair
 from dflash_jax.errors import ConfigError, HostError
-from dflash_jax.plan import Plan
+from dflash_jax.plan import Plan, Weights
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train import data, hosts, reuse, self_written, sources
@@ -57,11 +57,15 @@ def begin(
     mask_id: int | None = None,
     start: Path | None = None,
     data_of: Path | None = None,
+    to_train: bool = True,
 ) -> BegunRun:
     """Check the settings, claim the folder, and read the data; arguments and errors as for `run`.
 
     The target writes user turns if the source asks for them. Of several hosts, host 0 does this,
     and the others follow.
+
+    Args:
+      to_train: whether the devices of the recipe must be there; data are made without them.
     """
     group = hosts.current()
     if not group.first:
@@ -77,7 +81,8 @@ def begin(
         report(f"mask token {mask_id}: {why}")
     config = new_drafter(recipe, model.config, mask_id)
     check_pair(model.config, config)
-    Placement(recipe.devices)  # fails before the target answers for hours
+    if to_train:
+        Placement(recipe.devices)  # fails before the target answers for hours
     about = {
         "target": str(target),
         "data": data.fingerprint(given_data.training),
@@ -157,20 +162,25 @@ def open_target(source: str, recipe: Recipe) -> TargetModel:
     from dflash_jax.loading import load_target
 
     model = load_target(source, dtype=recipe.dtype)  # pyrefly: ignore
-    if recipe.target_weights == FLOAT:
+    return rounded(model, recipe.target_weights)
+
+
+def rounded(model: TargetModel, weights: Weights) -> TargetModel:
+    """Return the target with the values of its matrices after rounding to a format."""
+    if weights == FLOAT:
         return model
-    plan = Plan(weights=recipe.target_weights)
+    plan = Plan(weights=weights)
     specs = weight_specs(plan, model.config, None)
     own = {path.removeprefix("target/"): how for path, how in specs.items()}
     exact = jax.tree.map(lambda x: np.asarray(x, np.float32), jax.device_get(model.params))
 
-    def rounded(old: jax.Array, new: np.ndarray | Packed) -> jax.Array:
+    def value(old: jax.Array, new: np.ndarray | Packed) -> jax.Array:
         if not isinstance(new, Packed):
             return old
         weight = dequantise(new.arrays, new.kind).reshape(new.shape)
         return jax.device_put(weight.astype(old.dtype))
 
-    params = jax.tree.map(rounded, model.params, pack_tree(exact, own))
+    params = jax.tree.map(value, model.params, pack_tree(exact, own))
     return TargetModel(model.config, params, model.dtype, tokenizer=model.tokenizer)
 
 

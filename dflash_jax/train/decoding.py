@@ -24,7 +24,7 @@ from dflash_jax.quant.layouts import pack_tree
 from dflash_jax.quant.products import set_weight_layout, with_kernel
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.train.recipe import Bucket
+from dflash_jax.train.recipe import FLOAT, Bucket
 from dflash_jax.train.threads import parallel_calls
 
 MOST_ENGINES = 4  # that decode concurrently
@@ -85,7 +85,9 @@ class EnginePool:
     def _new_pool(self, bucket: Bucket) -> "queue.SimpleQueue[Engine]":
         free: queue.SimpleQueue[Engine] = queue.SimpleQueue()
         model, plan, first = self._model, self._plan(bucket), None
-        params = {"target": self._params(plan)} | ({"drafter": {}} if self._recorder else {})
+        params = {"target": packed_params(model, plan)} | (
+            {"drafter": {}} if self._recorder else {}
+        )
         for _ in range(self.count(bucket)):
             engine = Engine(model.config, self._recorder, params, plan, tokenizer=self._tokenizer)
             if first is None:
@@ -97,15 +99,6 @@ class EnginePool:
                 engine.share_programs(first)
             free.put(engine)
         return free
-
-    def _params(self, plan: Plan) -> dict[str, Any]:
-        """Return the target's parameters for a plan; those of the model if it keeps floats."""
-        if plan.weights == "float":
-            return self._model.params
-        exact = {"target": jax.device_get(self._model.params)}
-        packed = pack_tree(exact, weight_specs(plan, self._model.config, None))
-        set_weight_layout(packed, plan.weight_layout)
-        return jax.device_put(with_kernel(packed, plan.kernels != "xla"))["target"]
 
     def _plan(self, bucket: Bucket) -> Plan:
         config = self._model.config
@@ -121,6 +114,16 @@ class EnginePool:
             prefix_cache=PREFIXES if self._chunk else 0,
         )
         return resolve_here(plan, config, self._recorder)
+
+
+def packed_params(model: TargetModel, plan: Plan) -> dict[str, Any]:
+    """Return the target's parameters for a plan; those of the model if it keeps floats."""
+    if plan.weights == FLOAT:
+        return model.params
+    exact = {"target": jax.device_get(model.params)}
+    packed = pack_tree(exact, weight_specs(plan, model.config, None))
+    set_weight_layout(packed, plan.weight_layout)
+    return jax.device_put(with_kernel(packed, plan.kernels != "xla"))["target"]
 
 
 def decode(

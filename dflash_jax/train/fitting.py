@@ -105,8 +105,9 @@ def cached_features(
     cache = features.fill_cache(
         store,
         pair,
-        model.params,
+        model,
         batches.rows,
+        weights=recipe.target_weights,
         dtype=recipe.dtype,
         keep=objective.wants_distribution(recipe),
         report=report,

@@ -9,9 +9,11 @@ import pytest
 from dflash_jax.compiler.models import build_pair
 from dflash_jax.config import TargetConfig
 from dflash_jax.errors import CheckpointError
+from dflash_jax.plan import Weights
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_drafter, tiny_hybrid, tiny_target
 from dflash_jax.train import features
+from dflash_jax.train.beginning import rounded
 from dflash_jax.train.feature_store import FeatureStore
 from dflash_jax.train.progress import StageProgress
 from dflash_jax.train.recipe import Bucket
@@ -37,32 +39,41 @@ def prompts(count: int) -> list[AnswerPrompt]:
     return [AnswerPrompt(Document(ids, np.zeros(len(ids), bool)), 12) for ids in given]
 
 
-def passed(store: FeatureStore, model: TargetModel, rows: list[TokenRows]) -> features.FeatureCache:
+def passed(
+    store: FeatureStore, model: TargetModel, rows: list[TokenRows], weights: Weights = "float"
+) -> features.FeatureCache:
     drafter = tiny_drafter(model.config, target_layer_ids=LAYERS)
     pair = build_pair(model.config, drafter)
-    return features.fill_cache(
-        store, pair, model.params, rows, dtype="float32", keep=False, report=lambda line: None
-    )
+    how = {"weights": weights, "dtype": "float32", "keep": False, "report": lambda line: None}
+    return features.fill_cache(store, pair, model, rows, **how)
 
 
-def test_features_recorded_while_decoding_are_those_of_a_second_pass(tmp_path: Path) -> None:
-    model = target(tiny_hybrid(num_layers=4, recurrent=(True, False) * 2))
+@pytest.mark.parametrize("weights", ["float", "int8"])
+def test_features_recorded_while_decoding_are_those_of_a_second_pass(
+    tmp_path: Path, weights: Weights
+) -> None:
+    exact = target(tiny_hybrid(num_layers=4, recurrent=(True, False) * 2))
+    model = rounded(exact, weights)
     store = store_in(tmp_path / "decoded")
     recording = Recording(store, LAYERS, 30)  # some rows are cut
     plain = answer(
-        tmp_path / "a", local_decoder(model), prompts(14), [BUCKET], report=lambda line: None
+        tmp_path / "a",
+        local_decoder(model, weights=weights),
+        prompts(14),
+        [BUCKET],
+        report=lambda line: None,
     )
     found = answer(
         tmp_path / "b",
-        local_decoder(model, recording),
+        local_decoder(model, recording, weights=weights),
         prompts(14),
         [BUCKET],
         report=lambda line: None,
     )
     assert [x.ids.tolist() for x in found] == [x.ids.tolist() for x in plain]
     rows = one_per_row(found, [Bucket(length=20, rows=1), Bucket(length=30, rows=1)], fill=0)
-    again = passed(store_in(tmp_path / "passed"), model, rows)
-    cache = passed(store, model, rows)
+    again = passed(store_in(tmp_path / "passed"), model, rows, weights)
+    cache = passed(store, model, rows, weights)
     assert not list(store.folder.glob(f"{features.PASS}*"))  # nothing was computed again
     for bucket, part in enumerate(rows):
         numbers = np.arange(len(part.tokens))
