@@ -61,9 +61,10 @@ def add_command(commands: Any) -> None:
     command.add_argument(
         "--ray",
         metavar="ADDRESS",
-        help="have the prompts answered by a Ray cluster, one worker per GPU: HOST:PORT, auto, or"
-        " local to start one; the answers are the same",
+        help="have the prompts answered by a Ray cluster, one worker per GPU, and --hosts placed on"
+        " it: HOST:PORT, auto, or local to start one; the answers are the same",
     )
+    command.add_argument("--only-answers", action="store_true", help=argparse.SUPPRESS)
     host_options(command)
     command.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
@@ -76,7 +77,7 @@ def host_options(command: Any) -> None:
         default=1,
         metavar="N",
         help="train by N processes, each with its share of `devices` and of every batch: on this"
-        " machine, or with --host and --coordinator on several",
+        " machine, on a cluster by --ray, or by hand with --host and --coordinator on several",
     )
     command.add_argument(
         "--host", type=int, metavar="I", help="which of the hosts this process is, from 0"
@@ -113,13 +114,15 @@ def run(options: argparse.Namespace) -> int:
 
     chosen = recipe(options.preset, options.settings)
     started = time.monotonic()
+    if options.ray and options.hosts > 1 and options.host is None:
+        return train_on_cluster(options, chosen)
     try:
         with among_hosts(options, chosen):
             trained = train(options, chosen)
     except TrainingStopped as stop:
         print(f"dflash-jax: {stop}{hosts.AGAIN}", file=sys.stderr)
         return hosts.STOPPED
-    if options.host:
+    if options.host or options.only_answers:
         return 0
     plotted, seconds = draw(options.out), round(time.monotonic() - started, 1)
     if options.json:
@@ -143,12 +146,15 @@ def train(options: argparse.Namespace, recipe: Any) -> Any:
     from dflash_jax.train import hosts
     from dflash_jax.train import run as training
     from dflash_jax.train.beginning import begin
+    from dflash_jax.train.fitting import Placement
 
     first, decoder = hosts.current().first, None
     if options.ray and first:
         from dflash_jax import ray
 
         decoder = ray.decoder(options.ray, options.target, recipe)
+    if not options.only_answers:
+        Placement(recipe.devices)  # fails before the target answers for hours
     with progress() if first else contextlib.nullcontext(lambda line: None) as report:
         begun = begin(
             options.target,
@@ -160,6 +166,10 @@ def train(options: argparse.Namespace, recipe: Any) -> Any:
             start=options.start,
             data_of=options.reuse,
         )
+        if options.only_answers:
+            return training.answered_rows(
+                begun, options.out, recipe, report=report, decoder=decoder
+            )
         return training.finish(
             begun, options.target, options.out, recipe, report=report, decoder=decoder
         )
@@ -185,11 +195,6 @@ def among_hosts(options: argparse.Namespace, recipe: Any) -> contextlib.Abstract
         raise ConfigError(f"--host-wait is {options.host_wait}; expected a positive number")
     if count == 1:
         return contextlib.nullcontext()
-    if recipe.devices % count:
-        raise ConfigError(
-            f"devices is {recipe.devices} for {count} hosts; expected a multiple of the hosts, as"
-            f" with --set devices={count * (recipe.devices // count + 1)}"
-        )
     from dflash_jax.train import joining
 
     address = joining.parse_address(options.coordinator) if options.coordinator else None
@@ -197,12 +202,44 @@ def among_hosts(options: argparse.Namespace, recipe: Any) -> contextlib.Abstract
         count,
         host or 0,
         address or joining.free_ports(),
-        recipe.devices // count,
+        devices_of_each(recipe, count),
         recipe_settings(recipe),
         wait=options.host_wait or joining.WAIT,
         local=options.local_hosts or address is None,
     )
-    return joining.joined(joining_options, () if address else same_command(options))
+    command = [*same_command(options), "--hosts", str(count), "--local-hosts"]
+    return joining.joined(joining_options, () if address else command)
+
+
+def devices_of_each(recipe: Any, hosts: int) -> int:
+    """Return the devices of each host.
+
+    Raises:
+      ConfigError: they cannot be divided.
+    """
+    each, rest = divmod(recipe.devices, hosts)
+    if rest:
+        raise ConfigError(
+            f"devices is {recipe.devices} for {hosts} hosts; expected a multiple of the hosts, as"
+            f" with --set devices={hosts * (each + 1)}"
+        )
+    return each
+
+
+def train_on_cluster(options: argparse.Namespace, recipe: Any) -> int:
+    """Train by hosts that a Ray cluster places, show what host 0 prints, return its exit code."""
+    from dflash_jax import ray
+
+    if options.coordinator:
+        raise ConfigError("--ray places the hosts itself; leave out --coordinator")
+    each = devices_of_each(recipe, options.hosts)
+    words = [*same_command(options), *(["--json"] if options.json else [])]
+    with progress() as report:
+
+        def show(stream: str, line: str) -> None:
+            print(line, flush=True) if stream == "stdout" else report(line)
+
+        return ray.train(options.ray, words, hosts=options.hosts, devices=each, show=show)
 
 
 def recipe_settings(recipe: Any) -> dict[str, Any]:
@@ -211,14 +248,27 @@ def recipe_settings(recipe: Any) -> dict[str, Any]:
 
 
 def same_command(options: argparse.Namespace) -> list[str]:
-    """Return the words that start another host of this machine, without its number and address."""
-    words = ["train", "--out", str(options.out), "--target", options.target, "--data", options.data]
-    words += ["--preset", options.preset, "--hosts", str(options.hosts), "--local-hosts"]
+    """Return the words that start another host, without its number and address.
+
+    Paths that exist are absolute: the other process may be in another folder.
+    """
+    words = ["train", "--out", str(options.out.absolute()), "--preset", options.preset]
+    words += ["--target", absolute(options.target)]
+    words += ["--data", ",".join(absolute(part) for part in options.data.split(","))]
     words += [word for setting in options.settings for word in ("--set", setting)]
-    for flag in ("start", "reuse", "mask_id", "host_wait"):
-        if (value := getattr(options, flag)) is not None:
-            words += ["--from" if flag == "start" else f"--{flag.replace('_', '-')}", str(value)]
+    for name, flag in (("start", "--from"), ("reuse", "--reuse")):
+        if (path := getattr(options, name)) is not None:
+            words += [flag, absolute(str(path))]
+    for name in ("mask_id", "host_wait"):
+        if (value := getattr(options, name)) is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
     return words
+
+
+def absolute(source: str) -> str:
+    """Return a source, as an absolute path if it is one."""
+    path = Path(source).expanduser()
+    return str(path.absolute()) if path.exists() else source
 
 
 def draw(out: Path) -> str | None:

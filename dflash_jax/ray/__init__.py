@@ -2,11 +2,12 @@
 
 `serve run dflash_jax.ray:app` calls `app`. A request passes `gateway`, whose handle chooses a
 replica by `router`, and reaches the server of a `replica`; `serving` puts the three together.
-`answers` is in `offline`, workers of one model over several hosts in `hosts`.
+`answers` is in `offline`, workers of one model over several hosts in `hosts`, hosts that train in
+`training`.
 """
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +107,35 @@ def host_launcher(address: str, hosts: int) -> "Launcher":
     from dflash_jax.ray.hosts import RayLauncher
 
     return RayLauncher(hosts)
+
+
+def train(
+    address: str, words: Sequence[str], *, hosts: int, devices: int, show: Callable[[str, str], Any]
+) -> int:
+    """Run `dflash-jax train` by processes that a cluster places, and return the exit code.
+
+    The cluster's other workers answer the prompts before the hosts start.
+
+    Args:
+      address: as for `decoder`.
+      words: the command, without `--hosts` and `--ray`; paths must hold on all nodes.
+      hosts: number of processes.
+      devices: of each.
+      show: called with "stdout" or "stderr" and each line that the command prints.
+
+    Raises:
+      RequestError: the extra `ray` is missing, or no cluster answers.
+      HostError: the cluster has no room.
+    """
+    _connect(address)
+    import ray
+
+    from dflash_jax.ray import commands, training
+
+    running = ray.get_runtime_context().gcs_address
+    if code := commands.run_here([*words, "--ray", running, "--only-answers"], show):
+        return code
+    return training.train([*words, "--hosts", str(hosts)], hosts, devices, show)
 
 
 def _connect(address: str) -> None:

@@ -1,6 +1,6 @@
 """Workers of one model over several hosts, placed on a cluster: an actor per worker."""
 
-from typing import Any
+from typing import Any, Self
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -67,8 +67,48 @@ class RayProcess:
         ray.kill(self._actor)
 
 
+class Placed:
+    """CPUs and GPUs of a cluster, reserved for an actor per host, on as many nodes as there are.
+
+    Args:
+      gpus: of each host.
+
+    Raises:
+      HostError: the cluster has no room.
+    """
+
+    def __init__(self, hosts: int, *, gpus: int):
+        bundle = {"CPU": 1} | ({"GPU": gpus} if gpus else {})
+        self._gpus = gpus
+        self._group = placement_group([bundle] * hosts, strategy="SPREAD")
+        try:
+            ray.get(self._group.ready(), timeout=PLACE_S)
+        except GetTimeoutError:
+            self.close()
+            raise HostError(
+                f"the cluster had no room for {hosts} workers with {bundle} each within"
+                f" {PLACE_S:g} s; add nodes, or give fewer --hosts"
+            ) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def actor(self, kind: type, host: int, *arguments: Any) -> Any:
+        """Start an actor of a class in the place of a host."""
+        where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=host)
+        options = {"num_cpus": 1, "num_gpus": self._gpus, "scheduling_strategy": where}
+        return ray.remote(kind).options(**options).remote(*arguments)
+
+    def close(self) -> None:
+        """Free what is reserved, which ends the actors."""
+        remove_placement_group(self._group)
+
+
 class RayLauncher:
-    """Starts workers on a cluster, on as many nodes as there are.
+    """Starts workers on a cluster.
 
     Attributes:
       address: of this node, on which the server listens for its workers.
@@ -76,7 +116,8 @@ class RayLauncher:
 
     def __init__(self, hosts: int):
         self.address: str = ray.util.get_node_ip_address()
-        self._hosts, self._placed = hosts, None
+        self._hosts = hosts
+        self._placed: Placed | None = None
 
     def start(self, index: int, front: str, token: str) -> RayProcess:
         """Start a worker.
@@ -84,35 +125,17 @@ class RayLauncher:
         Raises:
           HostError: the cluster has no room.
         """
-        if self._placed is None:
-            self._placed = self._reserve()
-        where = PlacementGroupSchedulingStrategy(self._placed, placement_group_bundle_index=index)
-        actor = ray.remote(HostActor)
-        options = {"num_cpus": 1, "num_gpus": _gpus(), "scheduling_strategy": where}
-        return RayProcess(actor.options(**options).remote(front, index, token))
+        self._placed = self._placed or Placed(self._hosts, gpus=gpus_per_node())
+        return RayProcess(self._placed.actor(HostActor, index, front, index, token))
 
     def close(self) -> None:
         """Free the reserved resources."""
         placed, self._placed = self._placed, None
         if placed is not None:
-            remove_placement_group(placed)
-
-    def _reserve(self) -> Any:
-        """Reserve a CPU, and the GPUs of a node, for each worker."""
-        bundle = {"CPU": 1} | ({"GPU": gpus} if (gpus := _gpus()) else {})
-        placed = placement_group([bundle] * self._hosts, strategy="SPREAD")
-        try:
-            ray.get(placed.ready(), timeout=PLACE_S)
-        except GetTimeoutError:
-            remove_placement_group(placed)
-            raise HostError(
-                f"the cluster had no room for {self._hosts} workers with {bundle} each within"
-                f" {PLACE_S:g} s; add nodes, or give fewer --hosts"
-            ) from None
-        return placed
+            placed.close()
 
 
-def _gpus() -> int:
+def gpus_per_node() -> int:
     """Return the number of GPUs that every node has."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     return min((int(node["Resources"].get("GPU", 0)) for node in nodes), default=0)

@@ -18,7 +18,7 @@ from dflash_jax.train.decoding import EnginePool
 from dflash_jax.train.fitting import Report
 from dflash_jax.train.recipe import Recipe
 from dflash_jax.train.regenerate import AnswerGroup, Decoder
-from dflash_jax.train.run import stored_rows
+from dflash_jax.train.run import answered_rows
 from dflash_jax.train.sources import TrainingData, split
 
 
@@ -35,11 +35,9 @@ def answers(
     """Return a dataset of answered prompts; arguments and errors as for `ray.answers`."""
     given = source if isinstance(source, str) else training_data(source.iter_rows())
     begun = begin(target, given, out, recipe, report=report, mask_id=mask_id)
-    model, training = begun.model, begun.data.training
-    _, usage = begun.held_out(recipe)
     decoder = ray_decoder(target, recipe, workers)
-    parts = stored_rows(out, model, training, recipe, report, usage, decoder=decoder)
-    found = []
+    parts = answered_rows(begun, out, recipe, report=report, decoder=decoder)
+    model, found = begun.model, []
     for part in parts:
         for tokens, real, wanted in zip(part.tokens, part.real, part.wanted, strict=True):
             row = {"ids": tokens[real].tolist(), "wanted": wanted[real].tolist()}

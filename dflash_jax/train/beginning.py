@@ -17,7 +17,7 @@ from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train import data, hosts, reuse, self_written, sources
 from dflash_jax.train.files import claim
-from dflash_jax.train.fitting import Placement, Report
+from dflash_jax.train.fitting import Report
 from dflash_jax.train.mask import mask_token
 from dflash_jax.train.recipe import FLOAT, Recipe, new_drafter
 from dflash_jax.train.usage import Usage
@@ -57,15 +57,11 @@ def begin(
     mask_id: int | None = None,
     start: Path | None = None,
     data_of: Path | None = None,
-    to_train: bool = True,
 ) -> BegunRun:
     """Check the settings, claim the folder, and read the data; arguments and errors as for `run`.
 
     The target writes user turns if the source asks for them. Of several hosts, host 0 does this,
     and the others follow.
-
-    Args:
-      to_train: whether the devices of the recipe must be there; data are made without them.
     """
     group = hosts.current()
     if not group.first:
@@ -81,8 +77,6 @@ def begin(
         report(f"mask token {mask_id}: {why}")
     config = new_drafter(recipe, model.config, mask_id)
     check_pair(model.config, config)
-    if to_train:
-        Placement(recipe.devices)  # fails before the target answers for hours
     about = {
         "target": str(target),
         "data": data.fingerprint(given_data.training),
@@ -113,7 +107,6 @@ def follow(
       ConfigError: as for `begin`, of the settings that need no data.
     """
     model = open_target(target, recipe)
-    Placement(recipe.devices)
     about = group.exchange("begun")[0]
     try:
         seen = json.loads((out / "run.json").read_text(encoding="utf-8"))

@@ -71,13 +71,14 @@ def parse_address(text: str) -> tuple[str, int]:
     return name.strip("[]"), int(port)
 
 
-def free_ports() -> tuple[str, int]:
-    """Return a loopback address whose port and next port are free."""
+def free_ports(name: str = LOOPBACK) -> tuple[str, int]:
+    """Return an address of this machine with a port that is free, as is the next one."""
+    family = socket.AF_INET6 if ":" in name else socket.AF_INET
     while True:
-        with contextlib.suppress(OSError), socket.create_server((LOOPBACK, 0)) as one:
-            address = LOOPBACK, one.getsockname()[1]
-            with socket.create_server((LOOPBACK, address[1] + 1)):
-                return address
+        with contextlib.suppress(OSError), socket.create_server((name, 0), family=family) as one:
+            port = one.getsockname()[1]
+            with socket.create_server((name, port + 1), family=family):
+                return name, port
 
 
 @contextlib.contextmanager

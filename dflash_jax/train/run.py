@@ -29,7 +29,14 @@ from dflash_jax.train import (
 from dflash_jax.train import rows as packing
 from dflash_jax.train.beginning import BegunRun, begin, check_ids
 from dflash_jax.train.files import saved_as, sound, write_json
-from dflash_jax.train.fitting import Report, cached_features, feature_store, fit, make_batches
+from dflash_jax.train.fitting import (
+    Placement,
+    Report,
+    cached_features,
+    feature_store,
+    fit,
+    make_batches,
+)
 from dflash_jax.train.recipe import Recipe
 from dflash_jax.train.rows import TokenRows
 from dflash_jax.train.usage import Usage
@@ -71,6 +78,7 @@ def run(
       ComputeError: a metric is not finite, or the device has too little memory.
       CheckpointError, TrainingStopped: see `loop.fit`.
     """
+    Placement(recipe.devices)  # fails before the target answers for hours
     begun = begin(
         target, source, out, recipe, report=report, mask_id=mask_id, start=start, data_of=data_of
     )
@@ -83,12 +91,26 @@ def prepare(target: str, source: str, out: Path, recipe: Recipe, *, report: Repo
     Other runs take them by `data_of`. Arguments and errors are those of `run`.
     """
     begun = begin(target, source, out, recipe, report=report)
-    model, config, (_, usage) = begun.model, begun.config, begun.held_out(recipe)
-    recorded = answer_recording(out, model, config, recipe)
-    rows = stored_rows(out, model, begun.data.training, recipe, report, usage, recording=recorded)
+    model, config = begun.model, begun.config
+    rows = answered_rows(begun, out, recipe, report=report)
     batches, _ = make_batches(rows, recipe, report)
     store, pair = feature_store(out, model, config, recipe), build_pair(model.config, config)
     cached_features(store, pair, model, recipe, batches, report)
+
+
+def answered_rows(
+    begun: BegunRun,
+    out: Path,
+    recipe: Recipe,
+    *,
+    report: Report,
+    decoder: regenerate.Decoder | None = None,
+) -> list[TokenRows]:
+    """Return the training rows of a run that was begun; arguments and errors as for `finish`."""
+    model, (_, usage) = begun.model, begun.held_out(recipe)
+    recording = None if decoder else answer_recording(out, model, begun.config, recipe)
+    how = {"recording": recording, "decoder": decoder}
+    return stored_rows(out, model, begun.data.training, recipe, report, usage, **how)
 
 
 def finish(
@@ -107,15 +129,10 @@ def finish(
     Args:
       decoder: decodes the answers; by default this process, which then records features too.
     """
-    model, config, every = begun.model, begun.config, begun.data
-    group, asked = hosts.current(), []
+    model, config, group = begun.model, begun.config, hosts.current()
     rows: list[TokenRows] = []
     if group.first:
-        asked, usage = begun.held_out(recipe)
-        recorded = None if decoder else answer_recording(out, model, config, recipe)
-        rows = stored_rows(
-            out, model, every.training, recipe, report, usage, recording=recorded, decoder=decoder
-        )
+        rows = answered_rows(begun, out, recipe, report=report, decoder=decoder)
     if not group.exchange("is trained", (out / "drafter").is_dir())[0]:
         if not group.first:
             rows = packing.load(out / "rows.npz")
@@ -126,8 +143,10 @@ def finish(
             )
         if group.first:
             write_drafter(out / "drafter", config, trained)
-    results = measured(out, target, asked, recipe, report) if group.first else {}
-    return Outcome(out / "drafter", results)
+    if not group.first:
+        return Outcome(out / "drafter", {})
+    asked, _ = begun.held_out(recipe)
+    return Outcome(out / "drafter", measured(out, target, asked, recipe, report))
 
 
 @contextlib.contextmanager

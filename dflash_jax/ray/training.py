@@ -1,0 +1,104 @@
+"""Training on several hosts of a cluster: an actor per host, each with a process that trains.
+
+Each process runs the command of a host that is started by hand. The command that was given follows
+them: it shows what host 0 prints, passes signals on, and starts all again if one is lost.
+"""
+
+import contextlib
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from dflash_jax.ray.commands import CommandProcess, Line, Show, follow
+from dflash_jax.ray.hosts import Placed, gpus_per_node
+from dflash_jax.train.joining import free_ports
+from dflash_jax.train.loop import stop_flag
+
+ANSWER = 30.0  # seconds in which an actor answers
+RESTARTS = 3  # of all hosts, if one is lost
+
+
+class TrainingActor:
+    """Runs the command of one host on its node."""
+
+    _process: CommandProcess
+
+    def address(self) -> tuple[str, int]:
+        """Return an address of this node at which host 0 can listen."""
+        return free_ports(ray.util.get_node_ip_address())
+
+    def start(self, words: Sequence[str]) -> None:
+        """Start the command."""
+        self._process = CommandProcess(words)
+
+    def poll(self) -> tuple[list[Line], int | None]:
+        """See `Command`."""
+        return self._process.poll()
+
+    def signal(self, number: int) -> None:
+        """See `Command`."""
+        self._process.signal(number)
+
+    def kill(self) -> None:
+        """See `Command`."""
+        self._process.kill()
+
+
+class RemoteCommand:
+    """The command of an actor; its exit code is -SIGKILL if the actor is lost."""
+
+    def __init__(self, actor: Any):
+        self._actor = actor
+
+    def poll(self) -> tuple[list[Line], int | None]:
+        """See `Command`."""
+        try:
+            return ray.get(self._actor.poll.remote(), timeout=ANSWER)
+        except RayError:
+            return [], -signal.SIGKILL
+
+    def signal(self, number: int) -> None:
+        """See `Command`."""
+        self._actor.signal.remote(number)
+
+    def kill(self) -> None:
+        """See `Command`."""
+        with contextlib.suppress(RayError):
+            ray.get(self._actor.kill.remote(), timeout=ANSWER)
+
+
+def train(words: Sequence[str], hosts: int, devices: int, show: Show) -> int:
+    """Train by hosts on the cluster, and return the exit code.
+
+    Args:
+      words: the command, without `--host` and `--coordinator`.
+      hosts: number of hosts.
+      devices: of each; they are GPUs if all nodes have some.
+      show: called with the lines of the hosts.
+
+    Raises:
+      HostError: the cluster has no room.
+    """
+    gpus = devices if gpus_per_node() else 0
+    with stop_flag() as stop:
+        for left in reversed(range(RESTARTS + 1)):
+            with Placed(hosts, gpus=gpus) as placed:
+                codes = follow(started(placed, words, hosts), show, stop)
+            lost = ", ".join(str(host) for host, code in enumerate(codes) if code < 0)
+            if stop.raised or not lost or not left:
+                break
+            show("stderr", f"host {lost} was lost; all hosts start again from the last saved state")
+    return next((max(code, 1) for code in codes if code), 0)
+
+
+def started(placed: Placed, words: Sequence[str], hosts: int) -> list[RemoteCommand]:
+    """Start the command of each host in its place."""
+    actors = [placed.actor(TrainingActor, host) for host in range(hosts)]
+    name, port = ray.get(actors[0].address.remote())
+    where = ["--coordinator", f"[{name}]:{port}" if ":" in name else f"{name}:{port}"]
+    for host, actor in enumerate(actors):
+        actor.start.remote([*words, *where, "--host", str(host)])
+    return [RemoteCommand(actor) for actor in actors]
