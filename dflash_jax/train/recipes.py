@@ -112,15 +112,15 @@ SMOLLM2 = Recipe(
     block=6,
     decay=4.0,
     draft_vocab=8192,
-    schedule=Schedule(steps=1400, rate=1e-3),
+    schedule=Schedule(steps=2400, rate=1e-3),
     anchors=16,
-    buckets=(Bucket(length=192, rows=16),),
+    buckets=(Bucket(length=192, rows=16), Bucket(length=272, rows=12)),
     features=CACHE,
     target_weights="int8",
     prompts=9_000,
     new_tokens=128,
     turn_tokens=96,
-    answer_buckets=(Bucket(length=192, rows=64),),
+    answer_buckets=(Bucket(length=192, rows=64), Bucket(length=272, rows=64)),
     held_out=60,
 )
 
