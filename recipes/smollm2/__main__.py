@@ -2,7 +2,8 @@
 
 `data` has the target write and answer prompts, or takes the shipped ones, and records its features;
 `train` trains drafters on them, one after another. A stopped or killed command goes on when it is
-started again. `pack` makes the archive of prompts and answers that is shipped.
+started again. `pack` makes the archive of prompts and answers that is shipped, `ship` the folder of
+the shipped drafter.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import dflash_jax
 from dflash_jax.compiler import enable_compilation_cache
 from dflash_jax.errors import ConfigError, DFlashError
 from dflash_jax.train import run as training
@@ -21,10 +23,12 @@ from dflash_jax.train.recipe import Recipe
 from dflash_jax.train.recipes import recipe
 from dflash_jax.train.reuse import FILES
 from dflash_jax.utils.allocator import tune_allocator
+from recipes.smollm2 import card
 
 STOPPED = 3
 TURNS = 9_000
 SHIPPED = Path(__file__).with_name("answers.tar.xz")
+FOLDER = Path(dflash_jax.__file__).with_name("data") / "smollm2"
 # The drafters of the comparison: what differs from the preset.
 DRAFTERS: dict[str, tuple[str, ...]] = {
     "v1": (),
@@ -63,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
         (data, "have the target write and answer prompts, and record its features"),
         (train, "train drafters on the data, and write their figures to table.json"),
         (pack, "pack the prompts and answers into an archive"),
+        (ship, "put a trained drafter into the package, with its card"),
     ):
         command = commands.add_parser(function.__name__, help=text, description=text)
         command.set_defaults(command=function)
@@ -73,6 +78,9 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--only", nargs="+", **names)
         if function is pack:
             command.add_argument("--archive", type=Path, default=SHIPPED)
+        if function is ship:
+            command.add_argument("--only", choices=tuple(DRAFTERS), default="v1")
+            command.add_argument("--folder", type=Path, default=FOLDER)
     return made
 
 
@@ -82,7 +90,7 @@ def data(options: argparse.Namespace) -> None:
     if options.shipped and not folder.exists():
         unpack(SHIPPED, folder)
     source = f"self:{options.turns}"
-    training.prepare(options.target, source, folder, chosen(options), report=to_stderr)
+    training.prepare(options.target, source, folder, chosen_recipe(options), report=to_stderr)
 
 
 def train(options: argparse.Namespace) -> None:
@@ -94,7 +102,7 @@ def train(options: argparse.Namespace) -> None:
             options.target,
             f"self:{options.turns}",
             options.run / name,
-            chosen(options, DRAFTERS[name]),
+            chosen_recipe(options, DRAFTERS[name]),
             report=to_stderr,
             data_of=options.run / "data",
         )
@@ -114,6 +122,14 @@ def pack(options: argparse.Namespace) -> None:
             archive.add(folder / name, name, filter=anonymous)
 
 
+def ship(options: argparse.Namespace) -> None:
+    """Put a trained drafter into the folder of the package."""
+    chosen, run = chosen_recipe(options, DRAFTERS[options.only]), options.run / options.only
+    if not (run / "results.json").is_file():
+        raise ConfigError(f"{run} has no trained and measured drafter; run `train` first")
+    card.ship(run, options.folder, chosen)
+
+
 def unpack(archive: Path, folder: Path) -> None:
     """Make the folder of a run from an archive that `pack` made."""
     with saved_as(folder, folder=True) as partial, tarfile.open(archive) as packed:
@@ -125,7 +141,7 @@ def anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member.replace(uid=0, gid=0, uname="", gname="", mtime=0, mode=0o644, deep=False)
 
 
-def chosen(options: argparse.Namespace, of_drafter: Sequence[str] = ()) -> Recipe:
+def chosen_recipe(options: argparse.Namespace, of_drafter: Sequence[str] = ()) -> Recipe:
     """Return the recipe of the data, or of a drafter."""
     return recipe(options.preset, [f"prompts={options.turns}", *of_drafter, *options.settings])
 

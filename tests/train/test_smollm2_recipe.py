@@ -8,10 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import dflash_jax as dj
 from dflash_jax.train.recipes import recipe
 from dflash_jax.train.rows import load as rows_of
+from recipes.smollm2 import card
 from recipes.smollm2.__main__ import SHIPPED, TURNS, main, unpack
 
 SETTINGS = ["turn_tokens=48", "steps=24", "save_every=4", "held_out=4", "taps=1,3"]
@@ -76,6 +79,15 @@ def test_packed_answers_give_the_rows_they_were_packed_from(
     monkeypatch.setattr("dflash_jax.train.regenerate.local_decoder", no_decoder)
     assert main(line(tmp_path / "second", *DATA, "--shipped")) == 0
     assert main(line(tmp_path / "second", *TRAIN)) == 0
+    shipped = tmp_path / "shipped"
+    assert main(line(tmp_path / "second", "ship", "--folder", str(shipped))) == 0
+    assert {path.name for path in shipped.iterdir()} == {"README.md", "drafter", "results.json"}
+    prompt = "Count from 3 to 9."
+    with dj.load("tiny", shipped / "drafter") as drafted:
+        answer = drafted.generate(prompt, max_tokens=24)
+        assert (
+            answer.token_ids == drafted.generate(prompt, max_tokens=24, speculative=False).token_ids
+        )
 
 
 def no_decoder(*arguments: object, **options: object) -> None:
@@ -86,6 +98,31 @@ def test_data_must_be_there_to_be_packed(tmp_path: Path, capsys: pytest.CaptureF
     assert main(line(tmp_path, "pack", "--archive", str(tmp_path / "x"))) == 2
     assert "has no answers.jsonl" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+def test_a_drafter_must_be_trained_to_be_shipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(line(tmp_path, "ship", "--folder", str(tmp_path / "x"))) == 2
+    assert "has no trained and measured drafter; run `train` first" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_card_has_the_curve_and_the_figures() -> None:
+    log = [
+        {"loss": 8 - i / 6, "simulated": 1 + i / 24, "places": 100.0, "seconds": 150.0}
+        for i in range(24)
+    ]
+    row = {"prompts": 4, "tokens": 99, "acceptance_length": 2.345, "accepted_per_position": [0.8]}
+    results = {"max_tokens": 64, "chat": row}
+    masks = [np.array([False, True, True])] * 7
+    lines = card.text(recipe("smollm2", []), results, log, masks, 27_400_000).splitlines()
+    assert "| 2 | 200 | 7.92 | 1.02 |" in lines
+    assert "| 24 | 2,400 | 4.25 | 1.94 |" in lines
+    assert "| chat | 4 | 99 | 2.35 | 0.80 |" in lines
+    words = " ".join(lines)
+    for text in ("7 answers, 14 tokens", "27 MB", "1.0 hours on", "1, 8, 14, 21, 27"):
+        assert text in words
 
 
 def test_the_shipped_answers_are_those_of_the_preset(tmp_path: Path) -> None:
