@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from dflash_jax.errors import HostError
 from dflash_jax.ray.commands import CommandProcess, Line, Show, follow
 from dflash_jax.ray.hosts import Placed, gpus_per_node
 from dflash_jax.train.joining import free_ports
@@ -80,7 +81,7 @@ def train(words: Sequence[str], hosts: int, devices: int, show: Show) -> int:
       show: called with the lines of the hosts.
 
     Raises:
-      HostError: the cluster has no room.
+      HostError: the cluster has no room, or fails before the hosts start.
     """
     gpus = devices if gpus_per_node() else 0
     with stop_flag() as stop:
@@ -97,7 +98,13 @@ def train(words: Sequence[str], hosts: int, devices: int, show: Show) -> int:
 def started(placed: Placed, words: Sequence[str], hosts: int) -> list[RemoteCommand]:
     """Start the command of each host in its place."""
     actors = [placed.actor(TrainingActor, host) for host in range(hosts)]
-    name, port = ray.get(actors[0].address.remote())
+    try:
+        name, port = ray.get(actors[0].address.remote())
+    except RayError as error:
+        raise HostError(
+            f"the cluster cannot start host 0 ({type(error).__name__}); look at its nodes with"
+            " `ray status`, and run the same command again"
+        ) from error
     where = ["--coordinator", f"[{name}]:{port}" if ":" in name else f"{name}:{port}"]
     for host, actor in enumerate(actors):
         actor.start.remote([*words, *where, "--host", str(host)])
