@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 _CHUNK = 1 << 25  # bytes that are asked of the kernel at a time
+_HUGE = 1 << 21  # bytes of a huge page
 _ALIGNMENT = 64  # bytes; JAX uses such arrays in place
 _lock = threading.Lock()
 _rest: list[np.ndarray] = []  # the unused end of the last chunk
@@ -35,7 +36,14 @@ def _take(size: int) -> np.ndarray:
 
 
 def _mapped(size: int) -> np.ndarray:
-    memory = mmap.mmap(-1, max(size, 1))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
+    """Return new memory that begins with a huge page.
+
+    It is private: Linux gives shared memory, the default of `mmap`, huge pages only if it was told
+    to (shmem_enabled).
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
+    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    found = np.frombuffer(memory, np.uint8)
+    return found[-found.ctypes.data % _HUGE :][:size]
