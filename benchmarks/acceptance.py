@@ -252,9 +252,9 @@ def main(words: Sequence[str] | None = None) -> int:
         for temperature in options.temperatures:
             load = os.getloadavg()[0]
             found = measure(measurement, chosen, temperature, options.max_tokens)
-            table, title = summary(chosen, found), f"{weights}, temperature {temperature:g}"
-            print(*lines(title, table), sep="\n", flush=True)
-            report["tables"][title] = table
+            groups, title = summary(chosen, found), f"{weights}, temperature {temperature:g}"
+            print(*lines(title, groups), sep="\n", flush=True)
+            report["tables"][title] = groups
             report["plan"] = dataclasses.asdict(measurement.engine.plan)
             report.setdefault("load", []).append([load, os.getloadavg()[0]])
             if options.json:

