@@ -29,11 +29,11 @@ def test_small_arrays_share_a_chunk() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_memory_is_private() -> None:
     """Shared memory gets huge pages only where a setting of the system, off by default, says so."""
-    address = pages.zeros((1 << 24,), np.uint8).ctypes.data
+    array = pages.zeros((1 << 24,), np.uint8)
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, modes, *_ = line.split()
         first, last = (int(end, 16) for end in span.split("-"))
-        if first <= address < last:
+        if first <= array.ctypes.data < last:
             assert modes == "rw-p"
             return
     pytest.fail("the array is in no mapping")
