@@ -68,9 +68,13 @@ class CacheMaker:
 
 def empty_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> DecodeState:
     """Return a state with every row at position 0."""
+    draft = ()
+    if drafter:  # it may read longer blocks than are verified
+        wide = dataclasses.replace(plan, block=max(plan.block, drafter.step_width))
+        draft = drafter_caches(drafter, CacheMaker(wide))
     return DecodeState(
         target=target_caches(target, CacheMaker(plan)),
-        draft=drafter_caches(drafter, CacheMaker(plan)) if drafter else (),
+        draft=draft,
         position=jnp.zeros((plan.rows,), jnp.int32),
         anchor=jnp.zeros((plan.rows,), jnp.int32),
     )

@@ -220,14 +220,21 @@ class DFlash(nn.Module):
     ) -> tuple[Float[Array, "B R D"], Float[Array, "B R N"], tuple[LayerCache, ...]]:
         """Hidden states and logits of the T-1 drafted places, and the caches after the call.
 
+        Masks attend to each other: a drafter that was trained on longer blocks sees one of that
+        length here, too, and its last places are not used.
+
         Args:
           block: [anchor, mask, mask, ...], as long as the step. The anchor's own place predicts
             nothing; a drafter that samples from it has no use for the last mask instead.
         """
         c = self.config
         block = block[:, :-1] if c.sample_from_anchor else block
+        length = block.shape[1]
+        unused = ((0, 0), (0, max(c.block_size - length, 0)))
+        block = jnp.pad(block, unused, constant_values=c.mask_token_id)
         embed = self.embed if c.own_embedding else layers.embed
         hidden, caches = self(embed(block), caches, start)
+        hidden = hidden[:, :length]
         said = project(hidden, self.head) if c.own_head else self.lent(hidden, layers)
         logits = self.adjust(said)
         if c.sample_from_anchor:
