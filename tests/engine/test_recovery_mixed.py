@@ -120,7 +120,7 @@ def check_batched_against_alone(
 def test_recovered_answers_do_not_depend_on_batch_or_mode(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events = check_batched_against_alone(engine, monkeypatch, range(8))
+    events = check_batched_against_alone(engine, monkeypatch, range(8, 16))
     assert events >= {"floor", "empty_retry", "thought_closed_by_force"}
 
 
