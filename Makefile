@@ -22,7 +22,7 @@ smollm2: .venv/installed
 demo-smollm2: smollm2
 	$(BIN)/dflash-jax generate --target smollm2 "Why is the sky blue?" --max-tokens 128 --show-drafts
 	$(BIN)/dflash-jax generate --target smollm2 "How do plants grow?" --max-tokens 128 \
-		--weights int8 --compare
+		--block 4 --compare
 
 # For the inner loop: lint, types and tests that need no engine.
 FAST := $(addprefix tests/,engine/recovery engine/test_controller.py engine/test_detokenizer.py tool_parsers nn quant \
