@@ -21,8 +21,7 @@ smollm2: .venv/installed
 # The same with this model and its drafter: show the drafts in the text, then time it.
 demo-smollm2: smollm2
 	$(BIN)/dflash-jax generate --target smollm2 "Why is the sky blue?" --max-tokens 128 --show-drafts
-	$(BIN)/dflash-jax generate --target smollm2 "How do plants grow?" --max-tokens 128 \
-		--block 4 --compare
+	$(BIN)/dflash-jax generate --target smollm2 "How do plants grow?" --max-tokens 128 --compare
 
 # For the inner loop: lint, types and tests that need no engine.
 FAST := $(addprefix tests/,engine/recovery engine/test_controller.py engine/test_detokenizer.py tool_parsers nn quant \

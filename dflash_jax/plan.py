@@ -53,9 +53,9 @@ class Plan(DeprecatedPlanNames):
     )
     block: int = plan_field(
         0,
-        "tokens per decode step, the anchor included; by default what the drafter was trained for",
+        "tokens per decode step, the anchor included; by default what the drafter's config says",
         "cache",
-        details="Drafts beyond that size are hardly ever accepted; `load` warns about them.",
+        details="Drafts beyond the trained block are hardly ever accepted; `load` warns about it.",
         minimum=2,
         automatic=True,
         metavar="TOKENS",

@@ -78,6 +78,8 @@ def drafter_fields(config: DrafterConfig, dtype: str) -> dict[str, Any]:
     own |= {key: value for key, (value, default) in optional.items() if value != default}
     if config.sample_from_anchor != type(config).sample_from_anchor:  # the kind's default
         own["sample_from_anchor"] = config.sample_from_anchor
+    if config.speculative_tokens:
+        own["speculative_tokens"] = config.speculative_tokens
     own |= families.provided(config.kind, "to_hf")(config)
     found = _geometry(config) | {
         "architectures": [drafter_kinds()[config.kind].architectures[0]],

@@ -36,7 +36,6 @@ PACKAGING = (  # fields that do not affect the forward pass, in addition to thos
     "base_model_tp_plan",
     "max_anchors",
     "num_anchors",
-    "speculators_config",
     "speculators_version",
 )
 CARRIED = (*DEFAULTS, "layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
@@ -53,6 +52,7 @@ READ = (
     "sample_from_anchor",
     "shift_label",
     "sliding_window_non_causal",
+    "speculators_config",
     "speculators_model_type",
     "target_hidden_size",
     "transformer_layer_config",
@@ -111,10 +111,36 @@ def published_fields(
             "mask_token_id": config.get("mask_token_id"),
             "target_layer_ids": list(taps.ids),
             "projector_type": config.get("projector_type"),
+            "speculative_tokens": _advised(config.get("speculators_config"), where),
             **{key: config[key] for key in own if key in config},
         },
     }
     return fields, taps
+
+
+def _advised(settings: Any, where: str) -> int:
+    """Return the drafts of a step that the first proposal method asks for; 0 if it does not."""
+    methods = settings.get("proposal_methods") if isinstance(settings, dict) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    count = first.get("speculative_tokens") if isinstance(first, dict) else None
+    if count is None:
+        return 0
+    if type(count) is not int or count < 1:
+        raise ConfigError(
+            f"{where}: speculative_tokens is {count!r}; expected a positive integer, or no such"
+            " field"
+        )
+    return count
+
+
+def _proposals(kind: str, count: int) -> dict[str, Any]:
+    """Return the settings that advise `count` drafts of a step, as `_advised` reads them."""
+    greedy = {"proposal_type": "greedy", "speculative_tokens": count}
+    return {
+        "algorithm": kind,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [greedy],
+    }
 
 
 def _classes() -> dict[str, str]:
@@ -160,6 +186,7 @@ def speculators_fields(config: DrafterConfig, dtype: str) -> dict[str, Any]:
     own = fields["dflash_config"]
     carried = {key: own.pop(key) for key in families.provided(kind, "FIELDS", ()) if key in own}
     own.pop("sample_from_anchor", None)
+    advised = own.pop("speculative_tokens", 0)
     if extra := sorted(set(own) - {"mask_token_id", "target_layer_ids"}):
         raise ConfigError(f"{', '.join(extra)} has no place in the speculators layout")
     layers = DEFAULTS | {key: fields[key] for key in CARRIED if key in fields}
@@ -175,6 +202,7 @@ def speculators_fields(config: DrafterConfig, dtype: str) -> dict[str, Any]:
         "sliding_window_non_causal": fields.get("is_causal") is False,
         "sample_from_anchor": config.sample_from_anchor,
         "dtype": dtype,
+        **({"speculators_config": _proposals(kind, advised)} if advised else {}),
         **carried,
     }
 

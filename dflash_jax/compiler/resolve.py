@@ -47,7 +47,7 @@ def _completed(
 ) -> Plan:
     cpu = platform == "cpu"
     default_dtype: Dtype = "float32" if cpu else "bfloat16"
-    default_block = _trained_block(drafter) if drafter else 8
+    default_block = _advised_block(drafter) if drafter else 8
     plan = dataclasses.replace(
         plan,
         max_length=plan.max_length or min(target.max_length, 1024 if cpu else 8192),
@@ -174,6 +174,12 @@ def _kernel_problem(plan: Plan, platform: str) -> str | None:
 
 def _trained_block(drafter: DrafterConfig) -> int:
     return max(drafter.step_width, 2)  # a step has room for a draft
+
+
+def _advised_block(drafter: DrafterConfig) -> int:
+    """Return the block that the drafter's makers advise, at most the trained one."""
+    trained, drafts = _trained_block(drafter), drafter.speculative_tokens
+    return min(drafts + 1, trained) if drafts else trained
 
 
 def wide_block(block: int, drafter: DrafterConfig | None) -> str | None:

@@ -30,6 +30,7 @@ class DrafterConfig(AttentionConfig):
     windows: tuple[int | None, ...]  # per layer; None is full attention
     causal: tuple[bool, ...]  # per layer, inside the block
     sample_from_anchor: bool = False  # place k predicts the token at anchor + k + 1, not + k
+    speculative_tokens: int = 0  # drafts of a step that its makers advise; 0: all of a block
     draft_vocab_size: int = 0  # tokens of its own head; 0 is the whole vocabulary
     own_embedding: bool = False
     own_head: bool = False
@@ -42,6 +43,7 @@ class DrafterConfig(AttentionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 1, "vocab_size", "block_size")
+        at_least(self, 0, "speculative_tokens")
 
     @property
     def step_width(self) -> int:
@@ -149,6 +151,7 @@ def common_fields(fields: DrafterFields) -> dict[str, Any]:
             f.flag("is_causal", fields.dflash.flag("causal", kind == SLIDING)) for kind, _ in layers
         ),
         "sample_from_anchor": fields.flag("sample_from_anchor", False),
+        "speculative_tokens": fields.dflash.integer("speculative_tokens", 0),
         "draft_vocab_size": 0 if reduced == vocab else reduced,
         "own_head": reduced != vocab,
         "input_embedding_scale": optional("input_embedding_scale"),

@@ -1,9 +1,9 @@
 """The commands of SmolLM2's drafters: `python -m recipes.smollm2 RUN data`, then `... RUN train`.
 
 `data` has the target write and answer prompts, or takes the shipped ones, and records its features;
-`train` trains drafters on them, one after another. A stopped or killed command goes on when it is
-started again. `pack` makes the archive of prompts and answers that is shipped, `ship` the folder of
-the shipped drafter.
+`compare` trains drafters of several shapes on them for a short time and writes a table; `train`
+trains one of them in full. A stopped or killed command goes on when it is started again. `pack`
+makes the archive of prompts and answers that is shipped, `ship` the folder of the shipped drafter.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import sys
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import dflash_jax
 from dflash_jax.compiler import enable_compilation_cache
@@ -23,16 +22,20 @@ from dflash_jax.train.recipe import Recipe
 from dflash_jax.train.recipes import recipe
 from dflash_jax.train.reuse import FILES
 from dflash_jax.utils.allocator import tune_allocator
-from recipes.smollm2 import card
+from recipes.smollm2 import card, comparison
 
 STOPPED = 3
 TURNS = 9_000
+DRAFT_TOKENS = 3  # of a step by default: the fastest on a CPU (docs/benchmarks.md)
 SHIPPED = Path(__file__).with_name("answers.tar.xz")
 FOLDER = Path(dflash_jax.__file__).with_name("data") / "smollm2"
 # The drafters of the comparison: what differs from the preset.
 DRAFTERS: dict[str, tuple[str, ...]] = {
     "v1": (),
     "one-layer": ("layers=1",),
+    "four-layers": ("layers=4",),
+    "block-4": ("block=4",),
+    "block-8": ("block=8",),
     "full-vocabulary": ("draft_vocab=0",),
     "dflash2": ("kind=dflash2", "draft_vocab=0"),
 }
@@ -65,7 +68,8 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(required=True, metavar="COMMAND")
     for function, text in (
         (data, "have the target write and answer prompts, and record its features"),
-        (train, "train drafters on the data, and write their figures to table.json"),
+        (compare, "train drafters of several shapes for a short time, and write table.json"),
+        (train, "train a drafter on the data"),
         (pack, "pack the prompts and answers into an archive"),
         (ship, "put a trained drafter into the package, with its card"),
     ):
@@ -73,13 +77,15 @@ def parser() -> argparse.ArgumentParser:
         command.set_defaults(command=function)
         if function is data:
             command.add_argument("--shipped", action="store_true", help="take the shipped answers")
-        if function is train:
+        if function is compare:
             names = {"choices": tuple(DRAFTERS), "default": tuple(DRAFTERS)}
             command.add_argument("--only", nargs="+", **names)
         if function is pack:
             command.add_argument("--archive", type=Path, default=SHIPPED)
-        if function is ship:
+        if function in (train, ship):
             command.add_argument("--only", choices=tuple(DRAFTERS), default="v1")
+        if function is ship:
+            command.add_argument("--draft-tokens", type=int, default=DRAFT_TOKENS)
             command.add_argument("--folder", type=Path, default=FOLDER)
     return made
 
@@ -93,22 +99,36 @@ def data(options: argparse.Namespace) -> None:
     training.prepare(options.target, source, folder, chosen_recipe(options), report=to_stderr)
 
 
+def compare(options: argparse.Namespace) -> None:
+    """Train the chosen drafters for a short time, one after another, and time their steps."""
+    folder, settings = options.run / "short", {name: DRAFTERS[name] for name in options.only}
+    for name, own in settings.items():
+        trained_drafter(options, folder / name, (*own, *comparison.SETTINGS))
+    runs = {name: folder / name for name in settings}
+    steps_ms = comparison.timed(options.target, runs)
+    found = comparison.table({name: comparison.row(run) for name, run in runs.items()}, steps_ms)
+    with saved_as(options.run / "table.json") as partial:
+        write_json(partial, found)
+    for line in comparison.lines(found, settings):
+        to_stderr(line)
+
+
 def train(options: argparse.Namespace) -> None:
-    """Train the chosen drafters one after another."""
-    table = {}
-    for name in options.only:
-        to_stderr(f"-- {name} {' '.join(DRAFTERS[name])}")
-        trained = training.run(
-            options.target,
-            f"self:{options.turns}",
-            options.run / name,
-            chosen_recipe(options, DRAFTERS[name]),
-            report=to_stderr,
-            data_of=options.run / "data",
-        )
-        table[name] = figures(trained.results)
-        with saved_as(options.run / "table.json") as partial:
-            write_json(partial, table)
+    """Train the chosen drafter."""
+    trained_drafter(options, options.run / options.only, DRAFTERS[options.only])
+
+
+def trained_drafter(options: argparse.Namespace, out: Path, settings: Sequence[str]) -> None:
+    """Train and measure a drafter whose settings differ from the preset's."""
+    to_stderr(f"-- {out.name} {' '.join(settings)}")
+    training.run(
+        options.target,
+        f"self:{options.turns}",
+        out,
+        chosen_recipe(options, settings),
+        report=to_stderr,
+        data_of=options.run / "data",
+    )
 
 
 def pack(options: argparse.Namespace) -> None:
@@ -127,7 +147,7 @@ def ship(options: argparse.Namespace) -> None:
     chosen, run = chosen_recipe(options, DRAFTERS[options.only]), options.run / options.only
     if not (run / "results.json").is_file():
         raise ConfigError(f"{run} has no trained and measured drafter; run `train` first")
-    card.ship(run, options.folder, chosen)
+    card.ship(run, options.folder, chosen, draft_tokens=options.draft_tokens)
 
 
 def unpack(archive: Path, folder: Path) -> None:
@@ -144,15 +164,6 @@ def anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
 def chosen_recipe(options: argparse.Namespace, of_drafter: Sequence[str] = ()) -> Recipe:
     """Return the recipe of the data, or of a drafter."""
     return recipe(options.preset, [f"prompts={options.turns}", *of_drafter, *options.settings])
-
-
-def figures(results: dict[str, Any]) -> dict[str, Any]:
-    """Return acceptance length and prompts of each kind of held-out prompt."""
-    rows = {kind: row for kind, row in results.items() if isinstance(row, dict)}
-    return {
-        kind: {"acceptance_length": row["acceptance_length"], "prompts": row["prompts"]}
-        for kind, row in rows.items()
-    }
 
 
 if __name__ == "__main__":

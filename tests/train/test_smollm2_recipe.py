@@ -30,7 +30,7 @@ def line(folder: Path, *command: str) -> list[str]:
     return [str(folder), *common, *(f"--set={x}" for x in SETTINGS), *command]
 
 
-DATA, TRAIN = ("data",), ("train", "--only", "v1", "one-layer")
+DATA, TRAIN = ("data",), ("train",)
 
 
 @pytest.mark.soak
@@ -58,11 +58,9 @@ def test_a_recipe_killed_in_every_stage_ends_with_the_same_bytes(tmp_path: Path)
     ours, theirs = tmp_path / "killed", tmp_path / "straight"
     features = [f"data/features/{p.name}" for p in theirs.glob("data/features/decoded*.npy")]
     assert features
-    results = [f"{name}/{file}" for name in ("v1", "one-layer")
-               for file in ("drafter/model.safetensors", "results.json")]  # fmt: skip
+    results = "v1/drafter/model.safetensors", "v1/results.json"
     for file in "data/turns.jsonl", "data/answers.jsonl", *features, *results:
         assert (ours / file).read_bytes() == (theirs / file).read_bytes(), file
-    assert json.loads((ours / "table.json").read_text()).keys() == {"v1", "one-layer"}
 
 
 @pytest.mark.soak
@@ -84,10 +82,35 @@ def test_packed_answers_give_the_rows_they_were_packed_from(
     assert {path.name for path in shipped.iterdir()} == {"README.md", "drafter", "results.json"}
     prompt = "Count from 3 to 9."
     with dj.load("tiny", shipped / "drafter") as drafted:
+        assert drafted.plan.block == 4  # three drafts, as the shipped config advises
         answer = drafted.generate(prompt, max_tokens=24)
         assert (
             answer.token_ids == drafted.generate(prompt, max_tokens=24, speculative=False).token_ids
         )
+
+
+@pytest.mark.soak
+def test_drafters_of_several_shapes_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    names = ["one-layer", "block-8"]
+    words = line(tmp_path, *DATA)
+    assert main(words) == 0
+    settings = [f"--set={x}" for x in ("steps=6", "held_out_tokens=16")]
+    compared = [*words[:-1], *settings, "compare", "--only", *names]
+    assert main(compared) == 0
+    printed = capsys.readouterr().err
+    table = json.loads((tmp_path / "table.json").read_text(encoding="utf-8"))
+    assert list(table["drafters"]) == names
+    for name, found in table["drafters"].items():
+        assert found["steps"] == 6
+        assert found["acceptance_length"] >= 1
+        assert found["cost"] == round(found["decode_step_ms"] / table["plain_step_ms"], 2)
+        assert f"| {name} | " in printed
+    log = tmp_path / "short/block-8/log.jsonl"
+    before = log.read_bytes()
+    assert main(compared) == 0
+    assert log.read_bytes() == before  # trained once
 
 
 def no_decoder(*arguments: object, **options: object) -> None:
@@ -116,12 +139,18 @@ def test_a_card_has_the_curve_and_the_figures() -> None:
     row = {"prompts": 4, "tokens": 99, "acceptance_length": 2.345, "accepted_per_position": [0.8]}
     results = {"max_tokens": 64, "chat": row}
     masks = [np.array([False, True, True])] * 7
-    lines = card.text(recipe("smollm2", []), results, log, masks, 27_400_000).splitlines()
+    lines = card.text(recipe("smollm2", []), results, log, masks, 27_400_000, 3).splitlines()
     assert "| 2 | 200 | 7.92 | 1.02 |" in lines
     assert "| 24 | 2,400 | 4.25 | 1.94 |" in lines
     assert "| chat | 4 | 99 | 2.35 | 0.80 |" in lines
     words = " ".join(lines)
-    for text in ("7 answers, 14 tokens", "27 MB", "1.0 hours on", "1, 8, 14, 21, 27"):
+    for text in (
+        "7 answers, 14 tokens",
+        "27 MB",
+        "uses 3 drafts",
+        "1.0 hours on",
+        "1, 8, 14, 21, 27",
+    ):
         assert text in words
 
 
