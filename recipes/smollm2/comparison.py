@@ -55,7 +55,6 @@ def row(run: Path) -> dict[str, Any]:
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))["chat"]
     return {
         "steps": len(log),
-        "step_s": round(statistics.median(step["seconds"] for step in log), 2),
         "acceptance_length": results["acceptance_length"],
         "accepted_per_position": results["accepted_per_position"],
         "prompts": results["prompts"],
@@ -78,14 +77,13 @@ def lines(found: Mapping[str, Any], settings: Mapping[str, Sequence[str]]) -> It
     Args:
       settings: what differs from the preset, of each drafter.
     """
-    yield "| drafter | settings | s a training step | acceptance length | cost of a step | speed |"
-    yield "| --- | --- | --- | --- | --- | --- |"
+    yield "| drafter | settings | acceptance length | cost of a step | speed |"
+    yield "| --- | --- | --- | --- | --- |"
     for name, figures in found["drafters"].items():
         length, cost, speed = (figures[x] for x in ("acceptance_length", "cost", "speed"))
         cells = (
             name,
             ", ".join(settings[name]) or "the preset",
-            f"{figures['step_s']:.1f}",
             f"{length:.2f}",
             f"{cost:.2f}",
             f"{speed:.2f}",
