@@ -69,8 +69,9 @@ class CacheMaker:
 def empty_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> DecodeState:
     """Return a state with every row at position 0."""
     draft = ()
-    if drafter:  # it may read longer blocks than are verified
-        wide = dataclasses.replace(plan, block=max(plan.block, drafter.step_width))
+    if drafter:  # it may read longer blocks than are verified, and the tokens of several steps
+        widest = max(plan.block, drafter.step_width, plan.steps_per_call)
+        wide = dataclasses.replace(plan, block=widest)
         draft = drafter_caches(drafter, CacheMaker(wide))
     return DecodeState(
         target=target_caches(target, CacheMaker(plan)),

@@ -18,6 +18,7 @@ from dflash_jax.decode import inputs as given
 from dflash_jax.decode import rows, steps
 from dflash_jax.decode.drafting import draft
 from dflash_jax.decode.logits_processing import mask_words, neutral_logits_state
+from dflash_jax.decode.multi_step import multi_step, plain_multi_step
 from dflash_jax.decode.pair import Pair
 from dflash_jax.nn.decoder import Decoder
 from dflash_jax.nn.draft import Draft
@@ -79,7 +80,7 @@ def declare(
         return {program.key: program for program in programs}
     target_params, drafter_params = two_devices.split_params(params)
     target_state, drafter_state = two_devices.split(state)
-    target_pair = dataclasses.replace(pair, two_devices=True)
+    target_pair = dataclasses.replace(pair, keeps_taps=True)
     drafter_pair = dataclasses.replace(pair, target=Decoder(target))
     target_side = _Declaration(plan, target_pair, target_params, target_state)
     drafter_side = _Declaration(plan, drafter_pair, drafter_params, drafter_state)
@@ -177,13 +178,14 @@ class _Declaration:
         multi = is_multi_step(plan, variant)
         masks = self._masks(variant, plan.rows, width)
         inputs = given.DecodeInputs(self.rules, _int32() if multi else None, masks)
+        sizes = {"max_steps": plan.steps_per_call, "width": width}
+        if multi and plain and self.pair.drafter:
+            function = functools.partial(plain_multi_step, **sizes)
+            return self._model(step, variant, function, inputs, block=width)
         function = steps.plain if plain else steps.speculative
         program = self._model(step, variant, function, inputs, block=width)
-        if not multi:
-            return program
         drafts = 0 if plain or not plan.report_drafts else width - 1
-        sizes = {"max_steps": plan.steps_per_call, "width": width, "drafts": drafts}
-        return _wrapped(program, steps.multi_step, **sizes)
+        return _wrapped(program, multi_step, drafts=drafts, **sizes) if multi else program
 
     def draft(self, variant: Variant) -> Program:
         """The drafting half of a speculative step."""

@@ -26,7 +26,7 @@ class Pair:
     drafter: Drafter | None
     exact: bool = True  # blocks step recurrent layers token by token
     taps_at: str = LATE  # where in a layer the drafter's taps are taken
-    two_devices: bool = False  # the drafter is on another device: states carry the taps instead
+    keeps_taps: bool = False  # states carry the taps instead of the drafter's caches
     block: int = 1  # tokens of a decode step
     sampled: bool = False  # rows may draw tokens
     min_survival: float = 0.0  # drafts less likely to be accepted are not verified
@@ -64,7 +64,7 @@ def forward(
     With `chunked`, recurrent layers run in their chunked form.
 
     Returns:
-      Updates of the target's caches, the drafter's caches (with `Pair.two_devices`, the taps), and
+      Updates of the target's caches, the drafter's caches (with `Pair.keeps_taps`, the taps), and
       the target's hidden states.
     """
     # The barriers make XLA compile the target alike in every program. Without that of the
@@ -74,8 +74,8 @@ def forward(
         where = {"taps": pair.taps, "taps_at": pair.taps_at, "chunked": chunked}
         out = pair.target_call(params, tokens, state.target, start, **where)
     out = jax.lax.optimization_barrier(out)
-    draft = out.taps if pair.two_devices else state.draft
-    if pair.drafter is not None and not pair.two_devices:
+    draft = out.taps if pair.keeps_taps else state.draft
+    if pair.drafter is not None and not pair.keeps_taps:
         draft = pair.drafter_call(params, out.taps, draft, state.position, method="context")
     return out.caches, draft, out.hidden
 

@@ -17,6 +17,7 @@ from dflash_jax.config import TargetConfig
 from dflash_jax.decode import steps
 from dflash_jax.decode.drafting import draft as draft_step
 from dflash_jax.decode.inputs import DecodeInputs, ForcedTokensInputs
+from dflash_jax.decode.multi_step import multi_step, plain_multi_step
 from dflash_jax.decode.steps import verify_block
 from dflash_jax.engine.engine import Engine
 from dflash_jax.nn.draft import Draft
@@ -216,7 +217,10 @@ def test_verify_rows_equal_plain_rows_bit_for_bit(
 def test_steps_of_one_call_have_the_bits_of_single_steps(
     target: TargetConfig, dtype: str, function: Any
 ) -> None:
-    """Caches, anchors and answers; single-step and multi-step programs alternate in one row."""
+    """Caches, anchors and answers; single-step and multi-step programs alternate in one row.
+
+    Plain steps of one call extend the drafter's context together, in a call of another width.
+    """
     plan = Plan(rows=2, max_length=128, chunk=CHUNK, block=BLOCK, dtype=dtype)
     drafter = tiny_drafter(target, target_layer_ids=(0,), **SMALL)
     engine = random_engine(target, drafter, plan)
@@ -226,7 +230,10 @@ def test_steps_of_one_call_have_the_bits_of_single_steps(
     pair = dataclasses.replace(pair, block=BLOCK, kernels=engine.plan.kernels)
     step = functools.partial(function, pair)
     single = jit(step)
-    multi = jit(functools.partial(steps.multi_step, step, max_steps=6, width=BLOCK))
+    whole = functools.partial(multi_step, step)
+    if function is steps.plain:
+        whole = functools.partial(plain_multi_step, pair)
+    multi = jit(functools.partial(whole, max_steps=6, width=BLOCK))
     start = stepper.prefilled(prompt)
     wanted, said = start, []
     for _ in range(rounds):
@@ -236,6 +243,8 @@ def test_steps_of_one_call_have_the_bits_of_single_steps(
     found, _, out = multi(engine.params, start, None, inputs)
     np.testing.assert_array_equal(np.asarray(out.packed)[:rounds], said)
     assert (np.asarray(out.packed)[rounds:] == -1).all()
+    if function is steps.plain:
+        found, wanted = (dataclasses.replace(state, draft=()) for state in (found, wanted))
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 

@@ -83,6 +83,44 @@ def test_outputs_do_not_depend_on_the_steps_per_call(
     assert turns[0] > turns[1] >= turns[2]
 
 
+def test_plain_calls_extend_the_drafters_context_as_single_steps_do(
+    multi_step: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts = []
+    for num_steps in (1, 3, 8):
+        monkeypatch.setattr(multi_step.core.scheduler, "pacer", Fixed(num_steps))
+        handle = multi_step.submit([3, 1, 4, 1, 5], max_tokens=40, speculative=False)
+        while not handle.done:
+            multi_step.advance()
+        length = int(multi_step.runner.state.position[0])
+        assert length == 5 + 39
+        caches = map(np.asarray, jax.tree.leaves(multi_step.runner.state.draft))
+        window = np.arange(length - 12, length)  # of the first layer, whose cache is a ring
+        contexts.append([x[0][:, window % x.shape[2]] for x in caches])
+    assert np.abs(contexts[0][0]).max() > 0
+    for other in contexts[1:]:
+        for ours, theirs in zip(other, contexts[0], strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+def test_a_plain_step_of_a_call_leaves_the_drafters_weights_alone(multi_step: Engine) -> None:
+    """The loop over steps multiplies as often as that of an engine without a drafter."""
+    alone = Engine(multi_step.target, None, multi_step.params, multi_step.plan)
+
+    def products(engine: Engine) -> tuple[int, int]:
+        program = engine.compiled.programs[ProgramKey(Step.PLAIN, Variant.GREEDY)]
+        traced = jax.make_jaxpr(program.function)(*program.arguments).jaxpr
+        [loop] = [x for x in traced.eqns if x.primitive.name == "while"]
+        inside, whole = (
+            sum(str(x).count(name) for name in ("dot_general[", "ffi_call["))
+            for x in (loop.params["body_jaxpr"], traced)
+        )
+        return inside, whole - inside
+
+    assert products(multi_step)[0] == products(alone)[0] > 0
+    assert products(multi_step)[1] > products(alone)[1] == 0
+
+
 def test_calls_make_single_steps_while_requests_are_queued(
     multi_step: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

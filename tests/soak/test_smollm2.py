@@ -1,4 +1,7 @@
-"""SmolLM2 in mixed load, drafted: every output is that of the request alone, decoded plainly."""
+"""SmolLM2 in mixed load, drafted: every greedy output is that of plain decoding, alone.
+
+A sampled request has the output that it has alone.
+"""
 
 import collections
 import dataclasses
@@ -16,10 +19,11 @@ from dflash_jax.plan import Weights
 ROOT = Path(__file__).parents[2]
 REQUESTS, ROWS, LONGEST = 500, 8, 4000
 PLAN = dj.Plan(max_length=LONGEST + 128)
-# Rules of agents, of which some loop, some end at once and some stall.
-LOOPING = {"recovery": dj.Recovery(loop_tokens=16), "ignore_eos": True}
-EMPTY = {"recovery": dj.Recovery(), "stop": ["I", "A", "T", "S", "W", "H", "O"]}
-SHORT = {"recovery": dj.Recovery(min_tokens=12)}
+GREETING = "Hello! How can I help you today?"  # after it, the model ends its turn
+LOOP = "the sea and the sky, " * 30  # which the model continues
+LOOPING = {"recovery": dj.Recovery(loop_tokens=16), "ignore_eos": True, "max_tokens": 160}
+EMPTY = {"recovery": dj.Recovery(floor=0)}
+STALLED = {"recovery": dj.Recovery()}
 TOPICS = ("the sea", "prime numbers", "bread", "the French Revolution", "a lighthouse", "sorting")
 
 
@@ -50,14 +54,20 @@ def cases(engine: Any, count: int) -> list[Case]:
             return document[begin : begin + rng.choice((1000, 2000, LONGEST)) - i]
         return engine.chat_ids([*(system if i % 3 == 0 else ()), question])
 
+    def recovered(i: int) -> tuple[list[int], dict[str, Any]]:
+        if i % 20 == 1:
+            return engine.tokenizer.encode(f"{i}: {LOOP}"), LOOPING
+        greeted = engine.chat_ids([{"role": "user", "content": f"Hi, I am number {i}."}])
+        return greeted + engine.tokenizer.encode(GREETING), EMPTY if i % 20 == 11 else STALLED
+
     def case(i: int) -> Case:
-        sampled = {"temperature": 0.8, "seed": i} if i % 7 == 3 else {}
-        options = {"max_tokens": rng.randint(1, 48), "ignore_eos": i % 2 == 0} | sampled
-        if i % 10 == 1:
-            options = {"max_tokens": 160} | LOOPING
-        elif i % 5 == 2:
-            options |= EMPTY if i % 2 else SHORT
-        return Case(tuple(prompt(i)), options, rng.randint(1, 8) if i % 9 == 4 else None)
+        tokens, options = prompt(i), {"max_tokens": rng.randint(1, 48), "ignore_eos": i % 2 == 0}
+        if i % 20 in (1, 6, 11):
+            tokens, rules = recovered(i)
+            options |= {"ignore_eos": False} | rules
+        elif i % 7 == 3:
+            options |= {"temperature": 0.8, "seed": i}
+        return Case(tuple(tokens), options, rng.randint(1, 8) if i % 9 == 4 else None)
 
     return [case(i) for i in range(count)]
 
@@ -103,22 +113,23 @@ def differences(count: int, weights: Weights = "float") -> list[str]:
     plan = dataclasses.replace(PLAN, weights=weights)
     alone = dj.load("smollm2", plan=plan)
     load = cases(alone, count)
+    # The tokens of a sampled request depend on its drafts, those of all others do not.
     expected = [
-        alone.generate(list(case.prompt), speculative=False, **case.options).token_ids
+        alone.generate(
+            list(case.prompt), speculative="temperature" in case.options, **case.options
+        ).token_ids
         for case in load
     ]
     alone.close()
     del alone
     engine = dj.load("smollm2", plan=dataclasses.replace(plan, rows=ROWS, prefix_cache=1 << 28))
     found = together(engine, load)
-    print(found.accepted, found.cached, found.drafted_behind_prefix, dict(found.events))
     assert (engine.active, engine.queued) == (0, 0)
     engine.close()
     if count >= REQUESTS:
         assert found.cached > 1000
         assert found.drafted_behind_prefix > 100
-        assert found.events["empty_retry"]
-        assert found.events["runaway"] + found.events["period"]
+        assert all(found.events[name] > 10 for name in ("runaway", "empty_retry", "floor"))
     return [
         f"request {i}: {tokens} instead of {whole}"
         for i, (case, tokens, whole) in enumerate(zip(load, found.outputs, expected, strict=True))

@@ -1,0 +1,112 @@
+"""Several decode steps in one call of the device, without the host in between."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from dflash_jax.decode.acceptance import frozen
+from dflash_jax.decode.inputs import DecodeInputs
+from dflash_jax.decode.pair import Pair, Params
+from dflash_jax.decode.steps import StepFn, StepResult, plain
+from dflash_jax.state import DecodeState, StepOutput, output_columns
+
+
+def multi_step(
+    step: StepFn,
+    params: Params,
+    state: DecodeState,
+    logits_state: None,
+    inputs: DecodeInputs,
+    *,
+    max_steps: int,
+    width: int,
+    drafts: int = 0,
+) -> StepResult:
+    """Run up to `inputs.num_steps` decode steps without the host in between.
+
+    They end early when every row is frozen, or when numbers of any row are not finite.
+
+    Args:
+      width: number of tokens in the output of a step.
+      drafts: number of drafts in it.
+
+    Returns:
+      The state and the outputs [max_steps, B, ...], those of steps that were not made all -1.
+    """
+    rules, num_steps = inputs.rules, inputs.num_steps
+    assert num_steps is not None
+    inputs = DecodeInputs(rules)
+    Carry = tuple[Int[Array, ""], Bool[Array, ""], DecodeState, Int[Array, "R B A"]]
+
+    def cond(carry: Carry) -> Bool[Array, ""]:
+        done, finite, state, _ = carry
+        live = finite & (done < num_steps) & ~frozen(state.anchor, state.position, rules).all()
+        return live | (done + num_steps == 0)
+
+    def body(carry: Carry) -> Carry:
+        done, _, state, outputs = carry
+        state, _, out = step(params, state, None, inputs)
+        outputs = jax.lax.dynamic_update_slice(outputs, out.packed[None], (done, 0, 0))
+        return done + 1, out.all_finite, state, outputs
+
+    columns = width + drafts + output_columns(rules)
+    empty = jnp.full((max_steps, len(state.anchor), columns), -1, jnp.int32)
+    start = jnp.int32(0), jnp.bool_(True), state, empty
+    _, _, state, outputs = jax.lax.while_loop(cond, body, start)
+    odds = rules.opening is not None
+    return state, None, StepOutput(outputs, reports_odds=odds, draft_columns=drafts)
+
+
+def plain_multi_step(
+    pair: Pair,
+    params: Params,
+    state: DecodeState,
+    logits_state: None,
+    inputs: DecodeInputs,
+    *,
+    max_steps: int,
+    width: int,
+) -> StepResult:
+    """Run plain steps as `multi_step` does, and extend the drafter's context once, after them.
+
+    So its weights are read once for all tokens. What is written for steps that a row did not make
+    lies past its position.
+    """
+    caches, start = state.draft, state.position
+    step = functools.partial(_tapping, dataclasses.replace(pair, keeps_taps=True))
+    taps = jax.eval_shape(step, params, _with(state, None), None, DecodeInputs(inputs.rules))
+    empty = [jnp.zeros((x.shape[0], max_steps, x.shape[2]), x.dtype) for x in taps[0].draft]
+    options = {"max_steps": max_steps, "width": width}
+    state, _, out = multi_step(
+        step, params, _with(state, (jnp.int32(0), empty)), None, inputs, **options
+    )
+    context = pair.drafter_call(params, state.draft[1], caches, start, method="context")
+    return _with(state, context), None, out
+
+
+def _tapping(
+    pair: Pair, params: Params, state: DecodeState, logits_state: None, inputs: DecodeInputs
+) -> StepResult:
+    """Run a plain step that stores its taps, at the number of the step, in the drafter's place.
+
+    The place holds that number and the taps of all steps; None leaves the step's own taps there.
+    """
+    stored: Any = state.draft
+    state, _, out = plain(pair, params, state, None, inputs)
+    if stored is None:
+        return state, None, out
+    number, taps = stored
+    own: Any = state.draft
+    taps = [
+        jax.lax.dynamic_update_slice(every, one[:, :1], (0, number, 0))
+        for every, one in zip(taps, own, strict=True)
+    ]
+    return _with(state, (number + 1, taps)), None, out
+
+
+def _with(state: DecodeState, draft: Any) -> DecodeState:
+    return dataclasses.replace(state, draft=draft)
