@@ -83,7 +83,7 @@ def begin(
         "self_written": given_data.self_written,
         "mask_id": mask_id,
         "start": str(start) if start else None,
-        "recipe": dataclasses.asdict(recipe),
+        "recipe": recipe.settings,
     }
     params = read_start(start, config) if start else None  # fails before anything is written
     if data_of:

@@ -13,7 +13,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.nn.layers import project
-from dflash_jax.train.recipe import DFLASH, DPACE, KL, MIX, UNIFORM, Recipe
+from dflash_jax.train.recipe import DFLASH, DPACE, DSPARK, KL, MIX, UNIFORM, Recipe
 
 LOGIT_ELEMENTS = 1 << 25  # of one chunk: 128 MiB
 CE_SHARE = 0.1  # of the mixed loss; the rest is total variation
@@ -64,32 +64,15 @@ def scorer(
 
 
 def _plain(module: Any, places: Places, plain: Array, p: Array | None, loss: str) -> Scores:
-    if module.config.own_head:
-        return _reduced(module, places)
-    logits = module.adjust(plain)
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits, places.labels)
-    return Scores(
+    logits, p, labels, known = _own(module, places, plain, p)
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return _scores(
+        known,
         loss=_distance(loss, logits, nll, p),
         nll=nll,
-        right=is_argmax(logits, places.labels),
+        right=is_argmax(logits, labels),
         head=jnp.zeros_like(nll),
         head_counts=jnp.zeros(nll.shape, bool),
-    )
-
-
-def _reduced(module: Any, places: Places) -> Scores:
-    """Return cross entropy over the drafter's own tokens; other labels have no loss."""
-    logits, tokens = module.adjust(project(places.hidden, module.head)), module.tokens()
-    index = jnp.minimum(jnp.searchsorted(tokens, places.labels), len(tokens) - 1)
-    known = tokens[index] == places.labels
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits, index)
-    return Scores(
-        loss=nll,
-        nll=jnp.where(known, nll, jnp.inf),  # such a place is never drafted
-        right=is_argmax(logits, index) & known,
-        head=jnp.zeros_like(nll),
-        head_counts=jnp.zeros(nll.shape, bool),
-        known=known,
     )
 
 
@@ -98,14 +81,16 @@ def _selected(module: Any, places: Places, plain: Array, p: Array | None, loss: 
 
     Places whose label is not a candidate do not count for the selector.
     """
-    logits = module.backbone.adjust(plain)
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits, places.labels)
-    unary, ids = jax.lax.top_k(logits, module.config.selector_top_k)
+    logits, p, labels, known = _own(module.backbone, places, plain, p)
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    unary, index = jax.lax.top_k(logits, module.config.selector_top_k)
+    ids = module.backbone.token(index)
     scores = module.scores(places.hidden, unary, ids, places.previous[:, :, None])[:, :, 0]
     hit = ids == places.labels[:, :, None]
     best = jnp.take_along_axis(ids, jnp.argmax(scores, axis=-1)[:, :, None], axis=-1)[:, :, 0]
     label_score = jnp.where(hit, scores, 0.0).sum(axis=-1)
-    return Scores(
+    return _scores(
+        known,
         loss=_distance(loss, logits, nll, p),
         nll=nll,
         right=best == places.labels,
@@ -118,8 +103,8 @@ def _walked(module: Any, places: Places, plain: Array, p: Array | None, loss: st
     """DSpark: the Markov head is given the true previous token; the confidence head learns the
     overlap of p with the drafter's distribution.
     """
-    base, c = module.backbone.adjust(plain), module.config
-    read, logits = [places.hidden], base
+    base, p, labels, known = _own(module.backbone, places, plain, p)
+    c, read, logits = module.config, [places.hidden], base
     if c.markov_rank:
         rows = module.w1[places.previous]  # [M, R, r]
         state = jnp.zeros((base.shape[0], c.markov_rank), rows.dtype)
@@ -128,19 +113,44 @@ def _walked(module: Any, places: Places, plain: Array, p: Array | None, loss: st
             bias, state = module.bias(places.hidden[:, i], rows[:, i], state)
             added.append(bias)
         read, logits = [*read, rows], base + jnp.stack(added, axis=1)
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits, places.labels)
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     head, counts = jnp.zeros_like(nll), jnp.zeros(nll.shape, bool)
     if c.confidence_head and p is not None:
         covered = jax.lax.stop_gradient(1.0 - _variation(logits, p))
         trust = module.trust(jnp.concatenate(read, axis=-1))
         head, counts = optax.sigmoid_binary_cross_entropy(trust, covered), ~counts
-    return Scores(
+    return _scores(
+        known,
         loss=_distance(loss, logits, nll, p),
         nll=nll,
-        right=is_argmax(logits, places.labels),
+        right=is_argmax(logits, labels),
         head=head,
         head_counts=counts,
     )
+
+
+def _own(
+    backbone: Any, places: Places, plain: Array, p: Array | None
+) -> tuple[Array, Array | None, Array, Array | None]:
+    """Return logits, p and labels in the drafter's vocabulary, and which labels it has.
+
+    Of a reduced one, p is what the target gives to its tokens, and sums to less than 1. None is
+    known of a whole one.
+    """
+    if not backbone.config.own_head:
+        return backbone.adjust(plain), p, places.labels, None
+    logits, tokens = backbone.adjust(project(places.hidden, backbone.head)), backbone.tokens()
+    index = jnp.minimum(jnp.searchsorted(tokens, places.labels), len(tokens) - 1)
+    known = tokens[index] == places.labels
+    return logits, None if p is None else p[..., tokens], index, known
+
+
+def _scores(known: Array | None, **found: Array) -> Scores:
+    """Return scores in which labels that are not known are never drafted."""
+    if known is None:
+        return Scores(**found)
+    nll, right = jnp.where(known, found["nll"], jnp.inf), found["right"] & known
+    return Scores(**found | {"nll": nll, "right": right}, known=known)
 
 
 def is_argmax(logits: Float[Array, "M R V"], labels: Int[Array, "M R"]) -> Bool[Array, "M R"]:
@@ -291,4 +301,5 @@ def divisor(weight: Float[Array, ""]) -> Float[Array, ""]:
 
 def wants_distribution(recipe: Recipe) -> bool:
     """Return whether the recipe needs the target's final hidden states."""
-    return recipe.loss in (KL, MIX) or recipe.kind == "dspark"
+    confident = recipe.kind == DSPARK and recipe.confidence_head
+    return confident or recipe.loss in (KL, MIX)

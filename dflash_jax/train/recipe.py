@@ -23,6 +23,7 @@ LARGEST = 2**31 - 1  # int32
 # Bounds of the settings.
 BUCKET = {"length": (3, LARGEST), "rows": (1, LARGEST)}
 SCHEDULE = {"steps": (1, LARGEST), "rate": (1e-12, 1e3), "save_every": (1, LARGEST)}
+LATER = {"confidence_head": True}  # settings of later versions, and their defaults
 OF_NONE = ("seed", "inner", "heads", "kv_heads", "head_dim", "draft_vocab", "prompts",
            "text_prompts", "given", "held_out")  # fmt: skip
 OF_ONE = ("layers", "tap_count", "rank", "candidates", "anchors", "parts", "new_tokens",
@@ -76,9 +77,11 @@ class Recipe:
         or fresh (random).
       draft_vocab: tokens that the drafter chooses from, the most frequent of the answers; 0 is the
         target's whole vocabulary. The drafter gets a head of its own, which starts as the
-        target's columns. Needs kind=dflash and loss=ce.
+        target's columns.
       rank, candidates: of DFlash 2's selector; `rank` also of DSpark's Markov head.
       markov_head: vanilla, gated or rnn.
+      confidence_head: whether DSpark predicts how likely drafts are to be accepted, which needs
+        the target's distributions.
       loss: ce (target's argmax token), kl (target's distribution), mix (0.1 ce + 0.9 total
         variation, as in DSpark).
       weights: weights of the places of a block: decay (early places first), dpace (by the
@@ -122,6 +125,7 @@ class Recipe:
     rank: int = 256
     candidates: int = 16
     markov_head: str = "vanilla"
+    confidence_head: bool = True
     loss: str = CE
     weights: str = DECAY
     decay: float = 7.0
@@ -179,17 +183,21 @@ class Recipe:
                     f"{name} is {getattr(self, name)}; expected at most {self.buckets[0].length},"
                     " the places of a row of the first bucket"
                 )
-        if self.draft_vocab and (self.kind != DFLASH or self.loss != CE):
-            raise ConfigError(
-                f"draft_vocab is {self.draft_vocab} with kind={self.kind} and loss={self.loss};"
-                " expected kind=dflash and loss=ce, or draft_vocab=0"
-            )
         uneven = [b.rows for b in self.buckets if b.rows % (self.devices * self.parts)]
         if uneven:
             raise ConfigError(
                 f"buckets have {[b.rows for b in self.buckets]} rows in a batch; every number must"
                 f" be a multiple of {self.devices} devices x {self.parts} parts"
             )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings as a run records them, which earlier versions resume, too.
+
+        Settings that they did not have are left out where they have their defaults.
+        """
+        found = dataclasses.asdict(self)
+        return {k: v for k, v in found.items() if k not in LATER or v != LATER[k]}
 
     def blocks(self, bucket: int) -> int:
         """Anchors in each row of a bucket."""
@@ -229,7 +237,7 @@ def new_drafter(recipe: Recipe, target: TargetConfig, mask_id: int) -> DrafterCo
             {
                 "markov_rank": recipe.rank,
                 "markov_head": recipe.markov_head,
-                "confidence_head": True,
+                "confidence_head": recipe.confidence_head,
             },
         ),
     }

@@ -187,6 +187,7 @@ def _read(key: str, text: str, kind: Any) -> Any:
         tuple[int, ...]: lambda t: tuple(int(part) for part in t.split(",")),
         tuple[str, ...]: lambda t: tuple(part.strip().lower() for part in t.split(",")),
         tuple[Bucket, ...]: lambda t: tuple(map(_bucket, t.split(","))),
+        bool: _flag,
         Weights: str,
     }
     try:
@@ -194,8 +195,14 @@ def _read(key: str, text: str, kind: Any) -> Any:
     except ValueError as error:
         raise ConfigError(
             f"{key}={text} cannot be read ({error}); numbers look like 900 or 1e-3, lists like"
-            " 1,9,17, buckets like 160x16,448x6 (length x rows)"
+            " 1,9,17, buckets like 160x16,448x6 (length x rows), choices like true or false"
         ) from error
+
+
+def _flag(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text == "true"
 
 
 def _bucket(text: str) -> Bucket:

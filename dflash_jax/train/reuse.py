@@ -86,7 +86,7 @@ def _features(about: dict[str, Any]) -> list[Any]:
     return [
         *(recipe[name] for name in OF_FEATURES),
         recipe["loss"] in (KL, MIX),
-        recipe["kind"] == DSPARK,
+        recipe["kind"] == DSPARK and recipe.get("confidence_head", True),
     ]
 
 

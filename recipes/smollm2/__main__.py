@@ -37,6 +37,7 @@ DRAFTERS: dict[str, tuple[str, ...]] = {
     "block-4": ("block=4",),
     "block-8": ("block=8",),
     "full-vocabulary": ("draft_vocab=0",),
+    "dspark": ("kind=dspark", "confidence_head=false", "rank=32", "block=5"),
     "dflash2": ("kind=dflash2", "draft_vocab=0"),
 }
 

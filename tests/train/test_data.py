@@ -274,11 +274,13 @@ def test_settings_change_a_preset_and_nonsense_is_refused():
     assert (changed.schedule.steps, changed.kind, changed.taps) == (9, "dflash2", (0, 2))
     assert [(b.length, b.rows) for b in changed.buckets] == [(64, 2), (128, 1)]
     together = ["buckets=32x3", "anchors=9", "devices=3"]
+    assert not recipe("smoke", ["confidence_head=false"]).confidence_head
     assert recipe("qwen3-8b", together) == recipe("qwen3-8b", together[::-1])
     for bad, why in {
         "stepz=9": "not known",
         "steps=many": "cannot be read",
         "kind=eagle": "expected one of dflash",
+        "confidence_head=1": "'1' is neither true nor false",
         "devices=3": "multiple of 3 devices x 1 parts",
     }.items():
         with pytest.raises(ConfigError, match=why):

@@ -203,7 +203,8 @@ def test_a_folder_that_cannot_be_made_and_a_damaged_note_are_named(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("kind", "draft_vocab"), [("dflash", 0), ("dflash", 48), ("dflash2", 0), ("dspark", 0)]
+    ("kind", "draft_vocab"),
+    [("dflash", 0), ("dflash2", 0), ("dspark", 0), ("dflash", 48), ("dflash2", 48), ("dspark", 48)],
 )
 def test_one_sample_is_learnt_until_the_engine_keeps_whole_blocks(kind, draft_vocab, tmp_path):
     whole, prompt = model(), list(range(20))

@@ -1,6 +1,5 @@
 """The recipe of SmolLM2's drafters on a tiny target: killed in every stage, and its data reused."""
 
-import dataclasses
 import json
 import random
 import subprocess
@@ -157,7 +156,7 @@ def test_a_card_has_the_curve_and_the_figures() -> None:
 def test_the_shipped_answers_are_those_of_the_preset(tmp_path: Path) -> None:
     unpack(SHIPPED, tmp_path / "data")
     recorded = json.loads((tmp_path / "data/run.json").read_text(encoding="utf-8"))
-    asked = dataclasses.asdict(recipe("smollm2", [f"prompts={TURNS}"]))
+    asked = recipe("smollm2", [f"prompts={TURNS}"]).settings
     assert recorded["recipe"] == json.loads(json.dumps(asked))
     assert recorded["self_written"] == TURNS
     rows = rows_of(tmp_path / "data/rows.npz")
