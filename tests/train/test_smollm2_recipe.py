@@ -146,7 +146,7 @@ def test_a_card_has_the_curve_and_the_figures() -> None:
     for text in (
         "7 answers, 14 tokens",
         "27 MB",
-        "uses 3 drafts",
+        "draft 5 tokens at once, of which a step uses 3",
         "1.0 hours on",
         "1, 8, 14, 21, 27",
     ):
