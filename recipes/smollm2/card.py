@@ -30,12 +30,12 @@ def ship(run: Path, folder: Path, chosen: Recipe, *, draft_tokens: int) -> None:
     drafter = open_model(run / "drafter")
     assert isinstance(drafter.config, DrafterConfig)
     advised = dataclasses.replace(drafter.config, speculative_tokens=draft_tokens)
-    weights = export.Weights(advised, drafter.tensors)
-    layout = export.SPECULATORS
-    export.export(weights, folder / "drafter", layout=layout, dtype="bfloat16", overwrite=True)
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))
     with saved_as(folder / "results.json") as partial:
         shutil.copyfile(run / "results.json", partial)
+    weights = export.Weights(advised, drafter.tensors)
+    layout = export.SPECULATORS
+    export.export(weights, folder / "drafter", layout=layout, dtype="bfloat16", overwrite=True)
     log = [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").splitlines()]
     answers = [row for part in load(run / "rows.npz") for row in part.wanted]
     size = sum(path.stat().st_size for path in (folder / "drafter").iterdir())

