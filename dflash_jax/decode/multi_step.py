@@ -77,33 +77,27 @@ def plain_multi_step(
     lies past its position.
     """
     caches, start = state.draft, state.position
-    step = functools.partial(_tapping, dataclasses.replace(pair, keeps_taps=True))
-    taps = jax.eval_shape(step, params, _with(state, None), None, DecodeInputs(inputs.rules))
-    empty = [jnp.zeros((x.shape[0], max_steps, x.shape[2]), x.dtype) for x in taps[0].draft]
-    options = {"max_steps": max_steps, "width": width}
-    state, _, out = multi_step(
-        step, params, _with(state, (jnp.int32(0), empty)), None, inputs, **options
-    )
+    single = functools.partial(plain, dataclasses.replace(pair, keeps_taps=True))
+    one = jax.eval_shape(single, params, state, None, DecodeInputs(inputs.rules))[0].draft
+    taps = [jnp.zeros((x.shape[0], max_steps, x.shape[2]), x.dtype) for x in one]
+    state = _with(state, (jnp.int32(0), taps))
+    step, options = functools.partial(_tapping, single), {"max_steps": max_steps, "width": width}
+    state, _, out = multi_step(step, params, state, None, inputs, **options)
     context = pair.drafter_call(params, state.draft[1], caches, start, method="context")
     return _with(state, context), None, out
 
 
 def _tapping(
-    pair: Pair, params: Params, state: DecodeState, logits_state: None, inputs: DecodeInputs
+    single: StepFn, params: Params, state: DecodeState, logits_state: None, inputs: DecodeInputs
 ) -> StepResult:
-    """Run a plain step that stores its taps, at the number of the step, in the drafter's place.
-
-    The place holds that number and the taps of all steps; None leaves the step's own taps there.
-    """
+    """Run a step on a state that has, in the drafter's place, the step's number and all taps."""
     stored: Any = state.draft
-    state, _, out = plain(pair, params, state, None, inputs)
-    if stored is None:
-        return state, None, out
     number, taps = stored
+    state, _, out = single(params, state, None, inputs)
     own: Any = state.draft
     taps = [
-        jax.lax.dynamic_update_slice(every, one[:, :1], (0, number, 0))
-        for every, one in zip(taps, own, strict=True)
+        jax.lax.dynamic_update_slice(every, tap[:, :1], (0, number, 0))
+        for every, tap in zip(taps, own, strict=True)
     ]
     return _with(state, (number + 1, taps)), None, out
 

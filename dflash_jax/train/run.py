@@ -236,15 +236,21 @@ def answer_recording(
 
 
 def write_drafter(path: Path, config: DrafterConfig, params: dict[str, Any]) -> None:
-    """Write the drafter as a folder that other engines read, in bfloat16.
+    """Write a trained drafter as `write_weights` does."""
+    from dflash_jax.converters import export
+    from dflash_jax.converters.tree_source import TreeSource
+
+    write_weights(path, export.Weights(config, TreeSource(params, config)))
+
+
+def write_weights(path: Path, weights: Any) -> None:
+    """Write a drafter, an `export.Weights`, as a folder that other engines read, in bfloat16.
 
     A reduced vocabulary has a form in the layout of speculators only.
     """
     from dflash_jax.converters import export
-    from dflash_jax.converters.tree_source import TreeSource
 
-    weights = export.Weights(config, TreeSource(params, config))
-    layout = export.SPECULATORS if config.draft_vocab_size else export.HUGGING_FACE
+    layout = export.SPECULATORS if weights.config.draft_vocab_size else export.HUGGING_FACE
     export.export(weights, path, layout=layout, dtype="bfloat16", overwrite=True)
 
 

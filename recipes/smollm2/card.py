@@ -17,6 +17,7 @@ from dflash_jax.converters.models import open_model
 from dflash_jax.train.files import saved_as
 from dflash_jax.train.recipe import DFLASH, DFLASH2, DSPARK, Recipe
 from dflash_jax.train.rows import load
+from dflash_jax.train.run import write_weights
 
 ROWS = 12  # of the curve
 
@@ -30,12 +31,11 @@ def ship(run: Path, folder: Path, chosen: Recipe, *, draft_tokens: int) -> None:
     drafter = open_model(run / "drafter")
     assert isinstance(drafter.config, DrafterConfig)
     advised = dataclasses.replace(drafter.config, speculative_tokens=draft_tokens)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_weights(folder / "drafter", export.Weights(advised, drafter.tensors))
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))
     with saved_as(folder / "results.json") as partial:
         shutil.copyfile(run / "results.json", partial)
-    weights = export.Weights(advised, drafter.tensors)
-    layout = export.SPECULATORS
-    export.export(weights, folder / "drafter", layout=layout, dtype="bfloat16", overwrite=True)
     log = [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").splitlines()]
     answers = [row for part in load(run / "rows.npz") for row in part.wanted]
     size = sum(path.stat().st_size for path in (folder / "drafter").iterdir())
