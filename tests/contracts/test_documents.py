@@ -13,6 +13,8 @@ import dflash_jax as dj
 from benchmarks import acceptance, accuracy, collectives, llama_cpp
 from dflash_jax import server
 from dflash_jax.cli import parser
+from recipes.smollm2 import comparison
+from recipes.smollm2.__main__ import DRAFTERS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -135,6 +137,12 @@ def test_acceptance_of_smollm2_is_that_of_the_results() -> None:
     assert f"blocks of 6, {short} with the first" in words
     results = json.loads((ROOT / "dflash_jax/data/smollm2/results.json").read_text("utf-8"))
     assert f"trained on it is {results['chat']['acceptance_length']:.2f}" in words
+
+
+def test_shapes_of_smollm2s_drafters_are_those_of_the_results() -> None:
+    kept = json.loads((RESULTS / "smollm2_shapes.json").read_text(encoding="utf-8"))
+    assert list(kept["drafters"]) == list(DRAFTERS)
+    assert "\n".join(comparison.lines(kept, DRAFTERS)) in DOCUMENTS["docs/benchmarks.md"]
 
 
 def test_speeds_by_steps_per_call_are_those_of_the_results() -> None:
