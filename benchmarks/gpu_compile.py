@@ -159,6 +159,8 @@ def small_models() -> Iterator[tuple[str, dict[str, Any]]]:
     made: dict[str, tuple[TargetConfig, dict[str, Any]]] = {
         "dense": (dense, {}),
         "wide, float32": (wide, {"rows": 3, "dtype": "float32"}),
+        "dense, DFlash 2": (dense, {"drafter": "dflash2"}),
+        "dense, DSpark": (dense, {"drafter": "dspark"}),
         "dense, kernels": (dense, {"kernels": "pallas"}),
         "dense, int4, int8 caches": (dense, {"weights": "int4", "kv_dtype": "int8"}),
         "experts": (tiny_moe(), {}),
@@ -167,7 +169,8 @@ def small_models() -> Iterator[tuple[str, dict[str, Any]]]:
         "gemma": (tiny_gemma(), {}),
     }
     for name, (target, fields) in made.items():
-        drafter = tiny_drafter(target, block_size=8, target_layer_ids=(0,))
+        kind = fields.pop("drafter", "dflash")
+        drafter = tiny_drafter(target, kind, block_size=8, target_layer_ids=(0,))
         fields = {"rows": 2, "dtype": "bfloat16"} | fields
         plan = Plan(max_length=512, block=8, chunk=64, **fields)
         plan = resolve(plan, target, drafter, platform="gpu", memory=AMPLE)
