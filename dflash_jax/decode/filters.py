@@ -14,15 +14,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.nn.top_k import CHUNK, top_k
 from dflash_jax.state import RowRules
 
 LISTED = 64  # tokens sorted at a time
-CHUNK = 128  # tokens that are skipped together if their maximum is too small
 BISECTIONS = 4  # between two sorted lists
 NEGLIGIBLE = 104.0  # softmax is 0 in float32 for a logit this far below the largest
 
 Numbers = Float[Array, " P"]  # one for each place
-Ranked = tuple[Float[Array, "*places N"], Int[Array, "*places N"]]  # values and indices
 
 
 class Threshold(NamedTuple):
@@ -58,17 +57,17 @@ def filtered(scaled: Float[Array, "B T V"], rules: RowRules) -> Float[Array, "B 
     """
     places, vocab = scaled.shape[1:]
     columns = (rules.temperature > 0, rules.top_k, rules.top_p, rules.min_p)
-    sampled, top_k, top_p, min_p = (jnp.repeat(column, places) for column in columns)
+    sampled, k, top_p, min_p = (jnp.repeat(column, places) for column in columns)
     x = scaled.reshape(-1, vocab)
     largest = x.max(axis=-1)
     cut = Threshold(
         jnp.where(sampled & (min_p > 0), largest + jnp.log(min_p), -jnp.inf),
         jnp.full(largest.shape, vocab, jnp.int32),
     )
-    ranked, massed = sampled & (top_k > 0) & (top_k < vocab), sampled & (top_p < 1)
+    ranked, massed = sampled & (k > 0) & (k < vocab), sampled & (top_p < 1)
 
     def by_rank(cut: Threshold) -> Threshold:
-        return _last_within(x, jnp.ones_like(x), top_k.astype(x.dtype), cut, ranked)
+        return _last_within(x, jnp.ones_like(x), k.astype(x.dtype), cut, ranked)
 
     def by_mass(cut: Threshold) -> Threshold:
         mass = jnp.where(cut.keeps(x), jnp.exp(x - largest[:, None]), 0.0)
@@ -78,35 +77,6 @@ def filtered(scaled: Float[Array, "B T V"], rules: RowRules) -> Float[Array, "B 
     cut = jax.lax.cond(ranked.any(), by_rank, lambda cut: cut, cut)
     cut = jax.lax.cond(massed.any(), by_mass, lambda cut: cut, cut)
     return jnp.where(cut.keeps(x), x, -jnp.inf).reshape(scaled.shape)
-
-
-def leading(x: Float[Array, "*places V"], count: int) -> Ranked:
-    """Return the `count` largest values of each place, equal ones by index, and their indices.
-
-    As `jax.lax.top_k`, but only the chunks with the largest maxima are searched. A token among the
-    first `count` is in one of the first `count` chunks: otherwise each of those would contain a
-    token before it.
-    """
-    *places, vocab = x.shape
-    count, chunks = min(count, vocab), -(-vocab // CHUNK)
-    if chunks <= count:
-        return _top_k(x, count)
-    padding = [(0, 0)] * len(places) + [(0, chunks * CHUNK - vocab)]
-    parts = jnp.pad(x, padding, constant_values=-jnp.inf).reshape(*places, chunks, CHUNK)
-    _, chosen = _top_k(parts.max(axis=-1), count)
-    chosen = jnp.sort(chosen, axis=-1)  # equal values stay in the order of their indices
-    few = jnp.take_along_axis(parts, chosen[..., None], axis=-2).reshape(*places, count * CHUNK)
-    values, at = _top_k(few, count)
-    return values, jnp.take_along_axis(chosen, at // CHUNK, axis=-1) * CHUNK + at % CHUNK
-
-
-def _top_k(x: Float[Array, "*places V"], count: int) -> Ranked:
-    """Return `jax.lax.top_k` after barriers: if a slice followed, XLA would sort all of x.
-
-    One barrier over both results would end the process where XLA splits x over a mesh.
-    """
-    values, ids = map(jax.lax.optimization_barrier, jax.lax.top_k(x, count))
-    return values, ids
 
 
 class _Search(NamedTuple):
@@ -145,7 +115,7 @@ def _last_within(
     def step(search: _Search) -> _Search:
         # The order's zeros are equal, those of top_k are not.
         below = jnp.where(x < search.top[:, None], jnp.where(x == 0, 0.0, x), -jnp.inf)
-        values, ids = leading(below, LISTED)
+        values, ids = top_k(below, LISTED)
         real = values >= search.low[:, None]
         own = jnp.where(real, jnp.take_along_axis(weights, ids, axis=1), 0.0)
         through = search.before[:, None] + jnp.cumsum(own, axis=1)

@@ -13,8 +13,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from dflash_jax.decode.filters import leading
 from dflash_jax.decode.inputs import SetLogitsStateInputs
+from dflash_jax.nn.top_k import top_k
 from dflash_jax.state import Logits, Logprobs, StepOutput
 
 TOP = 20  # maximum number of alternatives reported for a token
@@ -101,7 +101,7 @@ def logprobs(logits: Logits, tokens: Int[Array, "B T"]) -> Logprobs:
     """Return log-probabilities of one token at each place, and of the `TOP` most probable ones."""
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2) - total
-    top, ids = leading(logits, TOP)
+    top, ids = top_k(logits, TOP)
     return Logprobs(chosen[:, :, 0], ids, top - total)
 
 

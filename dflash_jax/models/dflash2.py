@@ -15,6 +15,7 @@ from dflash_jax.config.dflash2 import DFlash2Config
 from dflash_jax.models.dflash import Attend, DFlash, DrafterAttention, Kept
 from dflash_jax.nn.draft import Draft, DraftSampler, SharedLayers
 from dflash_jax.nn.layers import GatedMLP, declare, dot, norm_weight, product, rms_norm, weight
+from dflash_jax.nn.top_k import top_k
 from dflash_jax.state import LayerCache
 
 
@@ -138,7 +139,7 @@ class DFlash2(nn.Module):
         hidden, logits, caches = self.backbone.predict(block, caches, start, layers)
         finite = jnp.isfinite(logits).all(axis=(1, 2))
         with jax.named_scope("selector"):
-            unary, index = jax.lax.top_k(logits, self.config.selector_top_k)
+            unary, index = top_k(logits, self.config.selector_top_k)
             ids = self.backbone.token(index)
             pairs = self.pair_scores(hidden, unary, ids, block[:, 0])
             places, size = ids.shape[1:]

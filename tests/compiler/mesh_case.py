@@ -13,7 +13,8 @@ from dflash_jax.compiler import jit
 from dflash_jax.compiler.models import model_axes
 from dflash_jax.compiler.placement import device_mesh, param_shardings
 from dflash_jax.config import TargetConfig
-from dflash_jax.decode.filters import LISTED, leading
+from dflash_jax.decode.filters import LISTED
+from dflash_jax.nn.top_k import top_k
 from dflash_jax.testing import (
     random_engine,
     random_params,
@@ -47,7 +48,7 @@ def main() -> None:
     shallow = QUICK if family == "quick" else {}
     drafter = tiny_drafter(target, target_layer_ids=(0,), **HEADS, **shallow)
     prompts = [np.random.default_rng(i).integers(0, 96, 5 + 9 * i).tolist() for i in range(4)]
-    check_leading()
+    check_top_k()
     said, shares = {}, {}
     for mesh in ["1x1", *meshes]:
         data, model = map(int, mesh.split("x"))
@@ -72,13 +73,13 @@ def main() -> None:
     print(json.dumps({"said": said, "shares": shares, "devices": len(jax.devices())}))
 
 
-def check_leading() -> None:
+def check_top_k() -> None:
     """Compare the largest logits of a vocabulary that is split over two devices with NumPy's."""
     mesh = device_mesh(Plan(mesh=(1, 2)))
     assert mesh is not None
     logits = np.random.default_rng(0).standard_normal((4, 256), np.float32)
     split = jax.device_put(logits, NamedSharding(mesh, PartitionSpec(None, "model")))
-    largest = jit(lambda x: tuple(found[:, :3] for found in leading(x, LISTED)))
+    largest = jit(lambda x: tuple(found[:, :3] for found in top_k(x, LISTED)))
     values, ids = map(np.asarray, largest(split))
     expected = np.argsort(-logits, axis=1)[:, :3]
     np.testing.assert_array_equal(ids, expected)

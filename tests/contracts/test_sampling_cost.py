@@ -51,8 +51,9 @@ def unconditional(jaxpr: Any) -> Iterator[str]:
 def test_greedy_rows_draw_filter_and_report_nothing_in_any_program(kind: str) -> None:
     programs = programs_of(DRAFTERS[kind])
     drafting = (Step.SPECULATIVE, Step.DRAFT)
-    free = {  # a DFlash 2 selector chooses among the best tokens in every program
-        key: {"top_k"} if kind == "dflash2" and key.step in drafting else set() for key in programs
+    free = {  # the selector of DFlash 2 chooses among the best tokens, in the order of their ids
+        key: {"top_k", "sort"} if kind == "dflash2" and key.step in drafting else set()
+        for key in programs
     }
     for key, program in programs.items():
         if key.step == Step.PROMPT_LOGPROBS:
@@ -61,9 +62,17 @@ def test_greedy_rows_draw_filter_and_report_nothing_in_any_program(kind: str) ->
         assert not set(unconditional(jaxpr.jaxpr)) & OPTIONAL - free[key], key
 
 
-@pytest.mark.parametrize("variant", [Variant.SAMPLED, Variant.PENALIZED, Variant.CONSTRAINED])
-def test_no_program_sorts_the_vocabulary(variant: Variant) -> None:
-    programs = programs_of(DRAFTERS["v1"])
+@pytest.mark.parametrize(
+    ("kind", "variant"),
+    [
+        ("v1", Variant.SAMPLED),
+        ("v1", Variant.PENALIZED),
+        ("v1", Variant.CONSTRAINED),
+        ("dflash2", Variant.GREEDY),
+    ],
+)
+def test_no_program_sorts_the_vocabulary(kind: str, variant: Variant) -> None:
+    programs = programs_of(DRAFTERS[kind])
     step = Step.VERIFY if variant == Variant.CONSTRAINED else Step.SPECULATIVE
     (built,) = compile_programs([programs[ProgramKey(step, variant)]]).values()
     text = built.compiled.as_text()

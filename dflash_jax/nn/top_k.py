@@ -1,0 +1,38 @@
+"""The largest values of a long axis, without sorting it."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+CHUNK = 128  # values that are skipped together if their maximum is too small
+
+Ranked = tuple[Float[Array, "*places N"], Int[Array, "*places N"]]  # values and indices
+
+
+def top_k(x: Float[Array, "*places V"], count: int) -> Ranked:
+    """Return the `count` largest values of each place, equal ones by index, and their indices.
+
+    As `jax.lax.top_k`, but only the chunks with the largest maxima are searched. A token among the
+    first `count` is in one of the first `count` chunks: otherwise each of those would contain a
+    token before it.
+    """
+    *places, vocab = x.shape
+    count, chunks = min(count, vocab), -(-vocab // CHUNK)
+    if chunks <= count:
+        return _pick(x, count)
+    padding = [(0, 0)] * len(places) + [(0, chunks * CHUNK - vocab)]
+    parts = jnp.pad(x, padding, constant_values=-jnp.inf).reshape(*places, chunks, CHUNK)
+    _, chosen = _pick(parts.max(axis=-1), count)
+    chosen = jnp.sort(chosen, axis=-1)  # equal values stay in the order of their indices
+    few = jnp.take_along_axis(parts, chosen[..., None], axis=-2).reshape(*places, count * CHUNK)
+    values, at = _pick(few, count)
+    return values, jnp.take_along_axis(chosen, at // CHUNK, axis=-1) * CHUNK + at % CHUNK
+
+
+def _pick(x: Float[Array, "*places V"], count: int) -> Ranked:
+    """Return `jax.lax.top_k` after barriers: if a slice followed, XLA would sort all of x.
+
+    One barrier over both results would end the process where XLA splits x over a mesh.
+    """
+    values, ids = map(jax.lax.optimization_barrier, jax.lax.top_k(x, count))
+    return values, ids
