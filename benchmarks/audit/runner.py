@@ -15,6 +15,7 @@ from benchmarks.audit.models import AuditedEngine
 from benchmarks.audit.scenario import AuditRequest, Failure, Scenario
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.handle import RequestHandle, Stream
+from dflash_jax.engine.recovery.speculation import BreakEven
 from dflash_jax.engine.result import Stats, TokenLogprob
 from dflash_jax.engine.scheduler import StepPacer
 from dflash_jax.errors import DFlashError
@@ -178,7 +179,7 @@ class _Session:
         scenario = self._scenario
         engine = audited.opened(segments=scenario.segments, folder=self._folder)
         engine.core.scheduler.pacer = ScriptedPacer(scenario.rounds)
-        engine.break_even = scenario.break_even if engine.plan.exact else 0.0
+        engine.break_even = BreakEven((0,), (scenario.break_even if engine.plan.exact else 0.0,))
         wanted = (session, number)
         failures = [x for x in scenario.failures if (x.session, x.engine) == wanted]
         calls = InterceptedCalls(failures, self._counts)

@@ -32,7 +32,7 @@ class DecodeInputs:
     """Inputs of a plain or speculative step, and of the halves of one."""
 
     rules: RowRules
-    num_steps: Int[Any, ""] | None = None  # in multi-step programs; 0 runs one step, for timing
+    num_steps: Int[Any, ""] | None = None  # in multi-step programs; -n: exactly n, for timing
     masks: UInt32[Any, "B T W"] | None = None  # allowed tokens, in the constrained variant
     draft: Draft | None = None  # in the verifying half
 

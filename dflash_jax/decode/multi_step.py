@@ -28,7 +28,8 @@ def multi_step(
 ) -> StepResult:
     """Run up to `inputs.num_steps` decode steps without the host in between.
 
-    They end early when every row is frozen, or when numbers of any row are not finite.
+    They end early when every row is frozen, unless the number is negative, or when numbers of any
+    row are not finite.
 
     Args:
       width: number of tokens in the output of a step.
@@ -44,8 +45,8 @@ def multi_step(
 
     def cond(carry: Carry) -> Bool[Array, ""]:
         done, finite, state, _ = carry
-        live = finite & (done < num_steps) & ~frozen(state.anchor, state.position, rules).all()
-        return live | (done + num_steps == 0)
+        live = ~frozen(state.anchor, state.position, rules).all()
+        return finite & (done < jnp.abs(num_steps)) & (live | (num_steps < 0))
 
     def body(carry: Carry) -> Carry:
         done, _, state, outputs = carry

@@ -13,9 +13,9 @@ from dflash_jax.compiler.executor import Executor, LocalExecutor
 from dflash_jax.compiler.explain import Explanation, explain_here
 from dflash_jax.compiler.keys import WARM_UP_KINDS, ProgramKey, Variant
 from dflash_jax.compiler.resolve import resolve_here
-from dflash_jax.compiler.settings import untraced
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.decode.pair import Params
+from dflash_jax.engine import break_even
 from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.handle import AsyncDriver, AsyncStream, RequestHandle, Stream
 from dflash_jax.engine.model_runner import ModelRunner
@@ -70,7 +70,7 @@ class Engine:
         self.core = EngineCore(self.runner, plan)
         self.events = self.core.events
         self._driver = AsyncDriver()
-        self.break_even = 0.0  # tokens a drafted round must commit to pay off; 0 until measured
+        self.break_even = break_even.BreakEven()  # until it is measured
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_token_ids)
         self.call_grammars = CallGrammars(
             self.grammars, lambda missing: runner.compiled.compile(missing, workers=1), tokenizer
@@ -191,8 +191,8 @@ class Engine:
         """Compile the greedy programs, and others if asked; return the seconds it took.
 
         Args:
-          measure: time drafted against plain steps, so that greedy requests of an exact plan stop
-            drafting while it does not pay off; changes speed, never a token.
+          measure: time drafted against plain steps, so that requests of an exact plan stop drafting
+            while it does not pay off, unless they sample with a seed; changes no greedy token.
           kinds: other requests to expect: `sampled`, `penalized` (also biases and
             log-probabilities), `constrained` (structured output), `recovery`.
 
@@ -202,7 +202,7 @@ class Engine:
         wanted = [WARM_UP_KINDS[k] for k, on in current_kinds(kinds, WARM_UP_KINDS).items() if on]
         seconds = self.compile([Variant.GREEDY, *wanted])
         if measure and self.drafter is not None and self.plan.exact:
-            self.break_even = self.core.while_idle(lambda: untraced(self.runner.break_even))
+            self.break_even = self.core.while_idle(lambda: break_even.measure(self.runner))
         return seconds
 
     def compile(self, variants: Iterable[Variant]) -> float:
@@ -335,9 +335,9 @@ class Engine:
 
     def _sequence(self, request: Request, cancel: CancelCell | None) -> RunningSequence:
         structure = request.params.structured
-        # Whether the in-flight step drafts depends on timing. Only tokens of greedy requests under
-        # an exact plan do not depend on that, so only these may stop drafting.
-        fixed = not self.plan.exact or request.params.temperature > 0
+        # Whether the in-flight step drafts depends on timing: tokens of a seed would, too.
+        seeded = request.params.temperature > 0 and request.params.seed is not None
+        fixed = not self.plan.exact or seeded
         retry = request.recovery.call_retry and self.grammars.available
         return RunningSequence(
             request,

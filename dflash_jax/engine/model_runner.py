@@ -5,7 +5,6 @@ Dispatching waits for the device only where grammar masks are made from drafts.
 
 import dataclasses
 import functools
-import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -17,6 +16,8 @@ from dflash_jax.compiler.executor import Executor
 from dflash_jax.compiler.keys import LOGITS_VARIANTS, STEP_VARIANTS, ProgramKey, Step, Variant
 from dflash_jax.compiler.programs import is_multi_step
 from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.decode import forced_tokens
+from dflash_jax.decode.forced_tokens import ForcedTokens
 from dflash_jax.decode.inputs import (
     CopyRowInputs,
     DecodeInputs,
@@ -25,14 +26,12 @@ from dflash_jax.decode.inputs import (
 )
 from dflash_jax.decode.logits_processing import mask_words
 from dflash_jax.decode.pair import Params
-from dflash_jax.engine import forced_tokens
-from dflash_jax.engine.forced_tokens import ForcedTokens
 from dflash_jax.engine.logits_processing import LogitsProcessor
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.prefix.disk import identity
 from dflash_jax.engine.prefix.store import PrefixStore
 from dflash_jax.engine.recovery.trace import CallTime
-from dflash_jax.engine.scheduler import SchedulerOutput, make_rules
+from dflash_jax.engine.scheduler import SchedulerOutput
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.structured.grammars import Grammar
 from dflash_jax.plan import Plan
@@ -186,9 +185,19 @@ class ModelRunner:
         if work.variant == Variant.CONSTRAINED:
             grammars = {row - first: (row, work.sequences[row].output.grammar) for row in rows}
             program, inputs = self._constrain(step, inputs, grammars)
-        output = self._run(ProgramKey(program, work.variant), inputs)
+        output = self.run(ProgramKey(program, work.variant), inputs)
         if self.executor.copies:
             output.packed.copy_to_host_async()
+        return output
+
+    def run(self, key: ProgramKey, inputs: Any) -> Any:
+        """Dispatch a program that runs a model; return its output."""
+        logits_state = self._logits.state if key.variant in LOGITS_VARIANTS else None
+        self.state, logits_state, output = self.executables[key](
+            self.executor.params, self.state, logits_state, inputs
+        )
+        if logits_state is not None:
+            self._logits.keep(logits_state)
         return output
 
     def exchange(self, params: Params) -> None:
@@ -212,7 +221,7 @@ class ModelRunner:
         rows, block = self.plan.rows, self.plan.block
         self._change_rows(Step.REPLACE_ANCHOR, forced_tokens.replacements(rows, forced))
         for inputs in forced_tokens.blocks(rows, block, forced):
-            self._run(ProgramKey(Step.FORCED_TOKENS), inputs)
+            self.run(ProgramKey(Step.FORCED_TOKENS), inputs)
 
     def _prompt_logprobs(self, row: int, cursor: PromptCursor) -> None:
         """Dispatch the log-probabilities of the next chunk of a prompt."""
@@ -221,7 +230,7 @@ class ModelRunner:
         places[0, : len(part)] = part
         fresh = np.array([start == 0])
         inputs = PromptLogprobsInputs(np.int32(row), places[:, :-1], places[:, 1:], fresh)
-        logprobs = self._run(ProgramKey(Step.PROMPT_LOGPROBS), inputs)
+        logprobs = self.run(ProgramKey(Step.PROMPT_LOGPROBS), inputs)
         cursor.logprobs = [*(cursor.logprobs if start else ()), logprobs]
 
     def _restore(self, row: int, cursor: PromptCursor) -> None:
@@ -256,40 +265,6 @@ class ModelRunner:
         if self.prefixes and self.prefixes.disk:
             self.prefixes.disk.flush()
         self.executor.close()
-
-    def break_even(self, samples: int = 5, seconds: float = 2.0) -> float:
-        """Measure the time of a drafted step over that of a plain one; no row makes progress.
-
-        A drafted round pays off if it commits more tokens than this. Nothing may run meanwhile.
-
-        Args:
-          samples: of each step.
-          seconds: after which no further sample is begun.
-        """
-        once = self._num_steps[0] if self._multi_step[Variant.GREEDY] else None
-        rules = make_rules(self.plan, [(None, False)] * self.plan.rows, {}, self.executor.put)
-        inputs = DecodeInputs(rules, num_steps=once)
-        times: dict[Step, list[float]] = {Step.SPECULATIVE: [], Step.PLAIN: []}
-        end = time.perf_counter() + seconds
-        for sample in range(samples + 1):  # the first is not counted
-            if sample > 1 and time.perf_counter() > end:
-                break
-            for step, found in times.items():
-                started = time.perf_counter()
-                read_output(self._run(ProgramKey(step, Variant.GREEDY), inputs))
-                found.append(time.perf_counter() - started)
-        drafted, plain = (statistics.median(found[1:]) for found in times.values())
-        return drafted / plain
-
-    def _run(self, key: ProgramKey, inputs: Any) -> Any:
-        """Dispatch a program that runs a model; return its output."""
-        logits_state = self._logits.state if key.variant in LOGITS_VARIANTS else None
-        self.state, logits_state, output = self.executables[key](
-            self.executor.params, self.state, logits_state, inputs
-        )
-        if logits_state is not None:
-            self._logits.keep(logits_state)
-        return output
 
     def _change_rows(self, step: Step, inputs: Any) -> None:
         self.state, _, _ = self.executables[ProgramKey(step)](None, self.state, None, inputs)

@@ -5,8 +5,8 @@ import logging
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
+from dflash_jax.decode.forced_tokens import ForcedTokens
 from dflash_jax.engine.events import EventLog
-from dflash_jax.engine.forced_tokens import ForcedTokens
 from dflash_jax.engine.logits_processing import prompt_logprobs, token_logprobs
 from dflash_jax.engine.model_runner import InFlightStep
 from dflash_jax.engine.recovery import controller

@@ -38,8 +38,13 @@ class SchedulerOutput:
         return not sequence.done and sequence.epoch == self.epochs[row]
 
 
+def steps_of_call(step_seconds: float, max_steps: int) -> int:
+    """Return how many steps of a length a call makes: as many as take `BURST` seconds."""
+    return max(1, min(max_steps, int(BURST / step_seconds)))
+
+
 class StepPacer:
-    """Chooses the number of decode steps of a call: as many as took `BURST` seconds lately.
+    """Chooses the number of decode steps of a call, by the time of a step lately.
 
     `num_steps` is that of the next call, at most `max_steps`, which is 1 where programs make no
     more.
@@ -54,7 +59,7 @@ class StepPacer:
         now = time.perf_counter()
         if num_steps:
             busy = now - max(dispatched, self._last_read)  # the device was idle before
-            self.num_steps = max(1, min(self.max_steps, int(BURST * num_steps / busy)))
+            self.num_steps = steps_of_call(busy / num_steps, self.max_steps)
         self._last_read = now
 
 

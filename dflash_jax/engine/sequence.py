@@ -9,8 +9,8 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import NamedTuple
 
+from dflash_jax.decode.forced_tokens import ForcedTokens
 from dflash_jax.engine.detokenizer import OutputBuffer
-from dflash_jax.engine.forced_tokens import ForcedTokens
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.recovery import controller, repeated_calls, request_state, speculation
 from dflash_jax.engine.recovery.guards import runaway_drop
@@ -58,8 +58,7 @@ class Sequence:
     Args:
       cancel: a cell by which any thread may end the request.
       call_grammars: compiles grammars for calls that cannot be parsed; None keeps such calls.
-      break_even: tokens a drafted round must commit to pay off; 0 if unknown. None never stops
-        drafting.
+      break_even: of the engine's steps. None never stops drafting.
       acceptance: of earlier requests.
     """
 
@@ -71,7 +70,7 @@ class Sequence:
         *,
         cancel: CancelCell | None = None,
         call_grammars: CallGrammars | None = None,
-        break_even: float | None = 0.0,
+        break_even: speculation.BreakEven | None = speculation.UNKNOWN,
         acceptance: speculation.AcceptanceHistory = speculation.NO_HISTORY,
     ):
         if not isinstance(cancel, CancelCell | None):
@@ -86,12 +85,14 @@ class Sequence:
             max_tokens=request.params.max_tokens,
             stop_ids=request.stop_ids,
             speculative=request.speculative,
-            break_even=break_even or 0.0,
+            prompt_tokens=len(request.prompt),
+            break_even=break_even or speculation.UNKNOWN,
             fixed=break_even is None,
             recovery=recovery,
             words=request.words,
         )
-        drafting = acceptance.first_state(self.number, self.policy.break_even)
+        first = self.policy.break_even.at(len(request.prompt))
+        drafting = acceptance.first_state(self.number, first)
         self.state = controller.State(drafting=drafting)
         self.row: int | None = None  # given by the scheduler; kept after the end
         self.epoch = 0  # how often the prompt was started over; results of earlier ones are dropped

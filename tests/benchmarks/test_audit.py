@@ -21,9 +21,8 @@ from benchmarks.soak_families import FAMILIES, pairs
 from dflash_jax.compiler import compile_programs, declare
 from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.config.family import drafter_kinds, family_of, target_families
-from dflash_jax.decode import steps
+from dflash_jax.decode import forced_tokens, steps
 from dflash_jax.decode.logits_processing import LogitsState
-from dflash_jax.engine import forced_tokens
 from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.model_runner import InFlightStep
 from dflash_jax.engine.recovery.controller import Finish

@@ -22,7 +22,7 @@ from dflash_jax.engine.recovery.controller import (
     advance,
 )
 from dflash_jax.engine.recovery.request_state import TokenIds, speculates
-from dflash_jax.engine.recovery.speculation import BAD_DRAFTS, PAUSE, TRIAL
+from dflash_jax.engine.recovery.speculation import BAD_DRAFTS, PAUSE, TRIAL, BreakEven
 from dflash_jax.engine.recovery.words import Words
 from dflash_jax.tool_parsers import SYNTAXES
 from dflash_jax.tool_parsers.tool_schema import Tool
@@ -187,7 +187,7 @@ RECOVERING = Policy(
     ),
 )
 NO_DRAFTS = dataclasses.replace(RECOVERING, speculative=False)
-RARE_DRAFTS = dataclasses.replace(RECOVERING, break_even=9.0)
+RARE_DRAFTS = dataclasses.replace(RECOVERING, break_even=BreakEven((0,), (9.0,)))
 RETRYING = dataclasses.replace(RECOVERING, recovery=dataclasses.replace(OFF, empty_retry=True))
 RETRYING_BOTH = dataclasses.replace(
     RECOVERING,

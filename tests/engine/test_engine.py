@@ -793,7 +793,7 @@ def test_break_even_is_measured_after_finished_requests_only(
     engine.generate(PROMPT, max_tokens=30, stop_token_ids=[truth[3]])
     assert engine.busy
     engine.warm_up(measure=True)
-    assert engine.break_even > 0
+    assert engine.break_even.at(0) > 0
     waiting = engine.submit(PROMPT, max_tokens=3)
     with pytest.raises(RequestError, match="requests are running"):
         engine.warm_up(measure=True)

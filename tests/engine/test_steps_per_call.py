@@ -1,6 +1,8 @@
 """Several decode steps per call: their number, and that outputs do not depend on it."""
 
+import collections
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +12,7 @@ from dflash_jax import Plan
 from dflash_jax.bench.profile import profile
 from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.decode.inputs import DecodeInputs
+from dflash_jax.engine import break_even
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.scheduler import BURST, SchedulerOutput, StepPacer
 from dflash_jax.state import OutputColumn
@@ -181,11 +184,33 @@ def test_a_call_without_active_rows_makes_at_most_one_step(multi_step: Engine) -
     assert (np.asarray(out.packed) == -1).all()
     after = map(np.asarray, jax.tree.leaves(multi_step.runner.state))
     assert all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
-    inputs = DecodeInputs(idle, num_steps=np.int32(0))
-    multi_step.runner.state, _, out = run(multi_step.params, multi_step.runner.state, None, inputs)
-    answers = np.asarray(out.packed)
-    assert (answers[1:] == -1).all()
-    assert answers[0, 0, OutputColumn.NUM_TOKENS] == 0  # one step, to be timed
+    for count in (1, 3):  # exactly, to be timed
+        inputs, state = DecodeInputs(idle, num_steps=np.int32(-count)), multi_step.runner.state
+        multi_step.runner.state, _, out = run(multi_step.params, state, None, inputs)
+        answers = np.asarray(out.packed)
+        assert (answers[:count, 0, OutputColumn.NUM_TOKENS] == 0).all()
+        assert (answers[count:] == -1).all()
+
+
+def test_break_even_is_that_of_calls_of_as_many_steps_as_requests_make(
+    multi_step: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multi_step.warm_up()
+    counts, run = collections.defaultdict(list), multi_step.runner.run
+
+    def counted(key: ProgramKey, inputs: Any) -> Any:
+        counts[key.step].append(-int(getattr(inputs, "num_steps", -1)))
+        return run(key, inputs)
+
+    monkeypatch.setattr(multi_step.runner, "run", counted)
+    monkeypatch.setattr(break_even, "POSITIONS", (0, 32, 4096))
+    found, most = break_even.measure(multi_step.runner, samples=2, seconds=60), 8
+    assert found.positions == (0, 32)  # 4,096 tokens do not fit into a row
+    assert min(found.lengths) > 0
+    assert counts.pop(Step.PREFILL) == [1, 1]  # of 16 tokens
+    assert counts[Step.SPECULATIVE] == [1, 1, *[most] * 4]
+    assert counts[Step.PLAIN] == [1, 1, *[most] * 5]
+    assert not np.asarray(multi_step.runner.state.position).any()
 
 
 @pytest.mark.parametrize("speculative", [True, False])

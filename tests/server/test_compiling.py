@@ -17,6 +17,7 @@ import pytest
 from benchmarks.soak_serve import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES, is_error, send
 from dflash_jax.compiler import Program, build
 from dflash_jax.compiler.keys import Variant
+from dflash_jax.engine import break_even
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.errors import PlanError
@@ -339,9 +340,9 @@ def test_drafting_is_timed_before_a_warm_server_is_ready(
 ) -> None:
     gate.open.set()
     engine = cold(random_tiny)
-    assert engine.break_even == 0
+    assert engine.break_even.at(0) == 0
     live = run_server(lambda: engine, ServerConfig(port=0, warm=warm))
-    assert (engine.break_even > 0) == (warm == "common")
+    assert (engine.break_even.at(0) > 0) == (warm == "common")
     assert httpx.post(live.url + CHAT, json=ASK, timeout=60).status_code == 200
     live.stop()
 
@@ -354,7 +355,7 @@ def test_a_failure_while_drafting_is_timed_costs_no_more_than_the_figure(
 
     gate.open.set()
     engine = cold(random_tiny)
-    monkeypatch.setattr(type(engine.runner), "break_even", fail)
+    monkeypatch.setattr(break_even, "measure", fail)
     live = run_server(lambda: engine, ServerConfig(port=0, warm="common"))
     assert httpx.post(live.url + CHAT, json=ASK, timeout=60).status_code == 200
     live.stop()

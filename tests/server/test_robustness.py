@@ -36,6 +36,7 @@ from benchmarks.soak_serve import (
 )
 from dflash_jax.compiler import executor
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.recovery.speculation import BreakEven
 from dflash_jax.engine.result import Result, Stats
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.errors import CheckpointError, ComputeError, RequestError
@@ -332,9 +333,8 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
     engine = twin(random_tiny)
-    engine.break_even = engine.compiled.seconds = (
-        0.5  # a measurement and a counter: a restart keeps them
-    )
+    timed = engine.break_even = BreakEven((0,), (0.5,))
+    engine.compiled.seconds = 0.5  # a restart keeps both
     advance, failures = Engine.advance, [True]
 
     def failing(self: Engine) -> None:
@@ -350,7 +350,7 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
     assert "on fire" in failed.json()["error"]["message"]
     assert serves(live)
     assert live.engine is not engine
-    assert (live.engine.break_even, live.engine.compile_s) == (0.5, 0.5)
+    assert (live.engine.break_even, live.engine.compile_s) == (timed, 0.5)
     assert live.engine.grammars is live.engine.call_grammars.grammars is engine.grammars
     failures.append(True)
     live.stop()

@@ -125,8 +125,14 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
     decided = len(event.tokens)
     paused = policy.speculative and state.drafting.pause > 0  # whether or not it drafted before
     ran = state.ran or paused or speculates(state, policy)
-    given = {"break_even": policy.break_even, "fixed": policy.fixed, "finite": event.draft_finite}
-    drafting, fallback = speculation.after_step(state.drafting, decided, event.num_drafts, **given)
+    drafting, fallback = speculation.after_step(
+        state.drafting,
+        decided,
+        event.num_drafts,
+        finite=event.draft_finite,
+        break_even=policy.break_even.at(policy.prompt_tokens + state.fed),
+        fixed=policy.fixed,
+    )
     died = drafting.dead and not state.drafting.dead
     state = state._replace(drafting=drafting, ran=ran, fed=state.fed + decided)
     if not decided:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, overload
 from dflash_jax.engine.recovery import repeated_calls, tool_names
 from dflash_jax.engine.recovery.guards import NO_MEMORY, LoopMemory
 from dflash_jax.engine.recovery.settings import OFF, Recovery
-from dflash_jax.engine.recovery.speculation import NOTES, DraftingState
+from dflash_jax.engine.recovery.speculation import NOTES, UNKNOWN, BreakEven, DraftingState
 from dflash_jax.engine.recovery.words import NO_WORDS, Ids, Words
 
 
@@ -93,9 +93,10 @@ class Policy:
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
     speculative: bool = True
-    break_even: float = 0.0  # tokens a drafted round must commit to pay off; 0 if unknown
-    # Never stop drafting. Whether the in-flight step drafts depends on timing, and sampled or
-    # inexact tokens would depend on that.
+    prompt_tokens: int = 0
+    break_even: BreakEven = UNKNOWN
+    # Never stop drafting. Whether the in-flight step drafts depends on timing, and inexact tokens
+    # or those of a seed would depend on that.
     fixed: bool = False
     recovery: Recovery = OFF
     words: Words = NO_WORDS

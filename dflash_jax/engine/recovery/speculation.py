@@ -1,5 +1,6 @@
 """Decide whether the next step drafts. Counts tokens, never seconds."""
 
+import bisect
 from typing import NamedTuple
 
 # Notes about drafting, which go to logs, and retries to `stats.fallbacks`. Plain decoding has none
@@ -22,6 +23,29 @@ PAUSE, LONGEST_PAUSE = 64, 1024  # tokens decoded plainly between probes
 FIRST_PAUSE = 32  # tokens before the first probe where drafting is not expected to pay off
 HORIZON = 64  # rounds over which the acceptance of requests is averaged
 EXPLORE_EVERY = 16  # one of 16 requests drafts at once whatever the history, to update it
+
+
+class BreakEven(NamedTuple):
+    """Tokens that a drafted round must commit to pay off, by the tokens before it.
+
+    That is the time of a drafted step over that of a plain one. Where attention is limited by
+    arithmetic, it takes longer for a block than for a token, so that the number grows with the
+    context.
+    """
+
+    positions: tuple[int, ...] = ()  # tokens before the step, ascending; none if nothing is known
+    lengths: tuple[float, ...] = ()  # break-even at each
+
+    def at(self, position: int) -> float:
+        """Return the number at a position, interpolated; 0 if it is unknown."""
+        after = bisect.bisect_right(self.positions, position)
+        if not self.positions or after in (0, len(self.positions)):
+            return self.lengths[max(after - 1, 0)] if self.lengths else 0.0
+        (low, high), (first, last) = (x[after - 1 : after + 1] for x in self)
+        return first + (last - first) * (position - low) / (high - low)
+
+
+UNKNOWN = BreakEven()
 
 
 class DraftingState(NamedTuple):
@@ -68,7 +92,7 @@ class AcceptanceHistory(NamedTuple):
 
         Args:
           number: of the request, in their order.
-          break_even: see `Policy`.
+          break_even: of its first step.
         """
         if not self.requests:
             return DraftingState()
@@ -89,7 +113,8 @@ def after_step(
     Args:
       decided: number of tokens the step committed; 0 if the row had stopped.
       drafts: number of tokens drafted for the row; 0 in a plain step.
-      break_even, fixed: see `Policy`.
+      break_even: of the step; 0 if it is unknown.
+      fixed: see `Policy`.
     """
     if not finite:
         state = state._replace(bad=state.bad + 1)

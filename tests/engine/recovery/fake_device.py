@@ -18,6 +18,7 @@ from dflash_jax.engine.recovery.controller import (
     advance,
 )
 from dflash_jax.engine.recovery.request_state import choices, opening, room, speculates
+from dflash_jax.engine.recovery.speculation import BreakEven
 from dflash_jax.engine.recovery.trace import CallTime, RoundTrace, TraceRecorder
 from dflash_jax.engine.recovery.words import Words
 from dflash_jax.tool_parsers import SYNTAXES
@@ -243,6 +244,11 @@ class Device:
             late, nothing = advance(seen.state, Stepped(()), self.policy)
             assert nothing == Effects()  # the step that was in flight when the row stopped
             assert late._replace(ran=seen.state.ran) == seen.state
+
+
+def always(length: float) -> BreakEven:
+    """Return a break-even that is the same at every position."""
+    return BreakEven((0,), (length,))
 
 
 def run(

@@ -13,6 +13,7 @@ from fake_device import (
     WORDS,
     Device,
     Outcome,
+    always,
     scripted,
 )
 from hypothesis import given, settings
@@ -27,6 +28,7 @@ from dflash_jax.engine.recovery.controller import (
     Stepped,
     advance,
 )
+from dflash_jax.engine.recovery.speculation import UNKNOWN, BreakEven
 from dflash_jax.engine.recovery.words import Words
 
 TOKENS = [EOS, 3, COLON, THINK, END_THINK, FUNCTION, END_FUNCTION, SPECIAL, 9, 9, 10, 11, 12]
@@ -64,7 +66,7 @@ policies = st.builds(
     max_tokens=st.integers(1, 60),
     stop_ids=st.sampled_from([STOPS, STOPS, frozenset[int]()]),
     speculative=st.booleans(),
-    break_even=st.sampled_from([0.0, 2.0, 9.0]),
+    break_even=st.sampled_from([UNKNOWN, always(2.0), BreakEven((0, 30), (1.0, 9.0))]),
     recovery=recoveries,
     words=words,
 )

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from fake_device import DEAD, EOS, WORDS, Device, recovery, run, scripted
+from fake_device import DEAD, EOS, WORDS, Device, always, recovery, run, scripted
 
 from dflash_jax.engine.recovery.controller import Policy, Prefilled, Stepped
 from dflash_jax.engine.recovery.speculation import (
@@ -14,7 +14,9 @@ from dflash_jax.engine.recovery.speculation import (
     PAUSE,
     PROBE,
     TRIAL,
+    UNKNOWN,
     AcceptanceHistory,
+    BreakEven,
     DraftingState,
 )
 from dflash_jax.engine.request import Request
@@ -105,7 +107,7 @@ def test_drafting_stops_for_a_drafter_whose_drafts_are_all_rejected() -> None:
 
 
 def run_device(accepts: list[int], break_even: float, max_tokens: int = 600) -> Device:
-    policy = Policy(max_tokens=max_tokens, break_even=break_even)
+    policy = Policy(max_tokens=max_tokens, break_even=always(break_even))
     device = Device(scripted(SCRIPT), policy, accepts=accepts)
     device.run()
     return device
@@ -125,12 +127,32 @@ def test_drafting_below_break_even_pauses_and_is_tried_again() -> None:
     assert seen.emitted == list(SCRIPT[:600])
 
 
+def test_break_even_is_interpolated_between_the_positions_where_it_was_measured() -> None:
+    found = BreakEven((0, 100, 300), (1.2, 1.4, 2.0))
+    assert [found.at(n) for n in (0, 100, 300, 9000)] == [1.2, 1.4, 2.0, 2.0]
+    assert [found.at(n) for n in (50, 150)] == pytest.approx([1.3, 1.55])
+    assert UNKNOWN.at(7) == 0
+
+
+def test_drafting_stops_where_the_context_is_so_long_that_it_no_longer_pays_off() -> None:
+    rising = BreakEven((0, 400), (1.5, 5.5))  # 2 tokens a round pay off up to position 50
+    for prompt, drafts in ((0, True), (200, False)):
+        policy = Policy(max_tokens=600, prompt_tokens=prompt, break_even=rising)
+        seen = Device(scripted(SCRIPT), policy, accepts=[1]).run()
+        early = seen.drafted_steps - 4 * PROBE
+        assert (early > 20) == drafts
+        assert seen.plain_steps > 400
+        assert seen.emitted == list(SCRIPT[:600])
+
+
 def test_drafting_that_gains_a_little_is_hardly_stopped_by_chance() -> None:
     """At 1.68 tokens a round and a break-even of 1.4, as SmolLM2 writes code in int8."""
     plain = 0
     for seed in range(16):
         accepts = random.Random(seed).choices(range(4), (0.56, 0.25, 0.14, 0.05), k=600)
-        device = Device(scripted(SCRIPT), Policy(max_tokens=600, break_even=1.4), accepts=accepts)
+        device = Device(
+            scripted(SCRIPT), Policy(max_tokens=600, break_even=always(1.4)), accepts=accepts
+        )
         known = AcceptanceHistory(length=1.68, requests=20)
         device.seen.state = device.seen.state._replace(drafting=known.first_state(1, 1.4))
         plain += device.run().plain_steps
@@ -140,7 +162,7 @@ def test_drafting_that_gains_a_little_is_hardly_stopped_by_chance() -> None:
 def test_drafting_stops_soon_where_drafts_are_no_longer_accepted() -> None:
     """However good they were: the time of at most ten tokens is lost, at 0.4 a round."""
     good = [3] * 100
-    policy = Policy(max_tokens=600, break_even=1.4)
+    policy = Policy(max_tokens=600, break_even=always(1.4))
     device = Device(scripted(SCRIPT), policy, accepts=[*good, *[0] * 600])
     seen = device.run()
     wasted = seen.drafted_steps - len(good)
@@ -157,7 +179,7 @@ def test_a_request_begins_plainly_where_earlier_ones_gained_nothing() -> None:
     assert seen.first_state(1, 0.0).drafts  # its cost is not known
     assert seen.first_state(EXPLORE_EVERY, 2.5).drafts
     assert NO_HISTORY.first_state(1, 2.5).drafts
-    policy = Policy(max_tokens=600, break_even=2.5)
+    policy = Policy(max_tokens=600, break_even=always(2.5))
     device = Device(scripted(SCRIPT), policy, accepts=[1, 0])
     device.seen.state = device.seen.state._replace(drafting=seen.first_state(1, 2.5))
     found = device.run()
@@ -176,7 +198,7 @@ def test_the_history_follows_the_requests_that_drafted() -> None:
 
 
 def test_a_drafter_that_recovers_is_used_again() -> None:
-    policy = Policy(max_tokens=600, break_even=2.5)
+    policy = Policy(max_tokens=600, break_even=always(2.5))
     device = Device(scripted(SCRIPT), policy, accepts=[0] * (TRIAL + PAUSE) + [5] * 1000)
     seen = device.run()
     assert seen.fallbacks == {"below_break_even": 1}

@@ -1,0 +1,90 @@
+"""Measure how many tokens a drafted round must commit to pay off."""
+
+import time
+
+import numpy as np
+
+from dflash_jax.compiler.keys import ProgramKey, Step, Variant
+from dflash_jax.compiler.programs import is_multi_step
+from dflash_jax.compiler.settings import untraced
+from dflash_jax.decode.inputs import DecodeInputs, PrefillInputs
+from dflash_jax.engine.model_runner import ModelRunner
+from dflash_jax.engine.recovery.speculation import BreakEven
+from dflash_jax.engine.scheduler import make_rules, steps_of_call
+from dflash_jax.state import read_output
+
+POSITIONS = (0, 128, 512, 2048)  # tokens in the caches when steps are timed
+PREFILL_STEPS = 4  # tokens of a prompt chunk are fed in the time of as many plain steps, or faster
+
+
+class Stopwatch:
+    """Times calls of a runner while nothing else runs; no row makes progress."""
+
+    def __init__(self, runner: ModelRunner):
+        self._runner, self.plan = runner, runner.plan
+        idle = [(None, False)] * runner.plan.rows
+        self._rules = make_rules(runner.plan, idle, {}, runner.executor.put)
+        self._most = runner.plan.steps_per_call if is_multi_step(self.plan, Variant.GREEDY) else 1
+        self._counts: dict[Step, int] = {}
+
+    def step_seconds(self, step: Step) -> float:
+        """Return the seconds of a step, in a call of as many as a request's make.
+
+        A single step would bear all the costs of a call, which plain steps feel more.
+        """
+        if step not in self._counts:
+            self._seconds(step, 1)  # caches are cold
+            self._counts[step] = steps_of_call(self._seconds(step, 1), self._most)
+        return self._seconds(step, self._counts[step])
+
+    def _seconds(self, step: Step, count: int) -> float:
+        exactly = self._runner.executor.put(np.int32(-count)) if self._most > 1 else None
+        return self._call(step, DecodeInputs(self._rules, num_steps=exactly)) / count
+
+    def feed(self, start: int) -> float:
+        """Feed a chunk of a prompt to all rows, or to the first; return the seconds."""
+        rows, chunk = self.plan.fed_rows, self.plan.chunk
+        ones, row = np.ones(rows, np.int32), None if rows == self.plan.rows else np.int32(0)
+        tokens, fresh = np.zeros((rows, chunk), np.int32), ones * start == 0
+        inputs = PrefillInputs(tokens, chunk * ones, fresh, self._rules, row=row)
+        return self._call(Step.PREFILL, inputs)
+
+    def _call(self, step: Step, inputs: DecodeInputs | PrefillInputs) -> float:
+        started = time.perf_counter()
+        read_output(self._runner.run(ProgramKey(step, Variant.GREEDY), inputs))
+        return time.perf_counter() - started
+
+
+def measure(runner: ModelRunner, samples: int = 5, seconds: float = 3.0) -> BreakEven:
+    """Return the time of a drafted step over that of a plain one, at some positions.
+
+    Args:
+      samples: of each step at each position.
+      seconds: after which neither prompts are fed nor samples begun.
+    """
+    found = untraced(lambda: _measure(runner, samples, time.perf_counter() + seconds))
+    if found.positions[1:]:
+        runner.clear_rows(range(runner.plan.rows))  # the prompts are nobody's
+    return found
+
+
+def _measure(runner: ModelRunner, samples: int, end: float) -> BreakEven:
+    watch = Stopwatch(runner)
+    chunk, fed, found = runner.plan.chunk, 0, BreakEven()
+    chunk_seconds = watch.step_seconds(Step.PLAIN) * chunk / PREFILL_STEPS
+    for position in POSITIONS:
+        while fed < position <= runner.plan.max_length - chunk:
+            if time.perf_counter() + chunk_seconds > end:
+                return found
+            chunk_seconds = watch.feed(fed)
+            fed += chunk
+        if fed < position:
+            return found
+        drafted, plain = [], []
+        for sample in range(samples):
+            if not sample or time.perf_counter() < end:
+                drafted.append(watch.step_seconds(Step.SPECULATIVE))
+                plain.append(watch.step_seconds(Step.PLAIN))
+        length = min(drafted) / min(plain)  # other processes only ever add time
+        found = BreakEven((*found.positions, fed), (*found.lengths, length))
+    return found
