@@ -129,9 +129,10 @@ def measure(
     """
     found: dict[str, list[Answer]] = {mode: [] for mode in measurement.modes(temperature)}
     for number, case in enumerate(chosen):
-        options = {"max_tokens": max_tokens, "temperature": temperature, "seed": number}
+        options = {"max_tokens": max_tokens, "temperature": temperature}
         for mode, answers in found.items():
-            answers.append(measurement.answer(mode, case.prompt, **options))
+            seed = None if mode == AUTOMATIC else number  # with one, drafting never stops
+            answers.append(measurement.answer(mode, case.prompt, **options, seed=seed))
             if temperature == 0 and answers[-1].tokens != found[PLAIN][-1].tokens:
                 raise SystemExit(f"prompt {number}: the answer of {mode!r} is not that of plain")
         if sys.stderr.isatty():
