@@ -22,6 +22,7 @@ from dflash_jax.decode.multi_step import multi_step, plain_multi_step
 from dflash_jax.decode.pair import Pair
 from dflash_jax.nn.decoder import Decoder
 from dflash_jax.nn.draft import Draft
+from dflash_jax.nn.kernels import using_kernels
 from dflash_jax.plan import Plan
 from dflash_jax.state import DecodeState, zero_rows
 
@@ -212,7 +213,7 @@ class _Declaration:
         pair = dataclasses.replace(self.pair, sampled=sampled, **options)
         processed = variant in LOGITS_VARIANTS and step != Step.DRAFT
         arguments = (self.params, self.state, self.logits_state if processed else None, inputs)
-        function = functools.partial(function, pair)
+        function = functools.partial(_run_model, function, pair)
         return Program(ProgramKey(step, variant), function, arguments, STATES)
 
     def _rows(self, step: Step, function: Call, inputs: Any) -> Program:
@@ -224,6 +225,11 @@ class _Declaration:
 def _wrapped(program: Program, wrapper: Call, **static: Any) -> Program:
     function = functools.partial(wrapper, program.function, **static)
     return dataclasses.replace(program, function=function)
+
+
+def _run_model(function: Call, pair: Pair, *arguments: Any) -> Any:
+    with using_kernels(pair.kernels, pair.activations):
+        return function(pair, *arguments)
 
 
 def _change_rows(function: Call, params: None, state: Any, logits_state: None, inputs: Any) -> Any:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.nn.vocabulary import all_finite
 from dflash_jax.state import Logits, RowInts, RowRules
 
 
@@ -96,5 +97,5 @@ def stops_masked(logits: Logits, rules: RowRules) -> Logits:
 def finite_places(logits: Logits) -> RowInts:
     """Return the number of leading places of each row whose logits are finite."""
     places = logits.shape[1]
-    good = jnp.isfinite(logits).all(axis=-1)
+    good = all_finite(logits)
     return jnp.where(good, places, jnp.arange(places)[None, :]).min(axis=1)

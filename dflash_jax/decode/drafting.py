@@ -11,6 +11,7 @@ from dflash_jax.decode import sampling
 from dflash_jax.decode.inputs import DecodeInputs
 from dflash_jax.decode.pair import Pair, Params
 from dflash_jax.nn.draft import Draft, DraftChoice, SharedLayers
+from dflash_jax.nn.vocabulary import all_finite, argmax
 from dflash_jax.state import DecodeState, RowRules
 
 
@@ -54,9 +55,9 @@ class RowDraftSampler:
 
     def sample_all(self, logits: Float[Array, "B R N"]) -> DraftChoice:
         """Choose all places at once; q is filtered as the target's p is."""
-        finite = jnp.isfinite(logits).all(axis=(1, 2))
+        finite = all_finite(logits).all(axis=1)
         if not self.sampled:  # one pass over the vocabulary less than comparing zeros
-            return DraftChoice(jnp.where(finite[:, None], sampling.argmax(logits), 0), None, finite)
+            return DraftChoice(jnp.where(finite[:, None], argmax(logits), 0), None, finite)
         logits = jnp.where(finite[:, None, None], logits, 0.0)
 
         def drawn() -> tuple[Int[Array, "B R"], Float[Array, "B R N"]]:
@@ -64,7 +65,7 @@ class RowDraftSampler:
             return sampling.draw(self._keys(), q), q
 
         def best() -> tuple[Int[Array, "B R"], Float[Array, "B R N"]]:
-            tokens = sampling.argmax(logits)
+            tokens = argmax(logits)
             return tokens, sampling.one_hot(tokens, logits.shape[-1])
 
         index, q = jax.lax.cond(sampling.any_sampled(self.rules), drawn, best)
@@ -87,9 +88,9 @@ class RowDraftSampler:
         self, logits: Float[Array, "B N"], noise: Float[Array, "B N"] | None
     ) -> DraftChoice:
         """Choose one place: the largest logit, or the largest of logits / temperature + noise."""
-        finite = jnp.isfinite(logits).all(axis=-1)
+        finite = all_finite(logits)
         logits = jnp.where(finite[:, None], logits, 0.0)
-        best = sampling.argmax(logits)
+        best = argmax(logits)
         if noise is None:
             return DraftChoice(best, None, finite)
         greedy, sure = self.rules.temperature <= 0, sampling.one_hot(best, logits.shape[-1])
@@ -97,7 +98,7 @@ class RowDraftSampler:
         def drawn() -> tuple[Int[Array, " B"], Float[Array, "B N"]]:
             scaled = logits / jnp.where(greedy, 1.0, self.rules.temperature)[:, None]
             q = jnp.where(greedy[:, None], sure, jax.nn.softmax(scaled, axis=-1))
-            return jnp.where(greedy, best, sampling.argmax(scaled + noise)), q
+            return jnp.where(greedy, best, argmax(scaled + noise)), q
 
         index, q = jax.lax.cond(sampling.any_sampled(self.rules), drawn, lambda: (best, sure))
         return DraftChoice(index, q, finite)

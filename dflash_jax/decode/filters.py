@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.nn.top_k import CHUNK, top_k
+from dflash_jax.nn.vocabulary import CHUNK, top_k
 from dflash_jax.state import RowRules
 
 LISTED = 64  # tokens sorted at a time

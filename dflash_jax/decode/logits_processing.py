@@ -14,7 +14,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.decode.inputs import SetLogitsStateInputs
-from dflash_jax.nn.top_k import top_k
+from dflash_jax.nn.vocabulary import top_k
 from dflash_jax.state import Logits, Logprobs, StepOutput
 
 TOP = 20  # maximum number of alternatives reported for a token

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from dflash_jax.decode.acceptance import is_stop, stops_masked
 from dflash_jax.decode.filters import filtered, is_filtered
+from dflash_jax.nn.vocabulary import argmax
 from dflash_jax.state import Logits, RowInts, RowRules
 
 DRAFT, ACCEPT, TOKEN, NEXT_BEST = range(4)  # purposes of a random number
@@ -98,20 +99,6 @@ def _best_choice(logits: Float[Array, "B V"], choices: Int[Array, "B N"]) -> Row
     scores = jnp.take_along_axis(logits, jnp.maximum(choices, 0), axis=1)
     scores = jnp.where(choices >= 0, scores, -jnp.inf)
     return jnp.take_along_axis(choices, jnp.argmax(scores, axis=1)[:, None], axis=1)[:, 0]
-
-
-def argmax(scores: Float[Array, "*places N"]) -> Int[Array, "*places"]:
-    """Return the index of the largest score of each place, the first of equal ones.
-
-    As two reductions: that of `jnp.argmax`, of values and places together, is 3 to 7 times slower
-    on a CPU. A place with NaN gets an undefined index within range. The barrier makes both
-    reductions read the same numbers: fused into each of them, the computation of the scores might
-    round differently, and no score would equal the largest.
-    """
-    scores = jax.lax.optimization_barrier(scores)
-    last = scores.shape[-1] - 1
-    is_best = scores == scores.max(axis=-1, keepdims=True)
-    return jnp.where(is_best, jnp.arange(last + 1, dtype=jnp.int32), last).min(axis=-1)
 
 
 def any_sampled(rules: RowRules) -> Bool[Array, ""]:

@@ -36,6 +36,7 @@ from dflash_jax.decode.inputs import (
 from dflash_jax.decode.logits_processing import LogitsState, no_logprobs
 from dflash_jax.decode.pair import Pair, Params, forward, logits_of
 from dflash_jax.nn.draft import Draft
+from dflash_jax.nn.vocabulary import argmax
 from dflash_jax.state import (
     DecodeState,
     Logits,
@@ -148,7 +149,7 @@ def _decided(
     pair: Pair, drafted: Draft, logits: Logits, position: RowInts, rules: RowRules
 ) -> tuple[Int[Array, "B T"], RowInts]:
     """Return the decided tokens, accepted drafts first, and how many of them are valid."""
-    best, block = sampling.argmax(logits), drafted.block
+    best, block = argmax(logits), drafted.block
     num_decided = jnp.ones_like(position)
     if drafted.num_drafts is not None:
         num_decided = accept_greedy(block, best, drafted.num_drafts)

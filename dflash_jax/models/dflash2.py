@@ -15,7 +15,7 @@ from dflash_jax.config.dflash2 import DFlash2Config
 from dflash_jax.models.dflash import Attend, DFlash, DrafterAttention, Kept
 from dflash_jax.nn.draft import Draft, DraftSampler, SharedLayers
 from dflash_jax.nn.layers import GatedMLP, declare, dot, norm_weight, product, rms_norm, weight
-from dflash_jax.nn.top_k import top_k
+from dflash_jax.nn.vocabulary import all_finite, top_k
 from dflash_jax.state import LayerCache
 
 
@@ -137,7 +137,7 @@ class DFlash2(nn.Module):
     ) -> tuple[Draft, tuple[LayerCache, ...]]:
         """Drafts after the anchor along the selector's path; q is over the candidates."""
         hidden, logits, caches = self.backbone.predict(block, caches, start, layers)
-        finite = jnp.isfinite(logits).all(axis=(1, 2))
+        finite = all_finite(logits).all(axis=1)
         with jax.named_scope("selector"):
             unary, index = top_k(logits, self.config.selector_top_k)
             ids = self.backbone.token(index)

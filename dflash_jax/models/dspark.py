@@ -16,6 +16,7 @@ from dflash_jax.config.dspark import DSparkConfig
 from dflash_jax.models.dflash import DFlash
 from dflash_jax.nn.draft import Draft, DraftSampler, SharedLayers
 from dflash_jax.nn.layers import dot, project, weight
+from dflash_jax.nn.vocabulary import all_finite
 from dflash_jax.state import LayerCache
 
 
@@ -88,7 +89,7 @@ class DSpark(nn.Module):
     ) -> tuple[Draft, tuple[LayerCache, ...]]:
         places, size = logits.shape[1:]
         noise = sampler.noise(places, size)
-        token, finite = anchor, jnp.isfinite(logits).all(axis=(1, 2))
+        token, finite = anchor, all_finite(logits).all(axis=1)
         state = jnp.zeros((anchor.shape[0], self.config.markov_rank), hidden.dtype)
         path, q, read = [], [], []
         for i in range(places):

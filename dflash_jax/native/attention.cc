@@ -46,8 +46,6 @@ inline __m128 SumsOf4(const Floats (&v)[kSlots]) {
 }
 
 #if DFLASH_AVX512
-inline Floats Maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
-inline float Greatest(Floats v) { return _mm512_reduce_max_ps(v); }
 // The numbers where `seen` is true, `other` elsewhere.
 inline Floats Where(const uint8_t* seen, Floats v, Floats other) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(seen));
@@ -64,12 +62,6 @@ inline Floats Exp(Floats x) {
   return _mm512_mask_blend_ps(low, _mm512_scalef_ps(sum, n), Zeros());
 }
 #else
-inline Floats Maximum(Floats a, Floats b) { return _mm256_max_ps(a, b); }
-inline float Greatest(Floats v) {
-  __m128 a = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-  a = _mm_max_ps(a, _mm_movehl_ps(a, a));
-  return _mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a)));
-}
 inline Floats Where(const uint8_t* seen, Floats v, Floats other) {
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(seen));
   const __m256i kept = _mm256_cmpgt_epi32(_mm256_cvtepu8_epi32(bytes), _mm256_setzero_si256());

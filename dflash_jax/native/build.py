@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 SOURCES = tuple(sorted(HERE.glob("*.cc")))
 HEADERS = tuple(sorted(HERE.glob("*.h")))
 PRODUCTS = ("float", "int8", "int8_by_floats", "q8_0", "q4_0", "q4_1", "int4z", "q4_k", "q6_k")
-NAMES = (*PRODUCTS, "attend", "norm", "rotate")  # of the handlers, each dflash_NAME
+NAMES = (*PRODUCTS, "attend", "norm", "rotate", "largest")  # of the handlers, each dflash_NAME
 NEEDED = frozenset(["avx2", "fma", "f16c"])
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-ffp-contract=off")
 FLAGS += ("-fno-math-errno", "-DNDEBUG")

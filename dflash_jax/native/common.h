@@ -59,6 +59,10 @@ inline Floats MultiplyAdd(Floats a, Floats b, Floats sum) { return _mm512_fmadd_
 inline float Sum(Floats v) { return _mm512_reduce_add_ps(v); }
 inline Floats All(float value) { return _mm512_set1_ps(value); }
 inline void Store(float* at, Floats v) { _mm512_storeu_ps(at, v); }
+inline Floats Maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline float Greatest(Floats v) { return _mm512_reduce_max_ps(v); }
+// A bit for each lane whose numbers are equal.
+inline unsigned Equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 #else
 using Floats = __m256;
 inline Floats Zeros() { return _mm256_setzero_ps(); }
@@ -67,6 +71,15 @@ inline Floats MultiplyAdd(Floats a, Floats b, Floats sum) { return _mm256_fmadd_
 inline float Sum(Floats v) { return SumOf8(v); }
 inline Floats All(float value) { return _mm256_set1_ps(value); }
 inline void Store(float* at, Floats v) { _mm256_storeu_ps(at, v); }
+inline Floats Maximum(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+inline float Greatest(Floats v) {
+  __m128 a = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  a = _mm_max_ps(a, _mm_movehl_ps(a, a));
+  return _mm_cvtss_f32(_mm_max_ss(a, _mm_movehdup_ps(a)));
+}
+inline unsigned Equal(Floats a, Floats b) {
+  return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ));
+}
 #endif
 constexpr int64_t kLanes = sizeof(Floats) / sizeof(float);
 

@@ -1,4 +1,4 @@
-"""Attention, norms and rotations by native kernels, in float32.
+"""Attention, norms, rotations and largest numbers by native kernels, in float32.
 
 A token has the same bits in any company, which XLA does not promise.
 """
@@ -6,7 +6,7 @@ A token has the same bits in any company, which XLA does not promise.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.state import LayerCache
 
@@ -50,3 +50,11 @@ def rotate_pairs(
     angles = (a.astype(jnp.float32).reshape(tokens, -1) for a in (cos, sin))
     out = jax.ShapeDtypeStruct(vectors.shape, jnp.float32)
     return jax.ffi.ffi_call("dflash_rotate", out)(vectors, *angles).reshape(x.shape)
+
+
+def largest(x: Float[Array, "*places N"]) -> tuple[Int[Array, "*places"], Bool[Array, "*places"]]:
+    """Return the first index of each place's largest number, and whether all of it are finite."""
+    rows, places = x.astype(jnp.float32).reshape(-1, x.shape[-1]), x.shape[:-1]
+    out = [jax.ShapeDtypeStruct((len(rows),), dtype) for dtype in (jnp.int32, jnp.bool_)]
+    index, finite = jax.ffi.ffi_call("dflash_largest", out)(rows)
+    return index.reshape(places), finite.reshape(places)

@@ -1,4 +1,4 @@
-// Norms and rotations of rows, as XLA FFI handlers. A row has the same bits in any company, which XLA
+// Norms, rotations and largest numbers of rows, as XLA FFI handlers. A row has the same bits in any company, which XLA
 // does not promise: it compiles a loop over one row otherwise than a loop over several.
 
 #include <algorithm>
@@ -69,10 +69,61 @@ ffi::Error Rotate(ffi::ThreadPool pool, Vectors x, Rows cos, Rows sin, ffi::Resu
   return ffi::Error::Success();
 }
 
+// The first of the largest numbers of a row, which has one, and whether all are finite. A row with NaN
+// gets some index.
+void LargestOf(const float* x, int64_t width, int32_t* index, bool* finite) {
+  constexpr int kChains = 4;  // vectors at a time, so that none waits for the one before
+  Floats top[kChains], rest[kChains];  // the rest of a number times zero is NaN unless it is finite
+  for (int c = 0; c < kChains; c++) top[c] = All(x[0]), rest[c] = Zeros();
+  const int64_t whole = width / kLanes * kLanes;
+  int64_t i = 0;
+  for (; i + kChains * kLanes <= whole; i += kChains * kLanes)
+    for (int c = 0; c < kChains; c++) {
+      const Floats v = Load(x + i + c * kLanes);
+      top[c] = Maximum(v, top[c]);
+      rest[c] = MultiplyAdd(v, Zeros(), rest[c]);
+    }
+  for (; i < whole; i += kLanes) {
+    top[0] = Maximum(Load(x + i), top[0]);
+    rest[0] = MultiplyAdd(Load(x + i), Zeros(), rest[0]);
+  }
+  for (int c = 1; c < kChains; c++) top[0] = Maximum(top[0], top[c]), rest[0] += rest[c];
+  float largest = Greatest(top[0]), zero = Sum(rest[0]);
+  for (; i < width; i++) largest = std::max(largest, x[i]), zero += x[i] * 0.0f;
+  *finite = zero == 0.0f;
+  for (i = 0; i < whole; i += kLanes)
+    if (const unsigned equal = Equal(Load(x + i), All(largest))) {
+      *index = static_cast<int32_t>(i + __builtin_ctz(equal));
+      return;
+    }
+  while (i < width - 1 && x[i] != largest) i++;
+  *index = static_cast<int32_t>(std::min(i, width - 1));
+}
+
+ffi::Error Largest(ffi::ThreadPool pool, Rows x, ffi::ResultBuffer<ffi::S32> index,
+                   ffi::ResultBuffer<ffi::PRED> finite) {
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
+  if (width < 1) return ffi::Error::InvalidArgument("rows without numbers have no largest");
+  const float* from = x.typed_data();
+  int32_t* to = index->typed_data();
+  bool* good = finite->typed_data();
+  Split(pool, rows, 1, rows * width < kSerial, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) LargestOf(from + i * width, width, to + i, good + i);
+  });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace dflash
 
 using namespace dflash;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_largest, Largest,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Rows>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::PRED>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_norm, Norm,
                               ffi::Ffi::Bind()

@@ -18,8 +18,8 @@ from dflash_jax.compiler.memory import gibi
 from dflash_jax.compiler.models import CacheMaker
 from dflash_jax.compiler.resolve import resolve_here
 from dflash_jax.decode.pair import Pair
-from dflash_jax.decode.sampling import argmax
 from dflash_jax.models import target_caches
+from dflash_jax.nn.vocabulary import argmax
 from dflash_jax.plan import Plan, Weights
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train.decoding import packed_params

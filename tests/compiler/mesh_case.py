@@ -14,7 +14,7 @@ from dflash_jax.compiler.models import model_axes
 from dflash_jax.compiler.placement import device_mesh, param_shardings
 from dflash_jax.config import TargetConfig
 from dflash_jax.decode.filters import LISTED
-from dflash_jax.nn.top_k import top_k
+from dflash_jax.nn.vocabulary import top_k
 from dflash_jax.testing import (
     random_engine,
     random_params,

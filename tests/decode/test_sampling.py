@@ -22,7 +22,6 @@ from dflash_jax.decode.sampling import (
     DRAFT,
     NEXT_BEST,
     TOKEN,
-    argmax,
     draw,
     next_best,
     row_keys,
@@ -214,22 +213,6 @@ def test_the_narrowest_filters_leave_the_likeliest_token(filters: dict[str, Any]
     row = RowSettings(wanted, limit=9, speculates=True, choices=(), opening=-1)
     p = probabilities(jnp.asarray([[[3.0, 30.0, 10.0]]]), make_rules(plan, [(row, True)], {}))
     assert p.tolist() == [[[0, 1, 0]]]  # 30 / 2e-38 is infinite
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_likeliest_is_the_first_of_the_largest(dtype) -> None:
-    scores = jax.random.normal(jax.random.key(7), (3, 5, 97)).astype(dtype)
-    scores = scores.at[0, 0].set(0.0).at[0, 1, jnp.array([40, 60])].set(9.0)
-    scores = scores.at[1, 0].set(-jnp.inf).at[1, 1, 5].set(jnp.inf)
-    np.testing.assert_array_equal(argmax(scores), jnp.argmax(scores, axis=-1))
-    broken = argmax(scores.at[2, 3, 8].set(jnp.nan))
-    assert 0 <= broken[2, 3] < 97
-
-
-def test_what_computes_scores_is_not_repeated_in_each_reduction() -> None:
-    """Rounded otherwise in one of the two, no score would equal the largest."""
-    lowered = jax.jit(lambda x: argmax(30.0 * jnp.tanh(x / 30.0))).lower(jnp.zeros((2, 8, 97)))
-    assert lowered.as_text().count("optimization_barrier") == 1
 
 
 def test_no_random_key_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
