@@ -13,7 +13,7 @@ from dflash_jax.engine.recovery.speculation import BreakEven
 from dflash_jax.engine.scheduler import make_rules, steps_of_call
 from dflash_jax.state import read_output
 
-POSITIONS = (0, 128, 512, 2048)  # tokens in the caches when steps are timed
+POSITIONS = (0, 128, 512, 1024, 2048)  # tokens in the caches when steps are timed
 PREFILL_STEPS = 4  # tokens of a prompt chunk are fed in the time of as many plain steps, or faster
 
 
@@ -26,6 +26,7 @@ class Stopwatch:
         self._rules = make_rules(runner.plan, idle, {}, runner.executor.put)
         self._most = runner.plan.steps_per_call if is_multi_step(self.plan, Variant.GREEDY) else 1
         self._counts: dict[Step, int] = {}
+        self.fed = 0  # tokens in the caches
 
     def step_seconds(self, step: Step) -> float:
         """Return the seconds of a step, in a call of as many as a request's make.
@@ -41,12 +42,13 @@ class Stopwatch:
         exactly = self._runner.executor.put(np.int32(-count)) if self._most > 1 else None
         return self._call(step, DecodeInputs(self._rules, num_steps=exactly)) / count
 
-    def feed(self, start: int) -> float:
-        """Feed a chunk of a prompt to all rows, or to the first; return the seconds."""
+    def feed(self) -> float:
+        """Feed the next chunk of a prompt to all rows, or to the first; return the seconds."""
         rows, chunk = self.plan.fed_rows, self.plan.chunk
-        ones, row = np.ones(rows, np.int32), None if rows == self.plan.rows else np.int32(0)
-        tokens, fresh = np.zeros((rows, chunk), np.int32), ones * start == 0
-        inputs = PrefillInputs(tokens, chunk * ones, fresh, self._rules, row=row)
+        row = None if rows == self.plan.rows else np.int32(0)
+        tokens, num_fed = np.zeros((rows, chunk), np.int32), np.full(rows, chunk, np.int32)
+        inputs = PrefillInputs(tokens, num_fed, np.full(rows, not self.fed), self._rules, row=row)
+        self.fed += chunk
         return self._call(Step.PREFILL, inputs)
 
     def _call(self, step: Step, inputs: DecodeInputs | PrefillInputs) -> float:
@@ -62,29 +64,33 @@ def measure(runner: ModelRunner, samples: int = 5, seconds: float = 3.0) -> Brea
       samples: of each step at each position.
       seconds: after which neither prompts are fed nor samples begun.
     """
-    found = untraced(lambda: _measure(runner, samples, time.perf_counter() + seconds))
-    if found.positions[1:]:
-        runner.clear_rows(range(runner.plan.rows))  # the prompts are nobody's
-    return found
+    return untraced(lambda: _measure(runner, samples, time.perf_counter() + seconds))
 
 
 def _measure(runner: ModelRunner, samples: int, end: float) -> BreakEven:
-    watch = Stopwatch(runner)
-    chunk, fed, found = runner.plan.chunk, 0, BreakEven()
-    chunk_seconds = watch.step_seconds(Step.PLAIN) * chunk / PREFILL_STEPS
+    watch, found = Stopwatch(runner), BreakEven()
     for position in POSITIONS:
-        while fed < position <= runner.plan.max_length - chunk:
-            if time.perf_counter() + chunk_seconds > end:
-                return found
-            chunk_seconds = watch.feed(fed)
-            fed += chunk
-        if fed < position:
-            return found
+        if not _feed_up_to(watch, position, end):
+            break
         drafted, plain = [], []
         for sample in range(samples):
             if not sample or time.perf_counter() < end:
                 drafted.append(watch.step_seconds(Step.SPECULATIVE))
                 plain.append(watch.step_seconds(Step.PLAIN))
         length = min(drafted) / min(plain)  # other processes only ever add time
-        found = BreakEven((*found.positions, fed), (*found.lengths, length))
+        found = BreakEven((*found.positions, watch.fed), (*found.lengths, length))
+    if watch.fed:
+        runner.clear_rows(range(runner.plan.rows))  # the prompts are nobody's
     return found
+
+
+def _feed_up_to(watch: Stopwatch, position: int, end: float) -> bool:
+    """Feed prompts up to a position; return whether the plan and the time have room for that."""
+    if position > watch.plan.max_length - watch.plan.chunk:
+        return False
+    seconds = watch.step_seconds(Step.PLAIN) * watch.plan.chunk / PREFILL_STEPS
+    while watch.fed < position:
+        if time.perf_counter() + seconds > end:
+            return False
+        seconds = watch.feed()
+    return True

@@ -18,7 +18,8 @@
 namespace dflash {
 namespace {
 
-constexpr int64_t kPart = 128;        // columns that a thread takes at a time
+constexpr int64_t kPart = 256;        // columns that a thread takes at a time, or more
+constexpr int64_t kClose = 128;       // of these, columns that are multiplied with all rows first
 constexpr int64_t kSerial = 1 << 18;  // products with fewer multiplications run on one thread
 constexpr int64_t kAhead = 8192;      // bytes between what is multiplied and what is prefetched
 constexpr int64_t kVectors = kStrip / kLanes;  // of a strip
@@ -238,8 +239,11 @@ void Run(ffi::ThreadPool pool, const Tile& tile, int64_t rows, int64_t depth, co
   const int64_t vectors = (out.columns + kLanes - 1) / kLanes;
   const bool serial = rows * depth * out.columns < kSerial;
   // Few columns at a time, so that their weights stay in the cache for all rows.
-  const int64_t step = rows <= kRows ? kPart / kLanes : 2;
-  Split(pool, vectors, kPart / kLanes, serial, [&](int64_t begin, int64_t end) {
+  const int64_t step = rows <= kRows ? kClose / kLanes : 2;
+  // Equal parts, as many for each thread: one that has no part left would wait for the others.
+  const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
+  const int64_t parts = threads * std::max<int64_t>(vectors * kLanes / (threads * kPart), 1);
+  Split(pool, vectors, (vectors + parts - 1) / parts, serial, [&](int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end; at += step) {
       const int64_t until = std::min(at + step, end);
       MultiplyFrom<kRows>(tile, 0, rows, at, until, out);
