@@ -1,5 +1,7 @@
 """Measure how many tokens a drafted round must commit to pay off."""
 
+import itertools
+import math
 import time
 
 import numpy as np
@@ -58,30 +60,35 @@ class Stopwatch:
 
 
 def measure(runner: ModelRunner, samples: int = 5, seconds: float = 3.0) -> BreakEven:
-    """Return the time of a drafted step over that of a plain one, at some positions.
+    """Return the least time of a drafted step over that of a plain one, at some positions.
 
     Args:
-      samples: of each step at each position.
+      samples: of each step at each position, repeated while there is time.
       seconds: after which neither prompts are fed nor samples begun.
     """
     return untraced(lambda: _measure(runner, samples, time.perf_counter() + seconds))
 
 
 def _measure(runner: ModelRunner, samples: int, end: float) -> BreakEven:
-    watch, found = Stopwatch(runner), BreakEven()
-    for position in POSITIONS:
-        if not _feed_up_to(watch, position, end):
-            break
-        drafted, plain = [], []
-        for sample in range(samples):
-            if not sample or time.perf_counter() < end:
-                drafted.append(watch.step_seconds(Step.SPECULATIVE))
-                plain.append(watch.step_seconds(Step.PLAIN))
-        length = min(drafted) / min(plain)  # other processes only ever add time
-        found = BreakEven((*found.positions, watch.fed), (*found.lengths, length))
-    if watch.fed:
-        runner.clear_rows(range(runner.plan.rows))  # the prompts are nobody's
-    return found
+    watch, kinds = Stopwatch(runner), (Step.SPECULATIVE, Step.PLAIN)
+    least: dict[tuple[int, Step], float] = {}
+    started, took = time.perf_counter(), 0.0
+    while time.perf_counter() + took < end:
+        for position in POSITIONS:
+            if not _feed_up_to(watch, position, end):
+                break
+            for sample, step in itertools.product(range(samples), kinds):
+                place = watch.fed, step
+                if not (sample and time.perf_counter() > end):
+                    least[place] = min(watch.step_seconds(step), least.get(place, math.inf))
+        if watch.fed:
+            runner.clear_rows(range(runner.plan.rows))  # the prompts are nobody's
+        watch.fed, took = 0, took or time.perf_counter() - started
+    positions = tuple(sorted({position for position, _ in least}))
+    ratios = [least[at, Step.SPECULATIVE] / least[at, Step.PLAIN] for at in positions]
+    # A longer context makes no step cheaper: what is larger than at a later position is noise.
+    lengths = tuple(itertools.accumulate(reversed(ratios), min))[::-1]
+    return BreakEven(positions, lengths)
 
 
 def _feed_up_to(watch: Stopwatch, position: int, end: float) -> bool:

@@ -204,12 +204,13 @@ def test_break_even_is_that_of_calls_of_as_many_steps_as_requests_make(
 
     monkeypatch.setattr(multi_step.runner, "run", counted)
     monkeypatch.setattr(break_even, "POSITIONS", (0, 32, 4096))
-    found, most = break_even.measure(multi_step.runner, samples=2, seconds=60), 8
+    found, most = break_even.measure(multi_step.runner, samples=2, seconds=2), 8
     assert found.positions == (0, 32)  # 4,096 tokens do not fit into a row
-    assert min(found.lengths) > 0
-    assert counts.pop(Step.PREFILL) == [1, 1]  # of 16 tokens
-    assert counts[Step.SPECULATIVE] == [1, 1, *[most] * 4]
-    assert counts[Step.PLAIN] == [1, 1, *[most] * 6]
+    assert 0 < found.lengths[0] <= found.lengths[1]
+    assert set(counts.pop(Step.PREFILL)) == {1}  # of 16 tokens
+    for first, second, *timed in counts.values():
+        assert (first, second, set(timed)) == (1, 1, {most})
+        assert len(timed) > 2
     assert not np.asarray(multi_step.runner.state.position).any()
 
 
