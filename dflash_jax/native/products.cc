@@ -226,12 +226,13 @@ void MultiplyRows(const Tile& tile, int64_t row, int64_t begin, int64_t end, con
   for (; vector < end; vector++) tile.template Multiply<R, 1>(row, vector, out);
 }
 
-// Multiplies the rows from `row` on, R at a time, then half as many, down to one.
+// Multiplies the rows from `row` on, R at a time, then fewer.
 template <int R, typename Tile>
 void MultiplyFrom(const Tile& tile, int64_t row, int64_t rows, int64_t begin, int64_t end,
                   const Output& out) {
   for (; row + R <= rows; row += R) MultiplyRows<R>(tile, row, begin, end, out);
-  if constexpr (R > 1) MultiplyFrom<R / 2>(tile, row, rows, begin, end, out);
+  constexpr int kFewer = R > 4 ? R - 2 : R - 1;  // 5 rows at a time save little
+  if constexpr (R > 1) MultiplyFrom<kFewer>(tile, row, rows, begin, end, out);
 }
 
 template <typename Tile>

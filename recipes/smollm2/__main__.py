@@ -26,7 +26,7 @@ from recipes.smollm2 import card, comparison
 
 STOPPED = 3
 TURNS = 9_000
-DRAFT_TOKENS = 3  # of a step by default: the fastest on a CPU (docs/benchmarks.md)
+DRAFT_TOKENS = 2  # of a step by default: the fastest on a CPU (docs/benchmarks.md)
 SHIPPED = Path(__file__).with_name("answers.tar.xz")
 FOLDER = Path(dflash_jax.__file__).with_name("data") / "smollm2"
 # The drafters of the comparison: what differs from the preset.
