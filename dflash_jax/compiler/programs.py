@@ -213,7 +213,7 @@ class _Declaration:
         pair = dataclasses.replace(self.pair, sampled=sampled, **options)
         processed = variant in LOGITS_VARIANTS and step != Step.DRAFT
         arguments = (self.params, self.state, self.logits_state if processed else None, inputs)
-        function = functools.partial(_run_model, function, pair)
+        function = functools.partial(_run_model, pair, function)
         return Program(ProgramKey(step, variant), function, arguments, STATES)
 
     def _rows(self, step: Step, function: Call, inputs: Any) -> Program:
@@ -227,7 +227,7 @@ def _wrapped(program: Program, wrapper: Call, **static: Any) -> Program:
     return dataclasses.replace(program, function=function)
 
 
-def _run_model(function: Call, pair: Pair, *arguments: Any) -> Any:
+def _run_model(pair: Pair, function: Call, *arguments: Any) -> Any:
     with using_kernels(pair.kernels, pair.activations):
         return function(pair, *arguments)
 
