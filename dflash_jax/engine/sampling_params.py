@@ -71,7 +71,8 @@ class SamplingParams:
         {"choice": texts} or {"grammar": a Lark grammar}. A Lark grammar under the additional key
         "around" describes the whole output and refers to the structure as `@answer`. Needs the
         extra `structured`.
-      seed: of random numbers; without one, each request draws a new one.
+      seed: of random numbers; without one, each request draws a new one. With one, a request
+        drafts even where that does not pay off, as its tokens depend on it.
       stop: text or texts that end the output and are not part of it: at most 64, of at most 256
         characters each and 4,096 together.
       stop_token_ids: token ids that end the output, in addition to the model's own end tokens.

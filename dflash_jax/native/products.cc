@@ -231,7 +231,7 @@ template <int R, typename Tile>
 void MultiplyFrom(const Tile& tile, int64_t row, int64_t rows, int64_t begin, int64_t end,
                   const Output& out) {
   for (; row + R <= rows; row += R) MultiplyRows<R>(tile, row, begin, end, out);
-  constexpr int kFewer = R > 4 ? R - 2 : R - 1;  // 5 rows at a time save little
+  constexpr int kFewer = R > 4 ? R - 2 : R - 1;  // 8, 6, 4, 3, 2, 1
   if constexpr (R > 1) MultiplyFrom<kFewer>(tile, row, rows, begin, end, out);
 }
 

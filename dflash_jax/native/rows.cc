@@ -1,5 +1,5 @@
-// Norms, rotations and largest numbers of rows, as XLA FFI handlers. A row has the same bits in any company, which XLA
-// does not promise: it compiles a loop over one row otherwise than a loop over several.
+// Norms, rotations and largest numbers of rows, as XLA FFI handlers. A row has the same bits in any
+// company, which XLA does not promise: it compiles a loop over one row otherwise than a loop over several.
 
 #include <algorithm>
 #include <cmath>
@@ -73,7 +73,7 @@ ffi::Error Rotate(ffi::ThreadPool pool, Vectors x, Rows cos, Rows sin, ffi::Resu
 // gets some index.
 void LargestOf(const float* x, int64_t width, int32_t* index, bool* finite) {
   constexpr int kChains = 4;  // vectors at a time, so that none waits for the one before
-  Floats top[kChains], rest[kChains];  // the rest of a number times zero is NaN unless it is finite
+  Floats top[kChains], rest[kChains];  // sums of numbers times zero: NaN unless all are finite
   for (int c = 0; c < kChains; c++) top[c] = All(x[0]), rest[c] = Zeros();
   const int64_t whole = width / kLanes * kLanes;
   int64_t i = 0;

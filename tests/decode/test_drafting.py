@@ -1,5 +1,6 @@
 """Walked drafts: what q is, and that sampled output keeps the target's distribution."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from dflash_jax import Plan
 from dflash_jax.compiler.models import idle_rules
 from dflash_jax.decode.acceptance import accept_greedy, accept_sampled
 from dflash_jax.decode.drafting import RowDraftSampler, over_vocabulary
+from dflash_jax.engine import request as requests
+from dflash_jax.engine.recovery import speculation
 from dflash_jax.state import RowRules
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 
@@ -61,6 +64,33 @@ def test_sampled_output_has_the_distribution_of_the_target(kind: str) -> None:
     assert again.tolist() == tokens[:40].tolist()
     plain = engine.generate(PROMPT, max_tokens=SAID, speculative=False)
     assert greedy.result().token_ids == plain.token_ids
+
+
+def test_sampled_output_keeps_its_distribution_where_drafting_stops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether a step drafts depends on which drafts were accepted before."""
+    target = tiny_target(num_layers=2, vocab_size=VOCAB)
+    drafter = tiny_drafter(target, num_layers=1, windows=(None,), causal=(False,))
+    engine = random_engine(
+        target, drafter, Plan(rows=ROWS, max_length=16, block=3, chunk=8), seed=4
+    )
+    # One round drafts; requests in which all its drafts were accepted go on, the others stop.
+    engine.break_even = speculation.BreakEven((0,), (2.5,))
+    monkeypatch.setattr(speculation, "PROBE", 1)
+    monkeypatch.setattr(speculation, "PRIOR", 0)
+    engine.core.acceptance = known = speculation.AcceptanceHistory(length=9.0, requests=1)
+    monkeypatch.setattr(speculation.AcceptanceHistory, "after_request", lambda *_: known)
+    seeds = itertools.count()
+    monkeypatch.setattr(requests.secrets, "randbits", lambda _: next(seeds))
+    tokens, stats = said(engine, [None] * (8 * ROWS), **FILTERS)
+    p = law(all_logits(engine), **FILTERS)
+    assert likelihood(tokens, p / p.sum()) > 1e-3
+    sharper = p**1.5
+    assert likelihood(tokens, sharper / sharper.sum()) < 1e-6, "the test could not tell"
+    stopped = [s.fallbacks["below_break_even"] > 0 for s in stats]
+    assert 0.05 < np.mean(stopped) < 0.95
+    assert sum(s.plain_steps for s in stats) > len(stats) / 4
 
 
 def test_a_place_of_a_walk_is_drawn_from_its_q() -> None:
