@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 
+import jax
 import numpy as np
 
 from dflash_jax.compiler.keys import ProgramKey, Step, Variant
@@ -65,7 +66,13 @@ def measure(runner: ModelRunner, samples: int = 5, seconds: float = 3.0) -> Brea
     Args:
       samples: of each step at each position, repeated while there is time.
       seconds: after which neither prompts are fed nor samples begun.
+
+    Returns:
+      Nothing known if several processes run one program: by their clocks they would differ in
+      their decisions, and wait for each other.
     """
+    if jax.process_count() > 1:
+        return BreakEven()
     return untraced(lambda: _measure(runner, samples, time.perf_counter() + seconds))
 
 

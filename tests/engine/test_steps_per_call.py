@@ -212,6 +212,10 @@ def test_break_even_is_that_of_calls_of_as_many_steps_as_requests_make(
         assert (first, second, set(timed)) == (1, 1, {most})
         assert len(timed) > 2
     assert not np.asarray(multi_step.runner.state.position).any()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    counts.clear()
+    assert break_even.measure(multi_step.runner) == break_even.BreakEven()
+    assert not counts  # the clocks of processes differ
 
 
 @pytest.mark.parametrize("speculative", [True, False])
