@@ -53,7 +53,7 @@ def rotate_pairs(
 
 
 def largest(x: Float[Array, "*places N"]) -> tuple[Int[Array, "*places"], Bool[Array, "*places"]]:
-    """Return the first index of each place's largest number, and whether all its numbers are finite."""
+    """Return the first index of each place's largest number, and whether all are finite."""
     rows, places = x.astype(jnp.float32).reshape(-1, x.shape[-1]), x.shape[:-1]
     out = [jax.ShapeDtypeStruct((len(rows),), dtype) for dtype in (jnp.int32, jnp.bool_)]
     index, finite = jax.ffi.ffi_call("dflash_largest", out)(rows)
