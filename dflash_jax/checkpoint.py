@@ -16,7 +16,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -220,16 +220,10 @@ def write_arrays(folder: Path, arrays: Mapping[Keys, np.ndarray]) -> dict[str, d
     """Write arrays with orbax, and return the sizes and checksums of its files by name.
 
     Ctrl-C takes effect after everything is written: orbax cannot be stopped, and its threads would
-    continue in the background.
+    continue in the background. orbax runs in a thread without an event loop, unlike a notebook's.
     """
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        saving = pool.submit(_save, folder, arrays)
-        try:
-            saving.result()
-        except BaseException:
-            with uninterrupted():
-                wait([saving])
-            raise
+    with uninterrupted(), ThreadPoolExecutor(1, "checkpoint") as pool:
+        pool.submit(_save, folder, arrays).result()
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     return {
         file.relative_to(folder).as_posix(): {

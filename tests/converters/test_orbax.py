@@ -130,3 +130,25 @@ def test_an_interrupted_save_leaves_no_running_writer(tmp_path, capsys, monkeypa
     begun[0].join()
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().err == "\nconverters: interrupted\n"
+
+
+def test_an_interrupt_while_the_writer_starts_waits_for_it(tmp_path, capsys, monkeypatch):
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        start(thread)
+        if thread.name.startswith("checkpoint"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def late(*arguments, **options):
+        time.sleep(0.05)
+        save(*arguments, **options)
+        written.append(True)
+
+    save, written = ocp.Checkpointer.save, []
+    monkeypatch.setattr(ocp.Checkpointer, "save", late)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    assert main(["convert", str(DRAFTER), str(tmp_path / "x"), "--to", "orbax"]) == 130
+    assert written
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err == "\nconverters: interrupted\n"

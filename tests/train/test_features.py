@@ -48,10 +48,17 @@ def passed(
     return features.fill_cache(store, pair, model, rows, **how)
 
 
-@pytest.mark.parametrize("weights", ["float", "int8"])
+@pytest.mark.parametrize(("weights", "tolerance"), [("float", 1e-3), ("int8", 0.05)])
 def test_features_recorded_while_decoding_are_those_of_a_second_pass(
-    tmp_path: Path, weights: Weights
+    tmp_path: Path, weights: Weights, tolerance: float
 ) -> None:
+    """The recorded features are those of the steps that decoded the answers.
+
+    A second pass calls the target with other numbers of tokens, by which a processor may choose
+    other kernels of a float product, whose last bits differ. An activation on the edge between two
+    int8 codes then changes by one code, 1/127 of the largest activation. The features of another
+    place differ by about their own length.
+    """
     exact = target(tiny_hybrid(num_layers=4, recurrent=(True, False) * 2))
     model = rounded(exact, weights)
     store = store_in(tmp_path / "decoded")
@@ -81,11 +88,14 @@ def test_features_recorded_while_decoding_are_those_of_a_second_pass(
         places = part.real.copy()
         places[np.arange(len(places)), part.real.sum(axis=1) - 1] = False  # the last has no taps
         for one, other in zip(ours.taps, theirs.taps, strict=True):
-            np.testing.assert_allclose(one[places], other[places], rtol=2e-3, atol=2e-3)
-        followed = part.wanted[:, 1:] & part.real[:, 1:]
-        np.testing.assert_array_equal(
-            np.asarray(ours.best)[:, :-1][followed], np.asarray(theirs.best)[:, :-1][followed]
-        )
+            one, other = one[places].astype(np.float32), other[places].astype(np.float32)
+            error = np.linalg.norm(one - other, axis=-1)
+            assert (error <= tolerance * np.linalg.norm(other, axis=-1)).all()
+        decided = part.wanted[:, 1:] & part.real[:, 1:]
+        best = np.asarray(ours.best)[:, :-1][decided]
+        np.testing.assert_array_equal(best, part.tokens[:, 1:][decided])  # as decoding decided
+        if weights == "float":
+            np.testing.assert_array_equal(best, np.asarray(theirs.best)[:, :-1][decided])
 
 
 def test_recorded_features_survive_a_kill_at_every_point(tmp_path: Path) -> None:
