@@ -1,6 +1,8 @@
-# Everything runs in .venv, which is made on first use. Needs Python >= 3.11 with venv, and make.
+# Everything runs in .venv, which is made on first use; lint and types in .venv-lint, of pinned versions.
+# Needs Python >= 3.11 with venv, and make.
 PYTHON ?= python3
 BIN := .venv/bin
+LINT := .venv-lint/bin
 # Many processes run here, which share compiled bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -29,12 +31,12 @@ FAST := $(addprefix tests/,engine/recovery engine/test_controller.py engine/test
 	contracts/test_documents.py contracts/test_language.py server/test_requests.py server/test_replies.py \
 	converters/test_gguf.py converters/test_quants.py converters/test_safetensors.py \
 	test_config.py test_errors.py test_encoding.py test_files.py test_tokenizer.py)
-check: lint
+check: lint .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --quick-compile -m "not soak" $(FAST)
 
-# Lint, type-check and run every test. Tests marked `optimised` compile as for users; the others
-# compile faster, with fewer optimisations.
-test: lint
+# Run every test. Tests marked `optimised` compile as for users; the others compile faster, with fewer
+# optimisations.
+test: .venv/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
 		-m "optimised and not soak" $$(grep -rl mark.optimised tests --include='test_*.py')
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --quick-compile \
@@ -47,15 +49,16 @@ test-lowest: .venv-lowest/installed
 		tests/contracts/test_readme.py tests/engine/test_engine.py tests/engine/test_lossless.py \
 		tests/engine/test_structured.py tests/engine/test_grammar_process.py
 
-lint: .venv/installed-dev
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/pyrefly check --output-format min-text
+# Lint and check types.
+lint: .venv-lint/installed
+	$(LINT)/ruff check
+	$(LINT)/ruff format --check
+	$(LINT)/pyrefly check --output-format min-text
 
 # Repair what the linter can repair.
-fix: .venv/installed-dev
-	$(BIN)/ruff check --fix
-	$(BIN)/ruff format
+fix: .venv-lint/installed
+	$(LINT)/ruff check --fix
+	$(LINT)/ruff format
 
 # Run the full counts, and every test compiled as for users; writes benchmarks/results.
 soak: .venv/installed-dev
@@ -93,9 +96,9 @@ release-check: .venv/installed-dev
 	$(BIN)/python -m recipes.release --tag "$(TAG)"
 
 clean:
-	rm -rf .venv .venv-lowest build dist
+	rm -rf .venv .venv-lint .venv-lowest build dist
 
-.venv/bin/python .venv-lowest/bin/python:
+.venv/bin/python .venv-lint/bin/python .venv-lowest/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(@D:/bin=)
 
@@ -109,6 +112,10 @@ clean:
 
 .venv/installed-docs: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -e '.[docs]'
+	@touch $@
+
+.venv-lint/installed: lint-requirements.txt | .venv-lint/bin/python
+	$(LINT)/python -m pip install --quiet --no-compile --disable-pip-version-check -r lint-requirements.txt
 	@touch $@
 
 .venv-lowest/installed: pyproject.toml | .venv-lowest/bin/python
