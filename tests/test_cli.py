@@ -12,6 +12,7 @@ import signal
 import struct
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -133,26 +134,6 @@ def test_the_command_line_reaches_every_choice_of_a_plan() -> None:
     same = {f.name for f in dataclasses.fields(Plan) if getattr(plan, f.name) == f.default}
     assert same == without_flag | default
     assert chosen_plan(parser().parse_args(["explain", "--drafter-device", "1"])).devices == (0, 1)
-
-
-def test_deprecated_flags_set_the_same_fields_with_a_notice_each(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    flags = ["--rounds", "3", "--order", "panels", "--taps", "plus1"]
-    options = parser().parse_args(["explain", *flags])
-    plan = chosen_plan(options)
-    chosen = plan.steps_per_call, plan.weight_layout, options.layer_ids
-    assert chosen == (3, "tiled", "one-based")
-    assert capsys.readouterr().err.splitlines() == [
-        "dflash-jax explain: --rounds is deprecated; use --steps-per-call",
-        "dflash-jax explain: --order is deprecated; use --weight-layout tiled",
-        "dflash-jax explain: --taps is deprecated; use --layer-ids one-based",
-    ]
-    with pytest.raises(SystemExit):
-        parser().parse_args(["explain", "--help-all"])
-    shown = capsys.readouterr().out
-    assert "--steps-per-call" in shown
-    assert not any(flag in shown for flag in ("--rounds", "--order", "--taps "))
 
 
 def test_a_block_past_the_drafters_own_is_warned_of_on_standard_error(
@@ -697,6 +678,27 @@ def test_a_signal_that_comes_during_garbage_collection_is_heard(number: int, cod
         return 0
 
     assert exit_code("a command", work) == code
+
+
+def test_a_repeated_signal_is_not_lost_while_its_timer_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, started = threading.Timer.start, []
+
+    def interrupted(timer: threading.Timer) -> None:
+        start(timer)
+        started.append(timer)
+        if len(started) == 1:
+            timer.join()  # it sends the signal now, in the hook
+
+    def work() -> int:
+        monkeypatch.setattr(threading.Timer, "start", interrupted)
+        sys.unraisablehook(SimpleNamespace(exc_type=KeyboardInterrupt))  # type: ignore[arg-type]
+        time.sleep(5)
+        return 0
+
+    assert exit_code("a command", work) == 130
+    assert len(started) == 2
 
 
 @pytest.mark.parametrize("command", ["generate", "explain"])

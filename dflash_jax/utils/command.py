@@ -165,7 +165,11 @@ def resend_signal(hook: Callable[[Any], object], lost: Any) -> None:
     numbers = {KeyboardInterrupt: signal.SIGINT, Terminated: signal.SIGTERM}
     if lost.exc_type in numbers:
         _repeated.extend([lost.exc_type] * (lost.exc_type is KeyboardInterrupt))
-        threading.Timer(0.01, os.kill, (os.getpid(), numbers[lost.exc_type])).start()
+        started = False
+        while not started:  # again if the signal arrives before the timer's start returns
+            with contextlib.suppress(lost.exc_type):
+                threading.Timer(0.01, os.kill, (os.getpid(), numbers[lost.exc_type])).start()
+                started = True
     else:
         hook(lost)
 
