@@ -143,7 +143,7 @@ def test_converters_are_imported_inside_functions_of_loading_and_the_commands_al
 
 def test_converters_know_configs_and_errors_of_the_engine_alone() -> None:
     parts = ("config", "converters", "quant", "checkpoint", "errors")
-    parts += ("utils.atomic", "utils.command", "utils.deprecation", "utils.smollm2")
+    parts += ("utils.atomic", "utils.command", "utils.smollm2")
     parts += ("utils.progress",)
     allowed = [f"dflash_jax.{part}" for part in parts]
     for path in files("converters"):
