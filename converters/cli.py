@@ -20,7 +20,6 @@ from dflash_jax.converters import forms
 from dflash_jax.converters.taps import AUTO, CHOICES
 from dflash_jax.errors import ConfigError
 from dflash_jax.utils.command import exit_code
-from dflash_jax.utils.deprecation import add_deprecated_flag
 from dflash_jax.utils.progress import time_left
 from dflash_jax.utils.smollm2 import NAME as SMOLLM2
 from dflash_jax.utils.smollm2 import find as find_smollm2
@@ -65,14 +64,13 @@ def _command(
     command = commands.add_parser(name, help=text, description=text)
     command.set_defaults(run=run)
     command.add_argument("--json", action="store_true", help="print one JSON object")
-    numbering = command.add_argument(
+    command.add_argument(
         "--layer-ids",
         choices=CHOICES,
         default=AUTO,
         help="how a drafter file numbers target layers: as its layout defines (auto), from 0"
         " (zero-based), or from 1 (one-based)",
     )
-    add_deprecated_flag(command, numbering)
     return command
 
 

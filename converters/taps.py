@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.utils.deprecation import current_value
 
 AUTO, RAW, PLUS_ONE = "auto", "zero-based", "one-based"
 CHOICES = (AUTO, RAW, PLUS_ONE)
@@ -64,7 +63,6 @@ def read_taps(
       CheckpointError: the file is ambiguous and `choice` is "auto"; the message has both readings.
       ConfigError: `choice` is unknown, or the ids are not layers of a target.
     """
-    choice = current_value("layer_ids", choice)
     if choice not in CHOICES:
         raise ConfigError(f"layer numbering {choice!r} is not one of {', '.join(CHOICES)}")
     ids = tuple(written)

@@ -41,7 +41,6 @@ from dflash_jax.quant.products import set_weight_layout, with_kernel
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.allocator import fewer_collections, release_freed, tune_allocator
-from dflash_jax.utils.deprecation import renamed_argument
 from dflash_jax.utils.forking import check_not_forked
 from dflash_jax.utils.progress import announced, is_shown
 from dflash_jax.utils.sources import SHIPPED, Source, locate, own_drafter
@@ -62,7 +61,6 @@ def load(
     tokenizer: Source | None = None,
     compilation_cache: CompilationCache = None,
     progress: bool | None = None,
-    **deprecated: str | None,
 ) -> Engine:
     """Load models and return an engine.
 
@@ -87,7 +85,6 @@ def load(
         kept.
       progress: whether to report steps of more than two seconds on standard error; by default on
         a terminal and in notebooks, unless `DFLASH_PROGRESS` is "off" or "on".
-      deprecated: `taps`, the former name of `layer_ids`.
 
     Raises:
       ConfigError, CheckpointError: a model is not supported, or the pair does not match.
@@ -98,7 +95,6 @@ def load(
     plan = Plan() if plan is None else plan
     if not isinstance(plan, Plan):
         raise PlanError(f"plan is {plan!r}; expected None, or a dj.Plan(...)")
-    layer_ids = renamed_argument("load", "taps", "layer_ids", deprecated) or layer_ids
     use_compilation_cache(compilation_cache)
     chosen: dict[str, Any] = {"layer_ids": layer_ids, "tokenizer": tokenizer, "lora": lora}
     pair = open_pair(target, drafter, taps_at=plan.taps_at, **chosen)

@@ -20,11 +20,9 @@ from dflash_jax.plan_fields import (
     plain_value,
     plan_field,
     tuples,
-    with_deprecated_names,
 )
 from dflash_jax.quant.formats import Stored
 from dflash_jax.show import plan_html, plan_text
-from dflash_jax.utils.deprecation import DeprecatedPlanNames, current_fields
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES = get_args(Dtype)
@@ -37,7 +35,7 @@ TapsAt = Literal["auto", "early", "late", "upstream"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(DeprecatedPlanNames):
+class Plan:
     """Choices made before compiling. 0 and "auto" leave a choice to `compiler.resolve`."""
 
     rows: int = plan_field(1, "requests decoded in parallel", "cache", minimum=1, metavar="N")
@@ -274,7 +272,6 @@ class Plan(DeprecatedPlanNames):
             raise PlanError(f"the plan is not JSON ({error}); write it by `to_json`") from error
         if not isinstance(fields, dict):
             raise PlanError(f"the plan is {fields!r}; expected one JSON object")
-        fields = current_fields(fields, stacklevel=2)
         if extra := sorted(set(fields) - set(FIELDS)):
             raise PlanError(f"unknown plan fields {extra}; known are {sorted(FIELDS)}")
         return cls(**fields | {"stored": tuples(fields.get("stored", ()))})
@@ -345,6 +342,4 @@ class Plan(DeprecatedPlanNames):
 
 FIELDS: Mapping[str, PlanField] = {f.name: f.metadata["plan"] for f in dataclasses.fields(Plan)}
 
-
-Plan.__init__ = with_deprecated_names(Plan.__init__)  # type: ignore[method-assign]
 Plan.__doc__ = documentation(Plan.__doc__ or "", FIELDS)

@@ -1,16 +1,14 @@
 """How the fields of a plan are declared, checked and documented."""
 
 import dataclasses
-import functools
 import math
 import os
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any, Literal, get_args, get_origin
 
 from dflash_jax.errors import PlanError
-from dflash_jax.utils.deprecation import current_fields
 
 Scope = Literal["cache", "program", "host"]
 
@@ -101,16 +99,6 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, Real):
         return float(value)
     return tuple(map(plain_value, value)) if isinstance(value, tuple | list) else value
-
-
-def with_deprecated_names(init: Callable[..., None]) -> Callable[..., None]:
-    """Return an initialiser that accepts deprecated names of fields, with a warning."""
-
-    @functools.wraps(init)
-    def accept(self: Any, **fields: Any) -> None:
-        init(self, **current_fields(fields))
-
-    return accept
 
 
 def tuples(value: Any) -> Any:

@@ -387,14 +387,3 @@ def test_a_missing_platform_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPa
     for load in (dj.load, dj.load_target):
         with pytest.raises(PlanError, match="no device to run on: Unable to initialize backend"):
             load("tiny")
-
-
-def test_the_deprecated_name_of_the_layer_numbering_is_accepted_with_a_warning() -> None:
-    with pytest.warns(
-        DeprecationWarning, match=r"load\(taps=\) is deprecated; use layer_ids="
-    ) as warned:
-        engine = dj.load(taps="raw")
-    assert warned[0].filename == __file__
-    assert engine.drafter == dj.load(layer_ids="zero-based").drafter
-    with pytest.raises(TypeError, match=r"load\(\) got an unexpected keyword argument 'tap'"):
-        dj.load(tap="raw")

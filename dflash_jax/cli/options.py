@@ -10,7 +10,6 @@ from typing import Any
 
 from dflash_jax.errors import RequestError
 from dflash_jax.plan import FIELDS, Plan
-from dflash_jax.utils.deprecation import add_deprecated_flag
 from dflash_jax.utils.progress import announced, is_shown
 from dflash_jax.utils.sources import find_local
 
@@ -94,13 +93,12 @@ def model_options(command: argparse.ArgumentParser) -> None:
         help="directory, .gguf file or hub id; 'auto' for the one published for the target, 'none'"
         " for no drafter (default: the shipped target's own)",
     )
-    numbering = models.add_argument(
+    models.add_argument(
         "--layer-ids",
         choices=("auto", "zero-based", "one-based"),
         default="auto",
         help="how the drafter's file numbers target layers, where that is ambiguous",
     )
-    add_deprecated_flag(models, numbering)
     models.add_argument(
         "--lora", metavar="DIR", help="PEFT adapter that is added to the target's weights"
     )
@@ -137,14 +135,13 @@ def add_plan_options(group: Any, names: Iterable[str]) -> None:
         if name == "mesh":
             default = "x".join(map(str, default))
         described = info.automatic or default in ("", "auto")  # by the help text
-        action = group.add_argument(
+        group.add_argument(
             flag,
             type=mesh if name == "mesh" else type(default),
             default=default,
             metavar=info.metavar,
             help=info.help if described else f"{info.help} (default: %(default)s)",
         )
-        add_deprecated_flag(group, action)
 
 
 def mesh(text: str) -> tuple[int, int]:

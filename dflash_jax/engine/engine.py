@@ -31,7 +31,6 @@ from dflash_jax.errors import PlanError, RequestError
 from dflash_jax.plan import Plan
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils import forking
-from dflash_jax.utils.deprecation import current_kinds
 from dflash_jax.utils.progress import announced
 
 
@@ -199,7 +198,10 @@ class Engine:
         Raises:
           TypeError: a kind has another name.
         """
-        wanted = [WARM_UP_KINDS[k] for k, on in current_kinds(kinds, WARM_UP_KINDS).items() if on]
+        if unknown := kinds.keys() - WARM_UP_KINDS:
+            known = ", ".join(WARM_UP_KINDS)
+            raise TypeError(f"{min(unknown)!r} is no kind of request; known are {known}")
+        wanted = [variant for kind, variant in WARM_UP_KINDS.items() if kinds.get(kind)]
         seconds = self.compile([Variant.GREEDY, *wanted])
         if measure and self.drafter is not None and self.plan.exact:
             self.break_even = self.core.while_idle(lambda: break_even.measure(self.runner))

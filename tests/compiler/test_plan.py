@@ -5,8 +5,6 @@ import dataclasses
 import json
 import re
 import sys
-import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -220,33 +218,6 @@ def test_every_field_has_a_flag_with_its_help_text_or_a_reason_to_have_none() ->
             if name not in other:
                 assert action.default == getattr(Plan, name), name
     assert set(WITHOUT_FLAG) < set(FIELDS)
-
-
-PLAN = Plan(steps_per_call=3, weight_layout="column_major")
-STORED = {"rounds": 3, "order": "columns"}
-
-
-@pytest.mark.parametrize(
-    ("use", "expected", "warned"),
-    [
-        (lambda: Plan(**STORED), PLAN, ["rounds", "order", "columns"]),
-        (lambda: Plan.from_json(json.dumps(STORED)), PLAN, ["rounds", "order", "columns"]),
-        (lambda: Plan(steps_per_call=3, weight_layout="columns"), PLAN, ["columns"]),
-        (lambda: dataclasses.replace(PLAN, rounds=1).steps_per_call, 1, ["rounds"]),
-        (lambda: PLAN.rounds, 3, ["rounds"]),
-        (lambda: PLAN.order, "columns", ["order"]),
-    ],
-)
-def test_deprecated_names_of_fields_and_values_are_accepted_with_a_warning(
-    use: Callable[[], Any], expected: Any, warned: list[str]
-) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert use() == expected
-    assert {warning.category for warning in caught} == {DeprecationWarning}
-    for warning, name in zip(caught, warned, strict=True):
-        assert re.search(rf"\b{name}\b.* is deprecated; use \S", str(warning.message))
-        assert Path(warning.filename).name in ("test_plan.py", "dataclasses.py")  # the caller
 
 
 @pytest.mark.parametrize(

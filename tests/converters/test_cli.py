@@ -189,17 +189,15 @@ def test_a_dry_run_writes_nothing_and_prints_the_taps(capsys, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["d.gguf"]
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [("--layer-ids", "zero-based"), ("--taps", "raw"), ("--target-layer-shift", "raw")],
-)
-def test_a_flag_decides_an_ambiguous_file(capsys, tmp_path, flag, value):
+def test_a_flag_decides_an_ambiguous_file(capsys, tmp_path):
     path = write_drafter(DRAFTER, tmp_path / "d.gguf", "upstream")
-    assert main(["convert", str(path), str(tmp_path / "out"), "--dry-run", flag, value]) == 0
-    out, err = capsys.readouterr()
-    assert "taps: [1, 2, 4]" in out
-    notice = f"{flag} is deprecated; use --layer-ids zero-based"
-    assert [notice in line for line in err.splitlines()] == [True] * (value == "raw")
+    assert (
+        main(
+            ["convert", str(path), str(tmp_path / "out"), "--dry-run", "--layer-ids", "zero-based"]
+        )
+        == 0
+    )
+    assert "taps: [1, 2, 4]" in capsys.readouterr().out
 
 
 def test_errors_are_one_line_and_exit_code_one(capsys, tmp_path, target):
@@ -556,7 +554,7 @@ def test_converters_import_nothing_that_computes():
         "dflash_jax.utils.atomic",
         "dflash_jax.utils.progress",
     )
-    inside += ("dflash_jax.utils.deprecation", "dflash_jax.utils.smollm2", "dflash_jax.converters")
+    inside += ("dflash_jax.utils.smollm2", "dflash_jax.converters")
     for path in (ROOT / "converters").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
