@@ -7,7 +7,8 @@ One process on one pinned core, float32, decoders interleaved (A B A B); prefill
 separately. Results are reported only if all decoders gave the same tokens and both engines the
 same acceptance lengths. The column `cpu` is the ratio of CPU seconds, which is less sensitive to
 other work on the machine. `--rounds` lists maximum numbers of steps per call (0: the default of
-the plan); every case is measured once for each. `--no-official` skips the official package.
+the plan); every case is measured once for each. The official package is skipped where it is not
+installed, and by `--no-official`.
 
 The bare loops have no requests: `device_loop` runs all rounds of an answer in one call,
 `host_loop` dispatches the engine's calls and reads their results.
@@ -15,6 +16,7 @@ The bare loops have no requests: `device_loop` runs all rounds of an answer in o
 
 import argparse
 import dataclasses
+import importlib.util
 import itertools
 import json
 import os
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from benchmarks.paired import Samples
 
 GOALS = {"tiny": 2.2, "9m": 1.7, "60m": 1.5}  # over the official package
+OFFICIAL = ("torch", "transformers", "dflash")  # packages of the peer
 LOOPS = ("host_loop", "device_loop")
 LOOP_GOAL = 0.97  # of the device loop's speed
 
@@ -95,13 +98,8 @@ def decoders_of(case: "Case", *, official: bool) -> dict[str, Decoder]:
 
 def official_decoders(case: "Case") -> "dict[str, Callable[[Any], Run]]":
     """Return the decoders of the official package, speculative and plain."""
-    try:
-        from benchmarks.official import Official
-    except ImportError as error:
-        raise SystemExit(
-            f"the official package is missing ({error}): pip install torch==2.13.0"
-            " transformers==5.15.0 dflash==0.1.0, or give --no-official"
-        ) from error
+    from benchmarks.official import Official
+
     theirs = Official(case.engine)
     options: dict[str, Any] = {"max_tokens": case.max_tokens, "stop_ids": case.stop_ids}
     return {
@@ -266,6 +264,10 @@ def main() -> int:
 
     tune_allocator()
     started, reports = time.perf_counter(), {}
+    missing = [name for name in OFFICIAL if importlib.util.find_spec(name) is None]
+    if missing and not options.no_official:
+        print(f"skipped: the official package, since {', '.join(missing)} is not installed")
+    official = not options.no_official and not missing
     result = {"suite": "decode", "environment": environment(), "pinned": options.pin}
     chosen = itertools.product(options.configs.split(","), map(int, options.rounds.split(",")))
     for config, rounds in chosen:
@@ -276,7 +278,7 @@ def main() -> int:
         load = os.getloadavg()[0]
         try:
             case = build(config, max_length=options.max_length, rounds=rounds)
-            report = measure(case, options.pairs, official=not options.no_official)
+            report = measure(case, options.pairs, official=official)
         except DifferentTokensError as error:
             print(error, file=sys.stderr)
             return 1

@@ -107,7 +107,10 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    import ray
+    try:
+        import ray
+    except ImportError:
+        parser.error("ray is not installed; pip install -e '.[ray]'")
 
     variables = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1])}
     ray.init(
