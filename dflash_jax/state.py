@@ -84,7 +84,7 @@ class DecodeState:
     """Everything a step donates and returns. One position rules all caches of a row."""
 
     target: tuple[Cache, ...]
-    draft: tuple[LayerCache, ...]  # context keys made from the target's taps; empty if no drafter
+    drafter: tuple[LayerCache, ...]  # context keys made from the target's taps; empty if no drafter
     position: Int[Array, " B"]  # committed tokens
     anchor: Int[Array, " B"]  # decided, not yet in any cache
 
@@ -314,20 +314,20 @@ def restart_rows(state: DecodeState, rows: Bool[Array, " B"]) -> DecodeState:
 def commit(
     state: DecodeState,
     target: Sequence[Update],
-    draft: tuple[LayerCache, ...],
+    drafter: tuple[LayerCache, ...],
     num_committed: Int[Array, " B"],
     anchor: Int[Array, " B"],
 ) -> DecodeState:
     """Keep the first tokens that a forward pass wrote; nothing else advances a position in a step.
 
     Args:
-      target, draft: updates, or caches in which slots position .. position+T-1 were written.
+      target, drafter: updates, or caches in which slots position .. position+T-1 were written.
       num_committed: tokens to keep, 0..T. With 0 the row stays as it was, anchor included.
       anchor: the next anchor of rows with num_committed > 0.
     """
     return DecodeState(
         target=tuple(update.commit(num_committed) for update in target),
-        draft=draft,
+        drafter=drafter,
         position=state.position + num_committed,
         anchor=jnp.where(num_committed > 0, anchor, state.anchor),
     )

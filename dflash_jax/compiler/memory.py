@@ -112,9 +112,9 @@ def work(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, step: 
             return _multiplied(of) + of.get("head", head) if drafting else context, context
 
         used, context = used_of(counts["drafter"], head)
-        moved += used_of(sizes["drafter"], table)[0] + drafting * tree_bytes(state.draft)
+        moved += used_of(sizes["drafter"], table)[0] + drafting * tree_bytes(state.drafter)
         flops += 2 * tokens * (used + drafting * context)
-        flops += drafting * _attention_flops(state.draft, tokens, drafter)
+        flops += drafting * _attention_flops(state.drafter, tokens, drafter)
     return StepWork(moved, flops)
 
 

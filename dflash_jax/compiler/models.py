@@ -68,14 +68,14 @@ class CacheMaker:
 
 def empty_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> DecodeState:
     """Return a state with every row at position 0."""
-    draft = ()
+    caches = ()
     if drafter:  # it may read longer blocks than are verified, and the tokens of several steps
         widest = max(plan.block, drafter.step_width, plan.steps_per_call)
         wide = dataclasses.replace(plan, block=widest)
-        draft = drafter_caches(drafter, CacheMaker(wide))
+        caches = drafter_caches(drafter, CacheMaker(wide))
     return DecodeState(
         target=target_caches(target, CacheMaker(plan)),
-        draft=draft,
+        drafter=caches,
         position=jnp.zeros((plan.rows,), jnp.int32),
         anchor=jnp.zeros((plan.rows,), jnp.int32),
     )

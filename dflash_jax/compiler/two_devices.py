@@ -36,7 +36,7 @@ class TwoDeviceState(NamedTuple):
 
 def split(state: DecodeState) -> TwoDeviceState:
     """Return the state split by the model its caches belong to."""
-    target, drafter = dataclasses.replace(state, draft=()), dataclasses.replace(state, target=())
+    target, drafter = dataclasses.replace(state, drafter=()), dataclasses.replace(state, target=())
     return TwoDeviceState(target, drafter)
 
 
@@ -116,7 +116,7 @@ def join(
             add(key, transfers.rows, part, drafts[key])
     if put := joined.get(ProgramKey(Step.PUT_SEGMENT)):
         inputs, other = (part.arguments[3] for part in put.parts)
-        segment = Segment(inputs.segment.target, other.segment.draft)
+        segment = Segment(inputs.segment.target, other.segment.drafter)
         arguments = (*put.arguments[:3], dataclasses.replace(inputs, segment=segment))
         joined[put.key] = dataclasses.replace(put, arguments=arguments)
     return joined
@@ -153,12 +153,12 @@ class _Transfers:
         """Run a step of the target, then update the drafter with its taps."""
         target, update = parts
         after, *rest = target(split_params(params)[0], state.target_state, logits, inputs)
-        moved = jax.device_put((after.draft, after.position, after.anchor), self._drafter_device)
+        moved = jax.device_put((after.drafter, after.position, after.anchor), self._drafter_device)
         taps, position, anchor = moved  # a target's `draft` are the taps
         fresh = getattr(inputs, "fresh", self._not_fresh)
         given = UpdateDrafterInputs(taps, fresh, position, anchor)
         drafter_state, *_ = update(split_params(params)[1], state.drafter_state, None, given)
-        return TwoDeviceState(dataclasses.replace(after, draft=()), drafter_state), *rest
+        return TwoDeviceState(dataclasses.replace(after, drafter=()), drafter_state), *rest
 
     def speculative(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
         """Draft on the drafter's device, then verify on the target's."""
@@ -190,10 +190,10 @@ class _Transfers:
         """Change the rows of both models, or take a segment of both; each has its part of one."""
         given = [inputs, inputs]
         if segment := getattr(inputs, "segment", None):
-            segments = Segment(segment.target, ()), Segment((), segment.draft)
+            segments = Segment(segment.target, ()), Segment((), segment.drafter)
             given = [dataclasses.replace(inputs, segment=own) for own in segments]
         calls = zip(parts, state, given, strict=True)
         target, drafter = (part(None, own, None, x) for part, own, x in calls)
         if taken := target[-1]:
-            return None, None, Segment(taken.target, drafter[-1].draft)
+            return None, None, Segment(taken.target, drafter[-1].drafter)
         return TwoDeviceState(target[0], drafter[0]), None, None

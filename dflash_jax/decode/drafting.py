@@ -32,9 +32,9 @@ def draft(
     with jax.named_scope("draft"):
         block = jnp.concatenate([state.anchor[:, None], masks], axis=1)
         drafted, caches = pair.drafter_call(
-            params, block, state.draft, state.position, layers, sampler, method="propose"
+            params, block, state.drafter, state.position, layers, sampler, method="propose"
         )
-    return dataclasses.replace(state, draft=caches), None, drafted
+    return dataclasses.replace(state, drafter=caches), None, drafted
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,14 +77,14 @@ def plain_multi_step(
     So its weights are read once for all tokens. What is written for steps that a row did not make
     lies past its position.
     """
-    caches, start = state.draft, state.position
+    caches, start = state.drafter, state.position
     single = functools.partial(plain, dataclasses.replace(pair, keeps_taps=True))
-    one = jax.eval_shape(single, params, state, None, DecodeInputs(inputs.rules))[0].draft
+    one = jax.eval_shape(single, params, state, None, DecodeInputs(inputs.rules))[0].drafter
     taps = [jnp.zeros((x.shape[0], max_steps, x.shape[2]), x.dtype) for x in one]
     state = _with(state, (jnp.int32(0), taps))
     step, options = functools.partial(_tapping, single), {"max_steps": max_steps, "width": width}
     state, _, out = multi_step(step, params, state, None, inputs, **options)
-    context = pair.drafter_call(params, state.draft[1], caches, start, method="context")
+    context = pair.drafter_call(params, state.drafter[1], caches, start, method="context")
     return _with(state, context), None, out
 
 
@@ -92,10 +92,10 @@ def _tapping(
     single: StepFn, params: Params, state: DecodeState, logits_state: None, inputs: DecodeInputs
 ) -> StepResult:
     """Run a step on a state that has, in the drafter's place, the step's number and all taps."""
-    stored: Any = state.draft
+    stored: Any = state.drafter
     number, taps = stored
     state, _, out = single(params, state, None, inputs)
-    own: Any = state.draft
+    own: Any = state.drafter
     taps = [
         jax.lax.dynamic_update_slice(every, tap[:, :1], (0, number, 0))
         for every, tap in zip(taps, own, strict=True)
@@ -103,5 +103,5 @@ def _tapping(
     return _with(state, (number + 1, taps)), None, out
 
 
-def _with(state: DecodeState, draft: Any) -> DecodeState:
-    return dataclasses.replace(state, draft=draft)
+def _with(state: DecodeState, drafter: Any) -> DecodeState:
+    return dataclasses.replace(state, drafter=drafter)

@@ -74,10 +74,10 @@ def forward(
         where = {"taps": pair.taps, "taps_at": pair.taps_at, "chunked": chunked}
         out = pair.target_call(params, tokens, state.target, start, **where)
     out = jax.lax.optimization_barrier(out)
-    draft = out.taps if pair.keeps_taps else state.draft
+    context = out.taps if pair.keeps_taps else state.drafter
     if pair.drafter is not None and not pair.keeps_taps:
-        draft = pair.drafter_call(params, out.taps, draft, state.position, method="context")
-    return out.caches, draft, out.hidden
+        context = pair.drafter_call(params, out.taps, context, state.position, method="context")
+    return out.caches, context, out.hidden
 
 
 def logits_of(pair: Pair, params: Params, hidden: Float[Array, "B T D"]) -> Logits:

@@ -25,7 +25,7 @@ class Segment:
     """State of one row for one chunk of C tokens, by layer."""
 
     target: tuple[LayerSegment, ...]
-    draft: tuple[LayerSegment, ...]
+    drafter: tuple[LayerSegment, ...]
 
 
 def replace_anchor(state: DecodeState, inputs: ReplaceAnchorInputs) -> DecodeState:
@@ -55,7 +55,7 @@ def take_segment(state: DecodeState, inputs: SegmentInputs, *, chunk: int) -> Se
             return tuple(x[row, :, at].swapaxes(0, 1) for x in jax.tree.leaves(cache))
         return tuple(map(cut, jax.tree.leaves(cache)))
 
-    return Segment(tuple(map(take, state.target)), tuple(map(take, state.draft)))
+    return Segment(tuple(map(take, state.target)), tuple(map(take, state.drafter)))
 
 
 def put_segment(state: DecodeState, inputs: SegmentInputs, *, chunk: int) -> DecodeState:
@@ -80,7 +80,7 @@ def put_segment(state: DecodeState, inputs: SegmentInputs, *, chunk: int) -> Dec
     return dataclasses.replace(
         state,
         target=tuple(map(put, state.target, segment.target)),
-        draft=tuple(map(put, state.draft, segment.draft)),
+        drafter=tuple(map(put, state.drafter, segment.drafter)),
         position=state.position.at[row].set(start + chunk),
     )
 

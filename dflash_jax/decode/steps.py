@@ -227,7 +227,7 @@ def prompt_logprobs(
     found = jax.tree.map(lambda x: x.reshape(1, parts * width, *x.shape[3:]), found)
     found = jax.tree.map(lambda x: x[:, :chunk], found)
     if alone:  # the donated caches were written past the row's position
-        state = commit(state, target, state.draft, jnp.zeros_like(state.position), state.anchor)
+        state = commit(state, target, state.drafter, jnp.zeros_like(state.position), state.anchor)
     return state, None, found
 
 
@@ -236,7 +236,7 @@ def update_drafter(
 ) -> tuple[DecodeState, None, None]:
     """Update a drafter on a device of its own after a step of the target."""
     start = jnp.where(inputs.fresh, 0, state.position)
-    context = pair.drafter_call(params, inputs.taps, state.draft, start, method="context")
+    context = pair.drafter_call(params, inputs.taps, state.drafter, start, method="context")
     state = dataclasses.replace(state, position=start)
     return commit(state, (), context, inputs.position - start, inputs.anchor), None, None
 

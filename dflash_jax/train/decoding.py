@@ -169,5 +169,5 @@ def _row_reader() -> Callable[..., jax.Array]:
 def _taps(engine: Engine, row: int, tokens: int) -> np.ndarray:
     assert engine.drafter is not None
     count = len(engine.drafter.target_layer_ids)
-    taps = _row_reader()(engine.runner.state.draft, np.int32(row), count)
+    taps = _row_reader()(engine.runner.state.drafter, np.int32(row), count)
     return jax.device_get(taps)[:, :tokens]

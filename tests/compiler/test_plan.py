@@ -383,7 +383,7 @@ def test_the_budget_is_the_bytes_of_real_parameters_and_caches(
     params = random_params(target, drafter, dtype=dtype)
     assert need.weights == sum(x.nbytes for x in jax.tree.leaves(params))
     state = empty_state(plan, target, drafter)
-    held = sum(x.nbytes for x in jax.tree.leaves((state.target, state.draft)))
+    held = sum(x.nbytes for x in jax.tree.leaves((state.target, state.drafter)))
     assert 0 <= need.caches - held <= 2 * 4 * plan.rows  # position and anchor may be counted
     assert need.total == need.weights + need.caches + need.temporaries
     if target.windows[0]:

@@ -104,7 +104,7 @@ def places(engine: Engine, target: int, drafter: int) -> None:
     assert isinstance(state, TwoDeviceState)
     assert on((engine.params["target"], state.target_state)) == {target}
     assert on((engine.params["drafter"], engine.params["shared"], state.drafter_state)) == {drafter}
-    assert not state.target_state.draft
+    assert not state.target_state.drafter
     assert not state.drafter_state.target
     np.testing.assert_array_equal(state.target_state.position, state.drafter_state.position)
     np.testing.assert_array_equal(state.target_state.anchor, state.drafter_state.anchor)

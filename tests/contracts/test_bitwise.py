@@ -244,7 +244,7 @@ def test_steps_of_one_call_have_the_bits_of_single_steps(
     np.testing.assert_array_equal(np.asarray(out.packed)[:rounds], said)
     assert (np.asarray(out.packed)[rounds:] == -1).all()
     if function is steps.plain:
-        found, wanted = (dataclasses.replace(state, draft=()) for state in (found, wanted))
+        found, wanted = (dataclasses.replace(state, drafter=()) for state in (found, wanted))
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
 
@@ -274,7 +274,7 @@ def test_forced_tokens_carry_context_and_leave_decoding_exact(dtype: str) -> Non
             state, _, finite = run[FORCED](engine.params, state, None, inputs)
             assert finite.all()
         assert int(state.position[0]) == len(prompt) + len(forced)
-        contexts.append(np.asarray(state.draft[1].k[0, :, : int(state.position[0])], np.float32))
+        contexts.append(np.asarray(state.drafter[1].k[0, :, : int(state.position[0])], np.float32))
         text: list[int] = []
         while len(text) < 30:
             key, inputs = ProgramKey(step, Variant.GREEDY), DecodeInputs(rules, np.int32(1))
@@ -286,7 +286,7 @@ def test_forced_tokens_carry_context_and_leave_decoding_exact(dtype: str) -> Non
     if dtype == "float32":
         whole = engine.generate([*prompt, first, *forced], max_tokens=30).token_ids
         assert texts[0] == whole
-        reference = np.asarray(engine.runner.state.draft[1].k[0, :, : contexts[0].shape[1]])
+        reference = np.asarray(engine.runner.state.drafter[1].k[0, :, : contexts[0].shape[1]])
         np.testing.assert_allclose(contexts[0], reference, atol=1e-4)
 
 

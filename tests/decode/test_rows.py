@@ -70,6 +70,6 @@ def test_the_context_of_a_new_request_does_not_depend_on_the_row_s_past() -> Non
     )
     new, again = (update(engine.params, state, None, inputs)[0] for state in (first, later))
     assert again.position.tolist() == new.position.tolist() == [CHUNK]
-    for ours, theirs in zip(*map(jax.tree.leaves, (again.draft, new.draft)), strict=True):
+    for ours, theirs in zip(*map(jax.tree.leaves, (again.drafter, new.drafter)), strict=True):
         np.testing.assert_array_equal(ours[:, :, :CHUNK], theirs[:, :, :CHUNK])
         assert ours[:, :, :CHUNK].any()

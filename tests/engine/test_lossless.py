@@ -196,6 +196,6 @@ def test_a_real_drafter_reads_the_same_context_after_plain_steps() -> None:
         handle = engine.submit(prompt, max_tokens=30, speculative=speculative)
         while not handle.done:
             engine.advance()
-        context = engine.runner.state.draft[1]
+        context = engine.runner.state.drafter[1]
         drafts.append(np.asarray(context.k)[0, :, : len(prompt) + 20])
     np.testing.assert_allclose(drafts[0], drafts[1], atol=1e-4)

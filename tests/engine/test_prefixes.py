@@ -88,7 +88,7 @@ def visible(engine: Engine, row: int) -> list[np.ndarray]:
     """Return the state of a row that is not masked: keys and values, recurrent states."""
     position = int(engine.runner.state.position[row])
     seen = []
-    for cache in (*engine.runner.state.target, *engine.runner.state.draft):
+    for cache in (*engine.runner.state.target, *engine.runner.state.drafter):
         if hasattr(cache, "k"):
             last = np.arange(max(0, position - 12 if cache.ring else 0), position)
             seen += [np.asarray(x)[row][:, last % cache.slots] for x in jax.tree.leaves(cache)]
@@ -263,7 +263,7 @@ def test_p4_p29_p37_segments_of_another_layout_are_refused(warm: Engine) -> None
     (node,) = snapshots.cache.root.children.values()
     segment, before = node.segment, snapshots.cache.counters.refused
     spoiled = [
-        (segment.replace(draft=()), "lacks the arrays of a layer"),  # no features
+        (segment.replace(drafter=()), "lacks the arrays of a layer"),  # no features
         (segment.replace(target=((), *segment.target[1:])), "lacks the arrays of a layer"),
         (jax.tree.map(lambda x: x.astype("bfloat16"), segment), "a segment holds bfloat16"),
         (jax.tree.map(lambda x: x[:1], segment), r"expected float32\["),

@@ -97,7 +97,7 @@ def test_plain_calls_extend_the_drafters_context_as_single_steps_do(
             multi_step.advance()
         length = int(multi_step.runner.state.position[0])
         assert length == 5 + 39
-        caches = map(np.asarray, jax.tree.leaves(multi_step.runner.state.draft))
+        caches = map(np.asarray, jax.tree.leaves(multi_step.runner.state.drafter))
         window = np.arange(length - 12, length)  # of the first layer, whose cache is a ring
         contexts.append([x[0][:, window % x.shape[2]] for x in caches])
     assert np.abs(contexts[0][0]).max() > 0

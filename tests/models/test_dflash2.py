@@ -80,7 +80,7 @@ def test_two_rounds_of_drafting_are_the_reference(oracle: Path, name: str) -> No
     case = Case(oracle / "drafters" / name)
     v, prompt = case.vectors, case.meta["rounds"]["prompt"]
     plan = Plan(max_length=64, block=8, chunk=prompt, dtype="float32")
-    caches = empty_state(plan, case.target, case.drafter).draft
+    caches = empty_state(plan, case.target, case.drafter).drafter
     rules, layers = idle_rules(plan), case.layers()
 
     def draft(

@@ -50,7 +50,7 @@ def test_two_rounds_with_context_added_per_round(case: SimpleNamespace) -> None:
         {"target": folder_params(case.target, target), "drafter": folder_params(case.path, drafter)}
     )
     plan = dj.Plan(max_length=96, block=8, chunk=case.prompt, dtype="float32")
-    caches = empty_state(plan, target, drafter).draft
+    caches = empty_state(plan, target, drafter).drafter
     assert [c.ring for c in caches] == [w is not None for w in drafter.windows]
 
     @jit
@@ -170,7 +170,7 @@ def one_layer(request: pytest.FixtureRequest) -> SimpleNamespace:
     @jit
     def draft(features: Any, x: Any, start: Any) -> Any:
         """Return hidden states of a block at `start`, after context rows added in pairs."""
-        caches = empty_state(plan, target, drafter).draft
+        caches = empty_state(plan, target, drafter).drafter
         assert caches[0].ring
         for at in range(0, CONTEXT, 2):
             part, where = features[:, at : at + 2], jnp.full((ROWS,), at)

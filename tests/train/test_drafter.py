@@ -69,7 +69,7 @@ def programs(kind: str, family: str = "qwen3") -> Any:
         hidden = pair.drafter_call(
             params,
             jnp.concatenate([first[:, None], masks], axis=1),
-            state.draft,
+            state.drafter,
             state.position,
             lender,
             method=lambda m, *a: getattr(m, "backbone", m).predict(*a)[0],
