@@ -39,7 +39,7 @@ server/test_clients test_cli train/test_tiny models/test_gemma4 decode/test_samp
 compiler/test_published server/test_robustness models/test_target_oracle engine/test_recovery
 models/test_drafter_oracle server/test_commands server/test_agents models/test_dflash2
 test_notebooks engine/test_engine train/test_drafter engine/test_structured engine/test_prefixes
-train/test_fitting engine/test_lossless_drafters engine/test_logits_processing models/test_mixtures
+train/test_training engine/test_lossless_drafters engine/test_logits_processing models/test_mixtures
 models/test_dspark compiler/test_sharding contracts/test_programs quant/test_products
 train/test_regenerate engine/test_load nn/test_attention compiler/test_two_devices
 converters/test_packed nn/test_moe engine/test_recovery_mixed compiler/test_explain

@@ -145,8 +145,8 @@ def train(options: argparse.Namespace, recipe: Any) -> Any:
     """Return the outcome of a run; only host 0 reports progress."""
     from dflash_jax.train import hosts
     from dflash_jax.train import run as training
-    from dflash_jax.train.beginning import begin
-    from dflash_jax.train.fitting import Placement
+    from dflash_jax.train.setup import begin
+    from dflash_jax.train.training import Placement
 
     first, decoder = hosts.current().first, None
     if options.ray and first:

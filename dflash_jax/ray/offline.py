@@ -12,14 +12,14 @@ import ray.data
 
 from dflash_jax.compiler.cache import use_compilation_cache
 from dflash_jax.compiler.keys import Variant
-from dflash_jax.train.beginning import begin, open_target
 from dflash_jax.train.data import example
 from dflash_jax.train.decoding import EnginePool
-from dflash_jax.train.fitting import Report
 from dflash_jax.train.recipe import Recipe
 from dflash_jax.train.regenerate import AnswerGroup, Decoder
 from dflash_jax.train.run import answered_rows
+from dflash_jax.train.setup import begin, open_target
 from dflash_jax.train.sources import TrainingData, split
+from dflash_jax.train.training import Report
 
 
 def answers(

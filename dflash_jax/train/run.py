@@ -21,15 +21,17 @@ from dflash_jax.target_model import TargetModel
 from dflash_jax.train import (
     data,
     evaluate,
-    given,
     hosts,
     objective,
     regenerate,
+    user_answers,
 )
 from dflash_jax.train import rows as packing
-from dflash_jax.train.beginning import BegunRun, begin, check_ids
 from dflash_jax.train.files import saved_as, sound, write_json
-from dflash_jax.train.fitting import (
+from dflash_jax.train.recipe import Recipe
+from dflash_jax.train.rows import TokenRows
+from dflash_jax.train.setup import BegunRun, begin, check_ids
+from dflash_jax.train.training import (
     Placement,
     Report,
     cached_features,
@@ -37,8 +39,6 @@ from dflash_jax.train.fitting import (
     fit,
     make_batches,
 )
-from dflash_jax.train.recipe import Recipe
-from dflash_jax.train.rows import TokenRows
 from dflash_jax.train.usage import Usage
 
 
@@ -195,7 +195,7 @@ def stored_rows(
         limits = f"prompts={recipe.prompts}, given={recipe.given}"
         usage.leave_out(more, f"more than the recipe asks for ({limits})")
         ends = model.config.eos_token_ids
-        learnt = [given.as_given([one], model.tokenizer, ends, longest) for one in kept]
+        learnt = [user_answers.as_given([one], model.tokenizer, ends, longest) for one in kept]
         usage.leave_out(learnt.count([]), "without an assistant's turn to learn")
         rows = [document for one in learnt for document in one]
         prompts = data.prompts(asked, model.tokenizer, recipe) if asked else []

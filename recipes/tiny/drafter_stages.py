@@ -10,7 +10,7 @@ import numpy as np
 from dflash_jax.errors import ConfigError
 from dflash_jax.loading import load_target
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import evaluate, export, fitting, regenerate, rows
+from dflash_jax.train import evaluate, export, regenerate, rows, training
 from dflash_jax.train.files import saved_as, write_json
 from recipes.tiny import card, documents, vocabulary
 from recipes.tiny.corpus import conversation, stdlib
@@ -69,7 +69,7 @@ def answers(work: Work) -> None:
 
 def drafter_model(work: Work) -> None:
     """Train the drafter against the frozen target and export it."""
-    config, params = fitting.fit(
+    config, params = training.fit(
         trained_target(work),
         work.preset.drafter,
         work.preset.mask_id,

@@ -19,9 +19,9 @@ import pytest
 from dflash_jax.cli import main
 from dflash_jax.errors import ConfigError, HostError
 from dflash_jax.train import hosts, joining
-from dflash_jax.train.fitting import Placement
 from dflash_jax.train.hosts import HostLink, TrainingHosts
 from dflash_jax.train.joining import HostOptions
+from dflash_jax.train.training import Placement
 
 Outcome = tuple[Any, BaseException | None]
 

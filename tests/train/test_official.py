@@ -16,7 +16,7 @@ from dflash_jax.compiler.models import build_pair
 from dflash_jax.config import read_drafter_config, read_target_config
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import folder_params, random_params, tiny_target
-from dflash_jax.train import drafter, export, features, fitting, run
+from dflash_jax.train import drafter, export, features, run, training
 from dflash_jax.train.recipe import Bucket, Schedule
 from dflash_jax.train.recipes import SMOKE
 from dflash_jax.train.rows import TokenRows
@@ -44,7 +44,7 @@ def trained(folder: Path, kind: str) -> Path:
     )
     tokens = np.random.default_rng(0).integers(0, MASK, (4, LENGTH)).astype(np.int32)
     rows = [TokenRows(tokens, np.ones(tokens.shape, bool), np.ones(tokens.shape, bool))]
-    config, params = fitting.fit(
+    config, params = training.fit(
         model, recipe, MASK, rows, folder / "run", identity="x", report=lambda line: None
     )
     run.write_drafter(folder / "drafter", config, params)

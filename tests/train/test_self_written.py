@@ -12,7 +12,7 @@ from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_target
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.train import beginning, sources, threads
+from dflash_jax.train import setup, sources, threads
 from dflash_jax.train.duplicates import DuplicateFilter, Likeness
 from dflash_jax.train.recipe import Bucket, Recipe
 from dflash_jax.train.recipes import SMOKE, recipe
@@ -169,7 +169,7 @@ def test_a_target_that_cannot_write_turns_is_refused(model: TargetModel, tmp_pat
     assert user_header(with_template(words + "</think>\n"), RECIPE).stop_ids == (*ends, other)
     assert user_header(with_template(words), RECIPE).stop_ids == ends
     with pytest.raises(ConfigError, match="no tokenizer"):
-        beginning.check_turns(bare, sources.load("self:3", RECIPE), RECIPE)
+        setup.check_turns(bare, sources.load("self:3", RECIPE), RECIPE)
 
 
 def test_nearly_equal_texts_are_found() -> None:

@@ -15,7 +15,7 @@ from dflash_jax.config import DrafterConfig, check_pair
 from dflash_jax.decode.pair import Pair
 from dflash_jax.errors import ConfigError
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import drafter, features, hosts, initial, loop, objective, optimizer
+from dflash_jax.train import drafter, features, hosts, initial_weights, loop, objective, optimizer
 from dflash_jax.train.feature_store import FeatureStore
 from dflash_jax.train.recipe import CACHE, LAYERS, Recipe, new_drafter
 from dflash_jax.train.rows import Batches, TokenRows
@@ -203,17 +203,17 @@ def first_params(
       start: parameters of another drafter; by default, the recipe's `initial`.
     """
     assert pair.drafter is not None
-    fresh, configs = initial.fresh(pair, recipe.seed), (model.config, pair.drafter.config)
+    fresh, configs = initial_weights.fresh(pair, recipe.seed), (model.config, pair.drafter.config)
     params = replaced(fresh, start or {})
     if not start and recipe.initial == LAYERS:
-        params, origin = initial.from_target(fresh, model.params, configs)
+        params, origin = initial_weights.from_target(fresh, model.params, configs)
         report(f"the drafter starts with {origin}")
     if not recipe.draft_vocab:
         return params, {}
     if start:  # of the same vocabulary: its tokens and its head
         return params, {drafter.FIXED: {"d2t": params.pop("d2t")}}
-    tokens = initial.draft_tokens(rows, recipe.draft_vocab, model.config, report)
-    return initial.with_draft_vocabulary(params, model.params, tokens)
+    tokens = initial_weights.draft_tokens(rows, recipe.draft_vocab, model.config, report)
+    return initial_weights.with_draft_vocabulary(params, model.params, tokens)
 
 
 class Placement:

@@ -18,7 +18,7 @@ from dflash_jax.loading import resolve_here
 from dflash_jax.plan import Plan
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
-from dflash_jax.train import beginning, drafter, fitting, initial, objective, run
+from dflash_jax.train import drafter, initial_weights, objective, run, setup, training
 from dflash_jax.train.recipe import Bucket, Schedule, new_drafter
 from dflash_jax.train.recipes import SMOKE
 from dflash_jax.train.rows import TokenRows
@@ -30,7 +30,7 @@ PARAMS = random_params(TARGET, None)["target"]
 def test_a_drafter_starts_with_layers_of_its_target() -> None:
     config = tiny_drafter(TARGET)
     params = random_params(TARGET, config, seed=1)["drafter"]
-    whole, origin = initial.from_target(params, PARAMS, (TARGET, config))
+    whole, origin = initial_weights.from_target(params, PARAMS, (TARGET, config))
     assert origin == "what fits of the target's layers 1, 3"
     np.testing.assert_array_equal(whole["norm"], PARAMS["norm"])
     for i, source in enumerate((1, 3)):
@@ -42,11 +42,11 @@ def test_a_drafter_starts_with_layers_of_its_target() -> None:
         np.testing.assert_array_equal(ours["attention"]["kv"], fused[:, :, 2:])
     assert whole["fc"] is params["fc"]
     narrow = tiny_drafter(TARGET, num_layers=1, windows=(None,), causal=(False,), head_dim=16)
-    assert initial.spread_layers(TARGET, narrow) == [3]
+    assert initial_weights.spread_layers(TARGET, narrow) == [3]
     shapes = random_params(TARGET, narrow)["drafter"]
-    found, _ = initial.from_target(shapes, PARAMS, (TARGET, narrow))
+    found, _ = initial_weights.from_target(shapes, PARAMS, (TARGET, narrow))
     assert jax.tree.map(np.shape, found) == jax.tree.map(np.shape, shapes)
-    _, origin = initial.from_target(shapes, {"experts": {}}, (TARGET, narrow))
+    _, origin = initial_weights.from_target(shapes, {"experts": {}}, (TARGET, narrow))
     assert origin == "random layers: none of the target has a fitting shape"
 
 
@@ -56,10 +56,10 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens_of_answers() -> None:
     wanted = np.asarray([[1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1]], bool)
     lines: list[str] = []
     rows = [TokenRows(tokens, wanted, wanted)]
-    found = initial.draft_tokens(rows, 4, target, lines.append)
+    found = initial_weights.draft_tokens(rows, 4, target, lines.append)
     assert found.tolist() == [3, 5, 7, 90]  # 9 is in a prompt, 4 is rarer
     assert lines == ["draft vocabulary: 4 tokens are 87.50% of those in the answers"]
-    params, fixed = initial.with_draft_vocabulary({"d2t": 0, "head": 0}, PARAMS, found)
+    params, fixed = initial_weights.with_draft_vocabulary({"d2t": 0, "head": 0}, PARAMS, found)
     np.testing.assert_array_equal(params["head"], PARAMS["head"][:, found])
     assert (np.asarray(fixed[drafter.FIXED]["d2t"]) + np.arange(4)).tolist() == found.tolist()
     assert "d2t" not in params
@@ -73,7 +73,7 @@ def test_scores_are_those_of_the_draft_vocabulary(kind: str) -> None:
     module = build_pair(TARGET, config).drafter
     tokens, rng = np.asarray([2, 5, 8]), np.random.default_rng(0)
     hidden, teacher = jnp.asarray(rng.standard_normal((2, 1, 4, 32)), jnp.float32)
-    params, fixed = initial.with_draft_vocabulary(
+    params, fixed = initial_weights.with_draft_vocabulary(
         random_params(TARGET, config)["drafter"], PARAMS, tokens
     )
     labels = jnp.asarray([[5, 6, 8, 96]])
@@ -96,7 +96,7 @@ def test_tokens_outside_the_draft_vocabulary_count_as_wrong_and_have_no_loss() -
     module = build_pair(TARGET, config).drafter
     tokens, rng = np.asarray([2, 5, 8]), np.random.default_rng(0)
     hidden = jnp.asarray(rng.standard_normal((1, 4, 32)), jnp.float32)
-    params, fixed = initial.with_draft_vocabulary(
+    params, fixed = initial_weights.with_draft_vocabulary(
         random_params(TARGET, config)["drafter"], PARAMS, tokens
     )
     labels = jnp.asarray([[5, 6, 8, 96]])
@@ -144,7 +144,7 @@ def test_a_reduced_drafter_is_trained_written_and_decodes(kind: str, tmp_path: P
     )
 
     def fit(out: Path, start: dict | None = None) -> tuple:
-        return fitting.fit(
+        return training.fit(
             model, chosen, 96, rows, out, identity="x", report=lambda line: None, start=start
         )
 
@@ -154,7 +154,7 @@ def test_a_reduced_drafter_is_trained_written_and_decodes(kind: str, tmp_path: P
     assert source.config.draft_vocab_size == 24  # pyrefly: ignore
     back = source.load("float32")
     np.testing.assert_array_equal(back["d2t"], params["d2t"])
-    again = beginning.read_start(tmp_path / "drafter", config)
+    again = setup.read_start(tmp_path / "drafter", config)
     np.testing.assert_array_equal(fit(tmp_path / "b", again)[1]["d2t"], params["d2t"])
     plan = resolve_here(Plan(max_length=64, block=4, chunk=16), TARGET, config)
     both = {"target": model.params, "drafter": jax.device_put(back)}

@@ -1,4 +1,4 @@
-"""The beginning of a training run: target, settings, data; all checked before it writes."""
+"""Set-up of a training run: target, settings, data; all checked before it writes."""
 
 import dataclasses
 import json
@@ -15,11 +15,11 @@ from dflash_jax.errors import ConfigError, HostError
 from dflash_jax.plan import Plan, Weights
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import data, hosts, reuse, self_written, sources
+from dflash_jax.train import data, data_reuse, hosts, self_written, sources
 from dflash_jax.train.files import claim
-from dflash_jax.train.fitting import Report
 from dflash_jax.train.mask import mask_token
 from dflash_jax.train.recipe import FLOAT, Recipe, new_drafter
+from dflash_jax.train.training import Report
 from dflash_jax.train.usage import Usage
 
 
@@ -87,10 +87,10 @@ def begin(
     }
     params = read_start(start, config) if start else None  # fails before anything is written
     if data_of:
-        reuse.check(data_of, about)
+        data_reuse.check(data_of, about)
     claim(out, "run.json", about)
     if data_of:
-        reuse.take(data_of, out, about)
+        data_reuse.take(data_of, out, about)
     identity = json.dumps(about, sort_keys=True)
     every = with_self_written(out, model, given_data, recipe, report)
     group.exchange("begun", about)

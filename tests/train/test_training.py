@@ -22,7 +22,7 @@ from dflash_jax.loading import locate, open_pair, resolve_here
 from dflash_jax.quant.layouts import dequantise
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import folder_params, random_engine, random_params, tiny_target
-from dflash_jax.train import beginning, data, evaluate, export, fitting, initial, run
+from dflash_jax.train import data, evaluate, export, initial_weights, run, setup, training
 from dflash_jax.train.files import claim
 from dflash_jax.train.recipe import Bucket, Schedule, new_drafter
 from dflash_jax.train.recipes import SMOKE, TINY_DFLASH2
@@ -53,7 +53,7 @@ def model() -> TargetModel:
 
 
 def fit(out, report=lambda line: None):
-    return fitting.fit(model(), RECIPE, 96, rows(), out, identity="x", report=report)[1]
+    return training.fit(model(), RECIPE, 96, rows(), out, identity="x", report=report)[1]
 
 
 @pytest.mark.soak
@@ -89,21 +89,21 @@ def test_rows_in_which_no_block_can_start_are_refused():
     wanted = np.zeros_like(part.wanted)
     wanted[:, ::2] = True
     with pytest.raises(ConfigError, match="no block can start in any of the 5 rows"):
-        fitting.usable([dataclasses.replace(part, wanted=wanted)], RECIPE, print)
+        training.usable([dataclasses.replace(part, wanted=wanted)], RECIPE, print)
 
 
 def test_rows_and_batches_that_are_not_learnt_are_counted_aloud(tmp_path, monkeypatch):
     (part,) = rows(7)
     part.wanted[3:] = False
     reported = []
-    (kept,) = fitting.usable([part], RECIPE, reported.append)
+    (kept,) = training.usable([part], RECIPE, reported.append)
     assert len(kept.tokens) == 3
     assert reported[0].startswith("using 3 of 7 rows: in the others no two neighbouring tokens")
     few = dataclasses.replace(RECIPE, features="online", schedule=Schedule(steps=2, rate=1e-2))
-    monkeypatch.setattr(fitting.loop, "fit", lambda run, state, *_, **__: state)
+    monkeypatch.setattr(training.loop, "fit", lambda run, state, *_, **__: state)
     for count, line in (9, "2 steps read 2 of 4 batches: the other rows are not learnt;"), (5, ""):
         reported.clear()
-        fitting.fit(model(), few, 96, rows(count), tmp_path, identity="x", report=reported.append)
+        training.fit(model(), few, 96, rows(count), tmp_path, identity="x", report=reported.append)
         assert reported[-1] == "the drafter starts with what fits of the target's layers 1"
         assert len(reported) == 1 + bool(line)
         assert "".join(reported).startswith(line or "the drafter")
@@ -165,13 +165,13 @@ def test_held_out_prompts_too_long_to_measure_are_counted_aloud(tmp_path):
 
 
 def test_few_rows_fill_a_batch():
-    (kept,) = fitting.usable(rows(1), RECIPE, print)
+    (kept,) = training.usable(rows(1), RECIPE, print)
     assert len(kept.tokens) == 2
 
 
 def test_more_devices_than_there_are_is_refused():
     with pytest.raises(ConfigError, match="there are"):
-        fitting.Placement(64)
+        training.Placement(64)
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
@@ -225,7 +225,7 @@ def test_one_sample_is_learnt_until_the_engine_keeps_whole_blocks(kind, draft_vo
         buckets=(Bucket(length=60, rows=1),),
         schedule=Schedule(steps=150, rate=1e-2, save_every=150),
     )
-    config, params = fitting.fit(
+    config, params = training.fit(
         whole, recipe, 96, sample, tmp_path, identity="x", report=lambda line: None
     )
     trained = {"target": whole.params, "drafter": jax.device_put(params)}
@@ -239,7 +239,7 @@ def test_one_sample_is_learnt_until_the_engine_keeps_whole_blocks(kind, draft_vo
 
 @pytest.mark.parametrize("kept", ["int8", "int4"])
 def test_a_rounded_target_has_the_weights_an_engine_serves(kept):
-    model = beginning.open_target("tiny", dataclasses.replace(SMOKE, target_weights=kept))
+    model = setup.open_target("tiny", dataclasses.replace(SMOKE, target_weights=kept))
     specs = weight_specs(Plan(weights=kept), model.config, None)
     own = {path.removeprefix("target/"): how for path, how in specs.items()}
     served = open_pair("tiny", None).target.load("float32", specs=own)
@@ -263,14 +263,14 @@ def test_a_drafter_begins_as_another_of_its_shape_and_no_other():
         block=old.block_size,
     )
     config = new_drafter(alike, target, old.mask_token_id)
-    start = beginning.read_start(Path("tiny"), config)
-    fresh = initial.fresh(build_pair(target, config), 0)
-    replaced = fitting.replaced(fresh, start)
+    start = setup.read_start(Path("tiny"), config)
+    fresh = initial_weights.fresh(build_pair(target, config), 0)
+    replaced = training.replaced(fresh, start)
     assert jax.tree.structure(replaced) == jax.tree.structure(fresh)
     np.testing.assert_array_equal(replaced["fc"], start["fc"])
     np.testing.assert_array_equal(replaced["predecessor"], fresh["predecessor"])
     with pytest.raises(ConfigError, match=r"block_size is 8, expected 4.*change the recipe"):
-        beginning.read_start(shipped, new_drafter(SMOKE, target, old.mask_token_id))
+        setup.read_start(shipped, new_drafter(SMOKE, target, old.mask_token_id))
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
@@ -331,7 +331,7 @@ import dataclasses, functools, jax, numpy as np
 from dflash_jax.compiler.models import build_pair
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.train import drafter
-from dflash_jax.train.fitting import Placement
+from dflash_jax.train.training import Placement
 from dflash_jax.train.recipes import SMOKE
 
 target = tiny_target(num_layers=1)
