@@ -7,6 +7,7 @@ dflash_jax/version.py, and versions descend. A tag needs the second.
 import argparse
 import datetime
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -18,10 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_jax.errors import DFlashError
+from dflash_jax.native.compiling import LEVELS
+from dflash_jax.utils.processor import features
 from dflash_jax.version import __version__
 
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
+KERNELS = "dflash_jax/native/compiled"  # in the wheel for Linux on x86-64
 HEADING = re.compile(r"^## (?:\[(Unreleased)\]|\[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d))$")
 
 
@@ -73,10 +77,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def build() -> tuple[Path, Path]:
-    """Build the source archive, and from it the wheel; return both.
+    """Build the source archive, and from it the wheel with compiled kernels; return both.
 
     Raises:
-      ReleaseError: the wheel is not that of the checkout.
+      ReleaseError: the wheel is not that of the checkout, or has no kernels.
     """
     shutil.rmtree(DIST, ignore_errors=True)
     _run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", DIST)
@@ -84,7 +88,8 @@ def build() -> tuple[Path, Path]:
     with tempfile.TemporaryDirectory() as folder:
         shutil.unpack_archive(archive, folder, filter="data")
         [source] = Path(folder).iterdir()
-        _run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", DIST, cwd=source)
+        command = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", DIST)
+        _run(*command, cwd=source, HATCH_BUILD_HOOKS_ENABLE="1")
     [wheel] = DIST.glob("*.whl")
     with zipfile.ZipFile(wheel) as file:
         names = {name for name in file.namelist() if name.startswith("dflash_jax/")}
@@ -99,32 +104,54 @@ def build() -> tuple[Path, Path]:
         raise ReleaseError(f"{wheel.name} lacks {', '.join(missing[:5])}")
     if "dflash_jax/py.typed" not in names:
         raise ReleaseError(f"{wheel.name} lacks py.typed")
+    libraries = {f"{KERNELS}/{level.name}.so" for level in LEVELS}
+    if _has_kernels() and not libraries <= names:
+        raise ReleaseError(f"{wheel.name} lacks compiled kernels; install a C++ compiler")
     return archive, wheel
 
 
 def try_wheel(wheel: Path) -> None:
     """Install a wheel into a clean environment, and generate text outside the checkout.
 
+    No compiler is in reach, and no cache: the kernels can only be those of the wheel.
+
     Raises:
-      ReleaseError: the command of the wheel has another version or writes nothing.
+      ReleaseError: the command of the wheel has another version, other kernels, or no output.
     """
     with tempfile.TemporaryDirectory() as folder:
         venv.create(Path(folder) / "venv", with_pip=True)
         binaries = Path(folder) / "venv" / "bin"
         _run(binaries / "python", "-m", "pip", "install", wheel, cwd=folder)
         command = binaries / "dflash-jax"
+        bare = {"PATH": str(binaries), "CXX": "", "XDG_CACHE_HOME": f"{folder}/cache"}
         version = _run(command, "--version", cwd=folder, capture=True)
         if version.split() != ["dflash-jax", __version__]:
             raise ReleaseError(f"the command of the wheel has version {version!r}")
-        text = _run(command, "generate", "Hello", "--max-tokens", "16", cwd=folder, capture=True)
-        if not text.strip():
-            raise ReleaseError("the command of the wheel generated no text")
-        print(text)
+        usable = [level.name for level in LEVELS if _has_kernels() and level.needs <= features()]
+        for level in usable or ["off"]:
+            if usable:
+                path = _run(
+                    command, "native", cwd=folder, capture=True, DFLASH_NATIVE=level, **bare
+                )
+                if not path.strip().endswith(f"{KERNELS}/{level}.so"):
+                    raise ReleaseError(f"the kernels for {level} are {path.strip()}")
+            arguments = ("generate", "Hello", "--max-tokens", "64")
+            text = _run(command, *arguments, cwd=folder, capture=True, **bare)
+            if not text.strip():
+                raise ReleaseError("the command of the wheel generated no text")
+            print(f"kernels {level}: {text}")
 
 
-def _run(*command: str | Path, cwd: str | Path = ROOT, capture: bool = False) -> str:
+def _has_kernels() -> bool:
+    """Return whether wheels for this machine have compiled kernels."""
+    return (sys.platform, platform.machine()) == ("linux", "x86_64")
+
+
+def _run(
+    *command: str | Path, cwd: str | Path = ROOT, capture: bool = False, **variables: str
+) -> str:
     """Run a command that does not see the checkout; return its output if `capture`."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | variables
     output = subprocess.PIPE if capture else None
     done = subprocess.run(command, cwd=cwd, env=environment, stdout=output, text=True, check=False)
     if done.returncode:

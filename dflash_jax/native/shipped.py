@@ -15,8 +15,9 @@ from dflash_jax.native.compiling import LEVELS, Level
 
 FOLDER = compiling.HERE / "compiled"
 ABOUT = "about.json"
-# The C++ library goes into ours: no symbol of it is taken from, or given to, other libraries.
-LINKING = ("-static-libstdc++", "-Wl,--exclude-libs,ALL", "-s")
+# The parts of the C++ library that are used go into ours, which then needs glibc alone, and no
+# newer version than these parts do.
+LINKING = ("-static-libstdc++", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections", "-s")
 
 
 def write(folder: Path, compiler: Sequence[str], levels: Sequence[Level] = LEVELS) -> list[Path]:
