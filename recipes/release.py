@@ -76,11 +76,14 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
-def build() -> tuple[Path, Path]:
-    """Build the source archive, and from it the wheel with compiled kernels; return both.
+def build() -> tuple[Path, list[Path]]:
+    """Build the source archive, and from it a pure wheel and, where it can, one with kernels.
+
+    Returns:
+      The archive, and the wheels, the one for this machine first.
 
     Raises:
-      ReleaseError: the wheel is not that of the checkout, or has no kernels.
+      ReleaseError: a wheel is not that of the checkout, or there are no kernels.
     """
     shutil.rmtree(DIST, ignore_errors=True)
     _run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", DIST)
@@ -88,26 +91,31 @@ def build() -> tuple[Path, Path]:
     with tempfile.TemporaryDirectory() as folder:
         shutil.unpack_archive(archive, folder, filter="data")
         [source] = Path(folder).iterdir()
-        command = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", DIST)
-        _run(*command, cwd=source, HATCH_BUILD_HOOKS_ENABLE="1")
-    [wheel] = DIST.glob("*.whl")
+        for kernels in ("0", "1")[: 1 + _has_kernels()]:
+            command = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", DIST)
+            _run(*command, cwd=source, HATCH_BUILD_HOOKS_ENABLE=kernels)
+    wheels = sorted(DIST.glob("*.whl"), key=lambda path: path.stem.endswith("-any"))
+    for wheel in wheels:
+        _check_wheel(wheel)
+    if len(wheels) != 1 + _has_kernels():
+        raise ReleaseError(f"{wheels[0].name} has no compiled kernels; install a C++ compiler")
+    return archive, wheels
+
+
+def _check_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         names = {name for name in file.namelist() if name.startswith("dflash_jax/")}
     package = ROOT / "dflash_jax"
-    files = {
+    expected = {
         f"dflash_jax/{path.relative_to(package).as_posix()}"
         for folder in (package, package / "converters")  # a link, which rglob does not follow
         for path in folder.rglob("*")
         if path.is_file() and path.suffix != ".pyc"
-    }
-    if missing := sorted(files - names):
+    } | {"dflash_jax/py.typed"}
+    if not wheel.stem.endswith("-any"):
+        expected |= {f"{KERNELS}/{level.name}.so" for level in LEVELS}
+    if missing := sorted(expected - names):
         raise ReleaseError(f"{wheel.name} lacks {', '.join(missing[:5])}")
-    if "dflash_jax/py.typed" not in names:
-        raise ReleaseError(f"{wheel.name} lacks py.typed")
-    libraries = {f"{KERNELS}/{level.name}.so" for level in LEVELS}
-    if _has_kernels() and not libraries <= names:
-        raise ReleaseError(f"{wheel.name} lacks compiled kernels; install a C++ compiler")
-    return archive, wheel
 
 
 def try_wheel(wheel: Path) -> None:
@@ -160,19 +168,19 @@ def _run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check the versions, build both files, try the wheel, and run the packaging tests."""
+    """Check the versions, build all files, try a wheel, and run the packaging tests."""
     parser = argparse.ArgumentParser(prog="python -m recipes.release", description=main.__doc__)
     parser.add_argument("--tag", help="tag of the release, such as v0.1.0")
     tag = parser.parse_args(arguments).tag or None
     try:
         check_versions((ROOT / "CHANGELOG.md").read_text("utf-8"), __version__, tag)
-        archive, wheel = build()
-        try_wheel(wheel)
+        archive, wheels = build()
+        try_wheel(wheels[0])
         _run(sys.executable, "-m", "pytest", "-n", "0", "tests/test_packaging.py")
     except ReleaseError as error:
         print(f"release: {error}", file=sys.stderr)
         return 1
-    print(f"{archive.name} and {wheel.name} are in {DIST}")
+    print(f"{', '.join(path.name for path in (archive, *wheels))} are in {DIST}")
     return 0
 
 

@@ -4,6 +4,7 @@ Compiled libraries are kept in a private folder. Their names end with the digest
 which is checked before they are loaded: code that is cut off would end the process.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -141,24 +142,16 @@ def build(level: Level, *, shown: bool = True) -> Path:
     key = f"{source}-{compiling.digest([*compiler, compiling.version_of(compiler)])}"
     if found := _find(folder, f"{key}-*"):
         return found
-    with announced("dflash_jax: compiling the native kernels, once", shown=shown, patience=0):
-        return _compiled(compiler, level, folder, key)
-
-
-def _compiled(compiler: Sequence[str], level: Level, folder: Path, key: str) -> Path:
-    """Return a library that another process compiles now, or compile it."""
+    waiting = "dflash_jax: waiting for another process, which compiles the native kernels"
+    compiling_once = "dflash_jax: compiling the native kernels, once"
     try:
-        with private_folder.locked(folder, patience=WAIT):
+        with contextlib.ExitStack() as lock:
+            with announced(waiting, shown=shown):
+                lock.enter_context(private_folder.locked(folder, patience=WAIT))
             if found := _find(folder, f"{key}-*"):
                 return found
-            for left in folder.glob(f"{compiling.WORKING}*"):  # by a process that was killed
-                private_folder.remove(left)
-            with compiling.working_folder(folder) as working:
-                made = compiling.compile_library(compiler, level, working)
-                contents = hashlib.sha256(made.read_bytes()).hexdigest()
-                path = folder / f"{key}-{contents}.so"
-                private_folder.publish(made, path)
-                return path
+            with announced(compiling_once, shown=shown, patience=0):
+                return _compiled(compiler, level, folder, key)
     except TimeoutError as error:
         raise NativeError(
             f"another process compiles the native kernels ({error}); end it, or set {ENVIRONMENT}"
@@ -166,6 +159,18 @@ def _compiled(compiler: Sequence[str], level: Level, folder: Path, key: str) -> 
         ) from error
     except OSError as error:
         raise _not_written(folder, error) from error
+
+
+def _compiled(compiler: Sequence[str], level: Level, folder: Path, key: str) -> Path:
+    """Compile a library into a folder that is locked."""
+    for left in folder.glob(f"{compiling.WORKING}*"):  # by a process that was killed
+        private_folder.remove(left)
+    with compiling.working_folder(folder) as working:
+        made = compiling.compile_library(compiler, level, working)
+        contents = hashlib.sha256(made.read_bytes()).hexdigest()
+        path = folder / f"{key}-{contents}.so"
+        private_folder.publish(made, path)
+    return path
 
 
 def _not_written(folder: Path, error: OSError) -> NativeError:
