@@ -78,9 +78,9 @@ def include_folder() -> Path:
       NativeError: jaxlib is not installed.
     """
     found = importlib.util.find_spec("jaxlib")
-    for place in (found and found.submodule_search_locations) or ():
-        return Path(place) / "include"
-    raise NativeError("jaxlib, whose headers the native kernels need, is not installed")
+    if found is None or not found.submodule_search_locations:
+        raise NativeError("jaxlib, whose headers the native kernels need, is not installed")
+    return Path(found.submodule_search_locations[0]) / "include"
 
 
 def find_compiler() -> tuple[str, ...]:
@@ -182,7 +182,8 @@ def _run(commands: list[list[str]], folder: Path, end: float) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            process.stdin.close()
+            if process.stdin is not None:
+                process.stdin.close()
 
 
 def _failure(log: Path, code: int) -> str:

@@ -181,13 +181,15 @@ class Caches:
             yield compiler, Path(name) / "native"
 
     def survivors(self, compiler: Path) -> str:
-        """Count the children of compilers that still run a second later, and end them."""
-        time.sleep(1)
-        alive = []
-        for word in Path(f"{compiler}.children").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
+        """Count the children of compilers that still run some seconds later, and end them."""
+        words = Path(f"{compiler}.children").read_text().split()
+        end = time.monotonic() + 10
+        while any(map(runs, words)) and time.monotonic() < end:
+            time.sleep(0.1)
+        alive = [word for word in words if runs(word)]
+        for word in alive:
+            with contextlib.suppress(OSError):
                 os.kill(int(word), signal.SIGKILL)
-                alive.append(word)
         return f"{len(alive)} of their children still ran" if alive else "no child was left"
 
     def prefixes(self, mode: int) -> str:
@@ -216,6 +218,15 @@ class Caches:
             done = run(sys.executable, "-c", XLA, DFLASH_COMPILATION_CACHE=folder, TMPDIR=name)
             used = "used" if done.stdout.strip() == str(folder) else "another folder is used"
             return f"{used}; {len(list(folder.glob('*-cache')))} programs in it"
+
+
+def runs(process: str) -> bool:
+    """Return whether a process has not ended, by its number."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 def outcome(done: "subprocess.CompletedProcess[str]", folder: Path) -> str:
