@@ -1,22 +1,19 @@
 # Server on a CPU: docker build -t dflash-jax . && docker run -p 8000:8000 dflash-jax
-# The native kernels are compiled for the CPU of the machine that builds the image. On another kind of
-# CPU add a compiler to the second stage (--build-arg PACKAGES=g++); they are compiled at first start.
+# The native kernels are compiled with the image, for CPUs with AVX2, AVX-VNNI and AVX-512.
 FROM python:3.12-slim AS build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /source
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE hatch_build.py ./
 COPY dflash_jax dflash_jax
 COPY converters converters
+ENV HATCH_BUILD_HOOKS_ENABLE=1
 RUN python -m venv /opt/dflash && /opt/dflash/bin/pip install --no-cache-dir ".[serve,hub]"
-ENV DFLASH_NATIVE=/opt/dflash/native
-RUN /opt/dflash/bin/dflash-jax native
 
 FROM python:3.12-slim
-ARG PACKAGES=""
-RUN if [ -n "$PACKAGES" ]; then apt-get update && apt-get install -y --no-install-recommends $PACKAGES \
-    && rm -rf /var/lib/apt/lists/*; fi && useradd --create-home --uid 10001 dflash
-COPY --from=build --chown=dflash /opt/dflash /opt/dflash
-ENV PATH=/opt/dflash/bin:$PATH DFLASH_NATIVE=/opt/dflash/native JAX_PLATFORMS=cpu
+RUN useradd --create-home --uid 10001 dflash \
+    && install -d -o dflash -g dflash -m 700 /home/dflash/.cache
+COPY --from=build /opt/dflash /opt/dflash
+ENV PATH=/opt/dflash/bin:$PATH JAX_PLATFORMS=cpu
 USER dflash
 WORKDIR /home/dflash
 # Compiled programs and prefixes; a volume keeps them.

@@ -89,8 +89,8 @@ notebooks: .venv/installed-dev
 docs: .venv/installed-docs
 	$(BIN)/mkdocs build --strict
 
-# Check versions, build both files of a release into dist, install the wheel into a clean environment,
-# generate with it, and run the packaging tests. Nothing is published. TAG=v0.1.0 checks a tag, too.
+# Check versions, build the files of a release into dist (with native kernels, which takes a C++
+# compiler), install the wheel into a clean environment, generate with it, and run the packaging tests. Nothing is published. TAG=v0.1.0 checks a tag, too.
 TAG ?=
 release-check: .venv/installed-dev
 	$(BIN)/python -m recipes.release --tag "$(TAG)"

@@ -7,6 +7,7 @@ dflash_jax/version.py, and versions descend. A tag needs the second.
 import argparse
 import datetime
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -18,10 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_jax.errors import DFlashError
+from dflash_jax.native.compiling import LEVELS
+from dflash_jax.utils.processor import features
 from dflash_jax.version import __version__
 
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
+KERNELS = "dflash_jax/native/compiled"  # in the wheel for Linux on x86-64
 HEADING = re.compile(r"^## (?:\[(Unreleased)\]|\[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d))$")
 
 
@@ -72,11 +76,14 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
-def build() -> tuple[Path, Path]:
-    """Build the source archive, and from it the wheel; return both.
+def build() -> tuple[Path, list[Path]]:
+    """Build the source archive, and from it a pure wheel and, where it can, one with kernels.
+
+    Returns:
+      The archive, and the wheels, the one for this machine first.
 
     Raises:
-      ReleaseError: the wheel is not that of the checkout.
+      ReleaseError: a wheel is not that of the checkout, or there are no kernels.
     """
     shutil.rmtree(DIST, ignore_errors=True)
     _run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", DIST)
@@ -84,47 +91,75 @@ def build() -> tuple[Path, Path]:
     with tempfile.TemporaryDirectory() as folder:
         shutil.unpack_archive(archive, folder, filter="data")
         [source] = Path(folder).iterdir()
-        _run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", DIST, cwd=source)
-    [wheel] = DIST.glob("*.whl")
+        for kernels in ("0", "1")[: 1 + _has_kernels()]:
+            command = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", DIST)
+            _run(*command, cwd=source, HATCH_BUILD_HOOKS_ENABLE=kernels)
+    wheels = sorted(DIST.glob("*.whl"), key=lambda path: path.stem.endswith("-any"))
+    for wheel in wheels:
+        _check_wheel(wheel)
+    if len(wheels) != 1 + _has_kernels():
+        raise ReleaseError(f"{wheels[0].name} has no compiled kernels; install a C++ compiler")
+    return archive, wheels
+
+
+def _check_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         names = {name for name in file.namelist() if name.startswith("dflash_jax/")}
     package = ROOT / "dflash_jax"
-    files = {
+    expected = {
         f"dflash_jax/{path.relative_to(package).as_posix()}"
         for folder in (package, package / "converters")  # a link, which rglob does not follow
         for path in folder.rglob("*")
         if path.is_file() and path.suffix != ".pyc"
-    }
-    if missing := sorted(files - names):
+    } | {"dflash_jax/py.typed"}
+    if not wheel.stem.endswith("-any"):
+        expected |= {f"{KERNELS}/{level.name}.so" for level in LEVELS}
+    if missing := sorted(expected - names):
         raise ReleaseError(f"{wheel.name} lacks {', '.join(missing[:5])}")
-    if "dflash_jax/py.typed" not in names:
-        raise ReleaseError(f"{wheel.name} lacks py.typed")
-    return archive, wheel
 
 
 def try_wheel(wheel: Path) -> None:
     """Install a wheel into a clean environment, and generate text outside the checkout.
 
+    No compiler is in reach, and no cache: the kernels can only be those of the wheel.
+
     Raises:
-      ReleaseError: the command of the wheel has another version or writes nothing.
+      ReleaseError: the command of the wheel has another version, other kernels, or no output.
     """
     with tempfile.TemporaryDirectory() as folder:
         venv.create(Path(folder) / "venv", with_pip=True)
         binaries = Path(folder) / "venv" / "bin"
         _run(binaries / "python", "-m", "pip", "install", wheel, cwd=folder)
         command = binaries / "dflash-jax"
+        bare = {"PATH": str(binaries), "CXX": "", "XDG_CACHE_HOME": f"{folder}/cache"}
         version = _run(command, "--version", cwd=folder, capture=True)
         if version.split() != ["dflash-jax", __version__]:
             raise ReleaseError(f"the command of the wheel has version {version!r}")
-        text = _run(command, "generate", "Hello", "--max-tokens", "16", cwd=folder, capture=True)
-        if not text.strip():
-            raise ReleaseError("the command of the wheel generated no text")
-        print(text)
+        usable = [level.name for level in LEVELS if _has_kernels() and level.needs <= features()]
+        for level in usable or ["off"]:
+            if usable:
+                path = _run(
+                    command, "native", cwd=folder, capture=True, DFLASH_NATIVE=level, **bare
+                )
+                if not path.strip().endswith(f"{KERNELS}/{level}.so"):
+                    raise ReleaseError(f"the kernels for {level} are {path.strip()}")
+            arguments = ("generate", "Hello", "--max-tokens", "64")
+            text = _run(command, *arguments, cwd=folder, capture=True, **bare)
+            if not text.strip():
+                raise ReleaseError("the command of the wheel generated no text")
+            print(f"kernels {level}: {text}")
 
 
-def _run(*command: str | Path, cwd: str | Path = ROOT, capture: bool = False) -> str:
+def _has_kernels() -> bool:
+    """Return whether wheels for this machine have compiled kernels."""
+    return (sys.platform, platform.machine()) == ("linux", "x86_64")
+
+
+def _run(
+    *command: str | Path, cwd: str | Path = ROOT, capture: bool = False, **variables: str
+) -> str:
     """Run a command that does not see the checkout; return its output if `capture`."""
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | variables
     output = subprocess.PIPE if capture else None
     done = subprocess.run(command, cwd=cwd, env=environment, stdout=output, text=True, check=False)
     if done.returncode:
@@ -133,19 +168,19 @@ def _run(*command: str | Path, cwd: str | Path = ROOT, capture: bool = False) ->
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check the versions, build both files, try the wheel, and run the packaging tests."""
+    """Check the versions, build all files, try a wheel, and run the packaging tests."""
     parser = argparse.ArgumentParser(prog="python -m recipes.release", description=main.__doc__)
     parser.add_argument("--tag", help="tag of the release, such as v0.1.0")
     tag = parser.parse_args(arguments).tag or None
     try:
         check_versions((ROOT / "CHANGELOG.md").read_text("utf-8"), __version__, tag)
-        archive, wheel = build()
-        try_wheel(wheel)
+        archive, wheels = build()
+        try_wheel(wheels[0])
         _run(sys.executable, "-m", "pytest", "-n", "0", "tests/test_packaging.py")
     except ReleaseError as error:
         print(f"release: {error}", file=sys.stderr)
         return 1
-    print(f"{archive.name} and {wheel.name} are in {DIST}")
+    print(f"{', '.join(path.name for path in (archive, *wheels))} are in {DIST}")
     return 0
 
 

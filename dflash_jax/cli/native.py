@@ -1,4 +1,4 @@
-"""`dflash-jax native`: compiles the native kernels ahead of their first use."""
+"""`dflash-jax native`: finds the native kernels, or compiles them ahead of their first use."""
 
 import argparse
 from typing import Any
@@ -12,8 +12,8 @@ def add_command(commands: Any) -> None:
         commands,
         "native",
         run,
-        "Compile the native kernels of this machine's CPU, which are otherwise compiled when an"
-        " engine first needs them, and print the path of the library.",
+        "Print the path of the native kernels for this machine's CPU. Where the package ships none,"
+        " compile them, which otherwise happens when an engine first needs them.",
         check=lambda options: None,
     )
 

@@ -13,11 +13,13 @@ from typing import Any
 
 import jax
 
+from dflash_jax.utils import private_folder
 from dflash_jax.utils.switches import NO, YES
 
 log = logging.getLogger("dflash_jax")
 ENVIRONMENT = "DFLASH_COMPILATION_CACHE"
 DAMAGED = re.compile(r"Error reading persistent compilation cache entry for '(.*?)'")
+ENTRY = re.compile(r".+-[0-9a-f]{64}-(cache|atime)")  # names of JAX's files
 FRESH = 60.0  # seconds in which another process may still be writing a file
 # Seconds of compiling from which a program is kept. Programs of an engine take longer; short
 # operations of other code in the same process would only fill the folder.
@@ -36,7 +38,8 @@ def use_compilation_cache(
     """Keep compiled programs on disk between processes.
 
     Called on loading, never on import. A folder and thresholds that JAX already has are not
-    changed. A folder that cannot be written causes a warning only.
+    changed. A folder that cannot be written causes a warning only; one that another user could
+    change is replaced by a private one, with a warning.
 
     Args:
       chosen: a folder; True for the default one, `dflash_jax/xla` in `XDG_CACHE_HOME` or
@@ -56,6 +59,7 @@ def use_compilation_cache(
         return Path(given) if given else None
     try:
         folder = _default_folder() if chosen is True else Path(chosen).expanduser().absolute()
+        folder = private_folder.cache_folder(folder, "xla", warn)
         enable_compilation_cache(folder)
     except (OSError, RuntimeError) as error:  # the latter for a user without a home
         warn(
@@ -73,18 +77,22 @@ def _default_folder() -> Path:
 def enable_compilation_cache(directory: Path) -> None:
     """Set JAX's compilation cache to a folder, unless it already has one.
 
-    The folder is private to the user, because its contents are executed. Damaged entries, as left
-    by a full disk or a killed process, are removed: JAX never replaces them, and warns of them in
-    every process.
+    The folder is private to the user, because its contents are executed. Entries that are links, or
+    that another user could have written, are removed at once. Damaged ones, as left by a full disk
+    or a killed process, are removed when they are read: JAX never replaces them, and warns of them
+    in every process.
 
     Raises:
+      UnsafeFolderError: another user could change the folder's contents.
       OSError: the folder cannot be created or written.
     """
     if jax.config.values["jax_compilation_cache_dir"]:
         return
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory = private_folder.prepare(directory)
     if not os.access(directory, os.W_OK | os.X_OK):
         raise PermissionError(f"{directory} cannot be written")
+    for entry in private_folder.remove_unsafe(directory, ENTRY):
+        log.warning("%s was a link, or another user's, and is compiled again", entry)
     jax.config.update("jax_compilation_cache_dir", str(directory))
     # Other values than JAX's defaults were set by the user.
     if jax.config.values["jax_persistent_cache_min_compile_time_secs"] == 1.0:
@@ -103,7 +111,7 @@ def _show(folder: Path, show: Callable[..., None], message: Any, *rest: Any, **m
     log.info("%s", message)
     for entry in folder.glob(f"{found[1]}-*"):
         with contextlib.suppress(OSError):  # removed already, or without permission
-            if time.time() - entry.stat().st_mtime > FRESH and not _readable(entry):
+            if time.time() - entry.lstat().st_mtime > FRESH and not _readable(entry):
                 entry.unlink()
                 log.warning("%s was damaged, and is compiled again", entry)
 
@@ -113,7 +121,7 @@ def _readable(entry: Path) -> bool:
     try:
         from jax._src.compilation_cache import decompress_executable  # no public name
 
-        decompress_executable(entry.read_bytes())
+        decompress_executable(private_folder.read_file(entry))
     except Exception:  # zlib and zstandard have no common exception
         return False
     return True

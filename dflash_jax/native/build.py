@@ -1,38 +1,40 @@
-"""Compile the native kernels at first use, and register them with JAX."""
+"""The native kernels of this process: shipped, on disk or compiled, and registered with JAX.
 
+Compiled libraries are kept in a private folder. Their names end with the digest of their contents,
+which is checked before they are loaded: code that is cut off would end the process.
+"""
+
+import contextlib
 import ctypes
 import dataclasses
 import functools
 import hashlib
-import importlib.util
+import logging
 import os
-import shutil
-import subprocess
-import sys
+import re
 import sysconfig
-import tempfile
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import jaxlib
 
 from dflash_jax.errors import NativeError
-from dflash_jax.utils.processor import features, processor
+from dflash_jax.native import compiling, shipped
+from dflash_jax.native.compiling import LEVELS, Level, find_compiler
+from dflash_jax.utils import private_folder
+from dflash_jax.utils.processor import features
 from dflash_jax.utils.progress import announced, is_shown
 from dflash_jax.utils.switches import NO, YES
 
-ENVIRONMENT = "DFLASH_NATIVE"  # "off", or a folder for the compiled library
-HERE = Path(__file__).parent
-SOURCES = tuple(sorted(HERE.glob("*.cc")))
-HEADERS = tuple(sorted(HERE.glob("*.h")))
+log = logging.getLogger("dflash_jax.native")
+ENVIRONMENT = "DFLASH_NATIVE"  # "off", a level, or a folder for compiled libraries
 PRODUCTS = ("float", "int8", "int8_by_floats", "q8_0", "q4_0", "q4_1", "int4z", "q4_k", "q6_k")
 NAMES = (*PRODUCTS, "attend", "norm", "rotate", "largest")  # of the handlers, each dflash_NAME
-NEEDED = frozenset(["avx2", "fma", "f16c"])
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-ffp-contract=off")
-FLAGS += ("-fno-math-errno", "-DNDEBUG")
-PATIENCE = 300.0  # seconds after which compiling is given up
+WAIT = compiling.PATIENCE + 30  # seconds to wait for a process that compiles
+# "SOURCES-COMPILER-CONTENTS.so", the digests of three things.
+LIBRARY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}-([0-9a-f]{64})\.so")
 _lock = threading.Lock()
 
 
@@ -43,17 +45,24 @@ class Library:
     Attributes:
       path: the compiled library; None if there is none.
       reason: why there is none.
+      level: the name of the features that it was compiled for.
+      digest: of its contents.
     """
 
     path: Path | None
     reason: str = ""
+    level: str = ""
+    digest: str = ""
 
     def __bool__(self) -> bool:
         return self.path is not None
 
 
 def library() -> Library:
-    """Return the native kernels, compiled and registered with JAX if this machine can have them."""
+    """Return the native kernels, registered with JAX; compile them if that has to be.
+
+    A library of the wheel is taken if there is one for this processor and JAX.
+    """
     with _lock:
         return _library()
 
@@ -62,121 +71,138 @@ def library() -> Library:
 def _library() -> Library:
     if os.environ.get(ENVIRONMENT, "").strip().lower() in NO:
         return Library(None, f"{ENVIRONMENT} is off")
-    if missing := NEEDED - features():
+    levels = usable_levels()
+    if not levels:
+        missing = LEVELS[-1].needs - features()
         return Library(None, f"the processor has no {', '.join(sorted(missing))}")
     try:
-        path = build(shown=is_shown())
-        loaded = ctypes.CDLL(str(path))
-        for name in NAMES:
-            function = jax.ffi.pycapsule(getattr(loaded, f"dflash_{name}"))
-            jax.ffi.register_ffi_target(f"dflash_{name}", function, platform="cpu")
-    except (NativeError, OSError, AttributeError) as error:
+        if found := shipped.find(levels):
+            level, path, contents = found
+            _register(path)
+            return Library(path, level=level.name, digest=contents)
+    except NativeError as error:
+        log.warning("%s", error)
+    try:
+        path = build(levels[0], shown=is_shown())
+        _register(path)
+    except NativeError as error:
         return Library(None, str(error))
-    return Library(path)
+    return Library(path, level=levels[0].name, digest=path.stem.rpartition("-")[2])
 
 
-def build(*, shown: bool = True) -> Path:
-    """Return the compiled library of this machine, compiling it if it is not on disk yet.
+def usable_levels() -> list[Level]:
+    """Return the levels of this processor, the best first, up to the one of `DFLASH_NATIVE`."""
+    names = [level.name for level in LEVELS]
+    first = names.index(_setting().lower()) if _setting().lower() in names else 0
+    return [level for level in LEVELS[first:] if level.needs <= features()]
+
+
+def _setting() -> str:
+    return os.environ.get(ENVIRONMENT, "").strip()
+
+
+def _register(path: Path) -> None:
+    """Load a library and register its handlers with JAX.
+
+    Raises:
+      NativeError: it cannot be loaded, or is not for this version of JAX.
+    """
+    try:
+        loaded = ctypes.CDLL(str(path))
+        functions = {f"dflash_{name}": getattr(loaded, f"dflash_{name}") for name in NAMES}
+        for name, function in functions.items():
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
+    except (OSError, AttributeError, RuntimeError, ValueError) as error:
+        text = str(error).partition("\n")[0][:300]
+        raise NativeError(f"the native kernels {path} cannot be loaded: {text}") from error
+
+
+def build(level: Level, *, shown: bool = True) -> Path:
+    """Return the compiled library of a level, compiling it if it is not on disk yet.
+
+    Of processes that need it at the same time, one compiles and the others wait.
 
     Args:
       shown: whether to say on standard error that it is compiled.
 
     Raises:
-      NativeError: there is no compiler, or it fails.
+      NativeError: there is no compiler, it fails, or another process compiles for too long.
     """
-    source = _source_key()
+    source = _source_key(level)
+    try:
+        folder = private_folder.cache_folder(_folder(), "native", log.warning)
+    except OSError as error:
+        raise _not_written(_folder(), error) from error
     try:
         compiler = find_compiler()
     except NativeError:  # as in a container, whose image has the library alone
-        if made := sorted(_folder().glob(f"{source}-*.so")):
-            return made[0]
+        if found := _find(folder, f"{source}-*"):
+            return found
         raise
-    path = _folder() / f"{source}-{_compiler_key(compiler)}.so"
-    if path.is_file():
-        return path
+    key = f"{source}-{compiling.digest([*compiler, compiling.version_of(compiler)])}"
+    if found := _find(folder, f"{key}-*"):
+        return found
+    waiting = "dflash_jax: waiting for another process, which compiles the native kernels"
+    compiling_once = "dflash_jax: compiling the native kernels, once"
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, made = tempfile.mkstemp(".so", dir=path.parent)
-        os.close(descriptor)
-    except OSError as error:
+        with contextlib.ExitStack() as lock:
+            with announced(waiting, shown=shown):
+                lock.enter_context(private_folder.locked(folder, patience=WAIT))
+            if found := _find(folder, f"{key}-*"):
+                return found
+            with announced(compiling_once, shown=shown, patience=0):
+                return _compiled(compiler, level, folder, key)
+    except TimeoutError as error:
         raise NativeError(
-            f"the native kernels cannot be written to {path.parent} ({error}); set {ENVIRONMENT}"
-            " to a folder that can be"
+            f"another process compiles the native kernels ({error}); end it, or set {ENVIRONMENT}"
+            " to another folder"
         ) from error
-    try:
-        with announced("dflash_jax: compiling the native kernels, once", shown=shown, patience=0):
-            _compile(compiler, Path(made))
-        Path(made).replace(path)  # complete or absent, also for other processes
-    finally:
-        Path(made).unlink(missing_ok=True)
+    except OSError as error:
+        raise _not_written(folder, error) from error
+
+
+def _compiled(compiler: Sequence[str], level: Level, folder: Path, key: str) -> Path:
+    """Compile a library into a folder that is locked."""
+    for left in folder.glob(f"{compiling.WORKING}*"):  # by a process that was killed
+        private_folder.remove(left)
+    with compiling.working_folder(folder) as working:
+        made = compiling.compile_library(compiler, level, working)
+        contents = hashlib.sha256(made.read_bytes()).hexdigest()
+        path = folder / f"{key}-{contents}.so"
+        private_folder.publish(made, path)
     return path
 
 
-def _compile(compiler: tuple[str, ...], path: Path) -> None:
-    """Compile each source in a process of its own, and link them."""
-    including = [*compiler, *FLAGS, "-isystem", jax.ffi.include_dir(), "-c"]
-    with (
-        tempfile.TemporaryDirectory(dir=path.parent) as folder,
-        ThreadPoolExecutor(len(SOURCES)) as pool,
-    ):
-        objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
-        pairs = zip(SOURCES, objects, strict=True)
-        commands = ([*including, str(source), "-o", made] for source, made in pairs)
-        list(pool.map(_run, commands))
-        _run([*compiler, *FLAGS, "-shared", *objects, "-o", str(path)])
-
-
-def _run(command: list[str]) -> None:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PATIENCE, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeError(f"the native kernels could not be compiled: {error}") from error
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
-        raise NativeError(f"{command[0]} cannot compile the native kernels: {lines[0][:300]}")
-
-
-def find_compiler() -> tuple[str, ...]:
-    """Return the command of a C++ compiler: `CXX`, the system's, or that of the package ziglang.
-
-    Raises:
-      NativeError: there is none.
-    """
-    if given := os.environ.get("CXX", "").split():
-        return tuple(given)
-    for name in ("c++", "g++", "clang++"):
-        if found := shutil.which(name):
-            return (found,)
-    if importlib.util.find_spec("ziglang"):
-        return (sys.executable, "-m", "ziglang", "c++")
-    raise NativeError(
-        "there is no C++ compiler for the native kernels; install one, such as the system's g++, or"
-        " pip install ziglang"
+def _not_written(folder: Path, error: OSError) -> NativeError:
+    return NativeError(
+        f"the native kernels cannot be written to {folder} ({error}); set {ENVIRONMENT} to a folder"
+        " that can be"
     )
 
 
-def _source_key() -> str:
+def _find(folder: Path, pattern: str) -> Path | None:
+    """Return a library of a folder whose contents are those that were written; remove others."""
+    for path in sorted(folder.glob(f"{pattern}.so")):
+        named = LIBRARY.fullmatch(path.name)
+        try:
+            contents = hashlib.sha256(private_folder.read_file(path)).hexdigest()
+        except FileNotFoundError:  # another process removed it
+            continue
+        except OSError as error:
+            contents, text = "", str(error)
+        else:
+            text = f"{path} is damaged"
+        if named and contents == named[1]:
+            return path
+        private_folder.remove(path)
+        log.warning("%s; the native kernels are compiled again", text)
+    return None
+
+
+def _source_key(level: Level) -> str:
     """Return a digest of everything but the compiler that the compiled library depends on."""
-    parts = [source.read_text(encoding="utf-8") for source in (*HEADERS, *SOURCES)]
-    parts += [*FLAGS, processor(), jaxlib.__version__, sysconfig.get_platform()]
-    return _digest(parts)
-
-
-def _compiler_key(compiler: tuple[str, ...]) -> str:
-    """Return a digest of a compiler's version."""
-    try:
-        version = subprocess.run(
-            [*compiler, "--version"], capture_output=True, text=True, timeout=60, check=False
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeError(f"the C++ compiler {compiler[0]} cannot be run: {error}") from error
-    return _digest([version])
-
-
-def _digest(parts: list[str]) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    parts = [*compiling.source_texts(), *level.flags]
+    return compiling.digest([*parts, jaxlib.__version__, sysconfig.get_platform()])
 
 
 def _folder() -> Path:
@@ -185,8 +211,8 @@ def _folder() -> Path:
     Raises:
       NativeError: it is not given, and there is no home directory.
     """
-    given = os.environ.get(ENVIRONMENT, "").strip()
-    if given.lower() not in ("", *YES):
+    given = _setting()
+    if given.lower() not in ("", *YES, *(level.name for level in LEVELS)):
         return Path(given).expanduser().absolute()
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

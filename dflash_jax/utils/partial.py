@@ -43,7 +43,7 @@ class Partial:
             self.folder = place.parent / f".{_stem(place)}.partial-{own}"
             self.folder.mkdir()
             self._lock = os.open(self.folder, os.O_RDONLY)
-            if _lock(self._lock) is not False and _is_at(self._lock, self.folder):
+            if lock(self._lock) is not False and _is_at(self._lock, self.folder):
                 return
             self.release()  # another process considered it abandoned and removed it
 
@@ -100,7 +100,7 @@ def clear(place: Path) -> None:
 def _clear_one(place: Path, folder: Path, pid: int) -> None:
     descriptor = os.open(folder, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | os.O_NONBLOCK)
     try:
-        if _lock(descriptor) is False or _may_run(pid, os.fstat(descriptor).st_mtime):
+        if lock(descriptor) is False or _may_run(pid, os.fstat(descriptor).st_mtime):
             return
         if (folder / OLD).exists() and not os.path.lexists(place):
             (folder / OLD).rename(place)
@@ -112,8 +112,8 @@ def _clear_one(place: Path, folder: Path, pid: int) -> None:
         os.close(descriptor)
 
 
-def _lock(descriptor: int) -> bool | None:
-    """Lock a folder; False if it is locked, None if the file system does not support locks."""
+def lock(descriptor: int) -> bool | None:
+    """Lock an open file or folder; False if it is locked, None if its file system has no locks."""
     if fcntl is None:
         return None
     try:

@@ -116,6 +116,54 @@ def test_a_folder_that_cannot_be_written_is_a_warning_and_no_error(tmp_path: Pat
     assert warned == 2  # one a call
 
 
+def test_a_folder_that_others_may_write_to_is_replaced_by_a_private_one(tmp_path: Path) -> None:
+    shared, temporary = tmp_path / "shared", tmp_path / "temporary"
+    for folder in (shared, temporary):
+        folder.mkdir()
+        folder.chmod(0o1777)
+    own = temporary / f"dflash_jax-{os.geteuid()}" / "xla"
+    given = {"DFLASH_COMPILATION_CACHE": shared, "TMPDIR": temporary}
+    assert chosen(**given) == (str(own), str(own), 0.1, 1)  # said once
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert list(shared.iterdir()) == []
+
+
+PLANTED = """
+import logging, os, sys
+from pathlib import Path
+import jax
+from dflash_jax.compiler import enable_compilation_cache
+
+logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+enable_compilation_cache(Path(sys.argv[1]))
+jax.jit(lambda x: x + 1).lower(1.0).compile()
+"""
+
+
+def test_entries_that_are_no_files_of_the_user_are_compiled_again(tmp_path: Path) -> None:
+    """A link and a pipe, which JAX would read, or wait for, and entries that all may change."""
+    folder = tmp_path / "xla"
+    assert python(PLANTED, folder).returncode == 0
+    [entry] = folder.glob("*-cache")
+    outside = tmp_path / "outside"
+    entry.rename(outside)
+    kept = outside.read_bytes()
+    for plant in (
+        lambda: entry.symlink_to(outside),
+        lambda: os.mkfifo(entry),
+        lambda: (entry.write_bytes(kept), entry.chmod(0o666)),
+    ):
+        plant()
+        done = python(PLANTED, folder)
+        assert done.returncode == 0, done.stderr
+        assert f"{entry} was a link, or another user's" in done.stdout
+        assert entry.is_file()
+        assert not entry.is_symlink()
+        assert outside.read_bytes() == kept
+        entry.unlink()
+
+
 HOMELESS = """
 import sys
 from pathlib import Path

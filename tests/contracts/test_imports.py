@@ -153,7 +153,7 @@ def test_converters_know_configs_and_errors_of_the_engine_alone() -> None:
 
 def test_configs_plans_requests_and_errors_are_free_of_jax() -> None:
     names = ("errors", "utils/command", "plan", "utils/smollm2", "utils/sources")
-    names += ("engine/request",)
+    names += ("engine/request", "native/compiling", "native/shipped", "utils/private_folder")
     single = [ROOT / "dflash_jax" / f"{name}.py" for name in names]
     for path in [*files("dflash_jax/config"), *single]:
         assert not [n for n in imports(path) if under(n, "jax", "flax", "jaxlib")], path

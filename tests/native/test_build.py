@@ -1,7 +1,7 @@
-"""Compiling the native kernels: once, by any compiler there is, and never half."""
+"""The compiled kernels on disk: made once, checked before use, and nobody else's."""
 
+import logging
 import os
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -11,57 +11,47 @@ import pytest
 from dflash_jax.cli import main
 from dflash_jax.errors import NativeError
 from dflash_jax.native import build as native
+from dflash_jax.native import compiling
 from dflash_jax.native.build import library
+from dflash_jax.native.compiling import AVX2
+from dflash_jax.utils import private_folder
+from tests.native.fake_compiler import VERSION_ONLY, WRITES, compiler, outputs
 
 COMPILED = bool(library())
 needs_compiler = pytest.mark.skipif(not COMPILED, reason=library().reason)
 
 
-def script(path: Path, text: str) -> str:
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return str(path)
-
-
-def test_without_a_compiler_the_error_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(NativeError, match=r"no C\+\+ compiler.*g\+\+, or pip install ziglang"):
-        native.find_compiler()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('test "$1" = --version || { echo "x.cc:1: error: no header" >&2; exit 1; }', "no header"),
-        ('test "$1" = --version || kill -9 $$', "cannot compile the native kernels"),
-    ],
-)
-def test_a_compiler_that_fails_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
-) -> None:
-    monkeypatch.setenv("CXX", script(tmp_path / "cxx", text))
+@pytest.fixture
+def cxx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that writes a line for each output, and an empty folder for libraries."""
+    path = tmp_path / "cxx"
+    monkeypatch.setenv("CXX", compiler(path))
     monkeypatch.setenv(native.ENVIRONMENT, str(tmp_path / "made"))
-    with pytest.raises(NativeError, match=message):
-        native.build(shown=False)
-    assert not list((tmp_path / "made").iterdir())
+    return path
 
 
-def test_a_compiler_that_does_not_exist_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "/nowhere/cxx")
-    with pytest.raises(NativeError, match="/nowhere/cxx cannot be run"):
-        native.build(shown=False)
+def libraries(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.so"))
+
+
+def build() -> Path:
+    return native.build(AVX2, shown=False)
+
+
+def test_a_compiler_that_fails_leaves_nothing(cxx: Path, tmp_path: Path) -> None:
+    compiler(cxx, VERSION_ONLY + "exit 1")
+    with pytest.raises(NativeError, match="cannot compile the native kernels"):
+        build()
+    assert [path.name for path in (tmp_path / "made").iterdir()] == [private_folder.LOCK]
 
 
 def test_a_folder_that_cannot_be_made_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("CXX", script(tmp_path / "cxx", "true"))
     monkeypatch.setenv(native.ENVIRONMENT, str(tmp_path / "file" / "made"))
     with pytest.raises(NativeError, match=f"cannot be written to .*set {native.ENVIRONMENT} to"):
-        native.build(shown=False)
+        build()
 
 
 def test_without_a_home_directory_the_error_says_what_to_set(
@@ -75,77 +65,177 @@ def test_without_a_home_directory_the_error_says_what_to_set(
     monkeypatch.setattr(Path, "home", nobody)
     monkeypatch.setenv("CXX", "true")
     with pytest.raises(NativeError, match=f"home directory. Set {native.ENVIRONMENT} to a folder"):
-        native.build(shown=False)
+        native.build(AVX2, shown=False)
 
 
-def test_what_the_library_depends_on_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler = script(tmp_path / "cxx", 'test "$1" = --version && echo one; exit 0')
-    monkeypatch.setenv("CXX", compiler)
-    monkeypatch.setenv(native.ENVIRONMENT, str(tmp_path / "made"))
-    first = native.build(shown=False)
-    assert native.build(shown=False) == first
-    script(tmp_path / "cxx", 'test "$1" = --version && echo two; exit 0')
-    second = native.build(shown=False)
-    monkeypatch.setattr(native, "processor", lambda: "another")
-    assert len({first, second, native.build(shown=False)}) == 3
-    assert len(list((tmp_path / "made").iterdir())) == 3
+def test_what_the_library_depends_on_names_it(cxx: Path, tmp_path: Path) -> None:
+    first = build()
+    assert build() == first
+    compiler(cxx, WRITES.replace("version 1", "version 2"))
+    second = build()
+    other = native.build(compiling.AVX512, shown=False)
+    assert len({first, second, other}) == 3
+    assert libraries(tmp_path / "made") == sorted(path.name for path in (first, second, other))
+    assert {path.stat().st_mode & 0o777 for path in (first, second, other)} == {0o600}
 
 
 def test_without_a_compiler_a_library_that_is_there_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cxx: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a container, whose image was built with one."""
-    monkeypatch.setenv("CXX", script(tmp_path / "cxx", "exit 0"))
-    monkeypatch.setenv(native.ENVIRONMENT, str(tmp_path / "made"))
-    made = native.build(shown=False)
+    made = build()
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(native.importlib.util, "find_spec", lambda name: None)
-    assert native.build(shown=False) == made
-    monkeypatch.setattr(native, "processor", lambda: "another")
+    monkeypatch.setattr(compiling.importlib.util, "find_spec", lambda name: None)
+    assert build() == made
     with pytest.raises(NativeError, match=r"no C\+\+ compiler"):
-        native.build(shown=False)
+        native.build(compiling.AVX512, shown=False)
 
 
-@needs_compiler
-def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
-    """Compiled without optimisation, to be quick."""
-    code = (
-        "from dflash_jax.native import build as native\n"
-        "native.FLAGS = tuple(x.replace('-O3', '-O0') for x in native.FLAGS)\n"
-        "from dflash_jax.native.build import library\n"
-        "print(library().path)"
-    )
-    variables = os.environ | {native.ENVIRONMENT: str(tmp_path / "made"), "DFLASH_PROGRESS": "on"}
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    running = [
-        subprocess.Popen([sys.executable, "-c", code], env=variables, **options) for _ in range(2)
-    ]
-    outputs = [process.communicate(timeout=300) for process in running]
-    [made] = (tmp_path / "made").iterdir()
-    assert [out.strip() for out, _ in outputs] == [str(made)] * 2
-    assert any("compiling the native kernels" in error for _, error in outputs)
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def changed(path: Path) -> None:
+    path.write_bytes(b"M" + path.read_bytes()[1:])
+
+
+def linked(path: Path) -> None:
+    other = path.parents[1] / "elsewhere.so"
+    path.rename(other)
+    path.symlink_to(other)
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def a_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def writable(path: Path) -> None:
+    path.chmod(0o666)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("spoil", [cut, empty, changed, linked, a_folder, a_pipe, writable])
+def test_a_library_that_is_not_what_was_written_is_compiled_again(
+    cxx: Path, caplog: pytest.LogCaptureFixture, spoil: object
+) -> None:
+    made = build()
+    spoil(made)
+    compiled = len(outputs(cxx))
+    with caplog.at_level(logging.WARNING):
+        assert build() == made
+    assert len(outputs(cxx)) == 2 * compiled
+    assert not made.is_symlink()
+    assert made.read_bytes() == b"made\n"
+    assert "are compiled again" in caplog.text
+    assert build() == made
+    assert len(outputs(cxx)) == 2 * compiled
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o777])
+def test_a_library_in_a_folder_of_all_users_is_not_loaded(
+    cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    """Its name can be predicted: from the sources, the compiler, and the planted contents."""
+    planted = build()
+    shared = planted.parent
+    shared.chmod(mode)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir(mode=0o700)
+    monkeypatch.setattr(private_folder.tempfile, "tempdir", str(temporary))
+    private_folder._of_this_user.cache_clear()
+    found = build()
+    private_folder._of_this_user.cache_clear()
+    assert found.is_relative_to(temporary)
+    assert libraries(shared) == [planted.name]
+
+
+EIGHT = """
+import os, sys
+from dflash_jax.native import build as native
+from dflash_jax.native.compiling import AVX2
+
+for _ in range(8):
+    if not os.fork():
+        print(native.build(AVX2), flush=True)
+        os._exit(0)
+for _ in range(8):
+    os.wait()
+"""
+
+
+def test_of_eight_processes_one_compiles_and_the_others_wait(cxx: Path) -> None:
+    compiler(cxx, WRITES + "sleep 0.2")
+    command = [sys.executable, "-W", "ignore", "-c", EIGHT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 8
+    assert len(set(lines)) == 1
+    assert len(outputs(cxx)) == len(compiling.SOURCES) + 1
+    assert done.stderr.count("compiling the native kernels") >= 1
+
+
+def test_a_process_that_compiles_for_too_long_is_not_waited_for(
+    cxx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "WAIT", 0.1)
+    folder = private_folder.prepare(tmp_path / "made")
+    with (
+        private_folder.locked(folder, patience=1),
+        pytest.raises(NativeError, match=f"another process .*set {native.ENVIRONMENT} to another"),
+    ):
+        build()
+    assert outputs(cxx) == []
+
+
+def test_what_a_killed_process_left_is_removed(cxx: Path, tmp_path: Path) -> None:
+    left = private_folder.prepare(tmp_path / "made") / f"{compiling.WORKING}1"
+    left.mkdir()
+    (left / "products.o").write_text("half")
+    made = build()
+    assert sorted(path.name for path in made.parent.iterdir()) == [private_folder.LOCK, made.name]
+
+
+def test_a_level_may_be_chosen_and_is_not_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for setting, first in (("", 0), ("on", 0), ("avx_vnni", 1), ("AVX2", 2), ("/folder", 0)):
+        monkeypatch.setenv(native.ENVIRONMENT, setting)
+        for needs in (level.needs for level in compiling.LEVELS):
+            monkeypatch.setattr(native, "features", lambda needs=needs: needs)
+            usable = [level for level in compiling.LEVELS[first:] if level.needs <= needs]
+            assert native.usable_levels() == usable
+            assert usable[-1] == AVX2
+    monkeypatch.setattr(native, "features", lambda: frozenset(["avx2", "fma"]))
+    assert native.usable_levels() == []
+    assert native._library.__wrapped__().reason == "the processor has no f16c"
 
 
 @needs_compiler
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    "options",
+    ("level", "options"),
     [
-        "-mno-avx512f",
-        "-mno-avx512bw",  # vectors of 256 bits with dot products of bytes
-        "-fsanitize=undefined -fno-sanitize-recover=all",
-        "-fsanitize=address",
+        ("avx2", ""),
+        ("avx_vnni", ""),
+        ("", "-fsanitize=undefined -fno-sanitize-recover=all"),
+        ("", "-fsanitize=address"),
     ],
 )
-def test_kernels_are_right_for_other_processors(tmp_path: Path, options: str) -> None:
+def test_kernels_are_right_for_other_processors(tmp_path: Path, level: str, options: str) -> None:
     """The tests of the kernels' numbers, with fewer features of the processor or with checks."""
-    compiler = [*native.find_compiler(), *options.split()]
+    compiler = [*compiling.find_compiler(), *options.split()]
     variables = os.environ | {
         "CXX": " ".join(compiler),
-        native.ENVIRONMENT: str(tmp_path / "made"),
+        native.ENVIRONMENT: level or str(tmp_path / "made"),
     }
     if "address" in options:
         query = [[*compiler, f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so")]

@@ -28,11 +28,12 @@ import numpy as np
 
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.prefix import files
-from dflash_jax.engine.prefix.files import Arrays, Kinds, is_folder, remove
+from dflash_jax.engine.prefix.files import Arrays, Kinds, is_folder
 from dflash_jax.errors import CheckpointError, PlanError
 from dflash_jax.native.build import library
 from dflash_jax.plan import Plan
 from dflash_jax.utils.atomic import new_path
+from dflash_jax.utils.private_folder import UnsafeFolderError, is_own, prepare, remove
 from dflash_jax.utils.processor import processor
 from dflash_jax.version import __version__
 
@@ -70,7 +71,7 @@ def identity(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, pa
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         weights = list(pool.map(lambda leaf: _digest(leaf[1]), leaves))
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
-    kernels = plan.kernels == "native" and str(library().path)
+    kernels = plan.kernels == "native" and library().digest
     facts = [versions, kind, made, plan.cache_key, kernels, names, weights]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -86,28 +87,21 @@ class PrefixDisk:
     """Segments of prompt prefixes, of `chunk` tokens each, in a folder.
 
     Args:
-      folder: created if missing. Engines and processes may share it.
+      folder: created if missing. Engines and processes of one user may share it.
       budget: most bytes of all entries, those of other models included; the least recently used
         are evicted.
       identity: entries of other identities are never read.
       kinds: dtype and shape of a segment's arrays; others are never read. None accepts any.
 
     Raises:
-      PlanError: the folder cannot be created.
+      PlanError: the folder cannot be created, or another user could change what is in it.
     """
 
     def __init__(
         self, folder: Path, *, chunk: int, budget: int, identity: str, kinds: Kinds | None = None
     ):
         self._folder, self._chunk, self._budget, self._kinds = folder, chunk, budget, kinds
-        self._identity, self._home = identity, folder / f"prefixes-{identity}"
-        try:
-            self._home.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise PlanError(
-                f"prefix_folder {folder} cannot be made ({error.strerror}); give a folder that can"
-                " be written to"
-            ) from error
+        self._identity, self._home = identity, _private(folder, f"prefixes-{identity}")
         self.counters = DiskCounters()
         self._bytes = budget + 1  # of all entries when last counted; counting is due
         self._since = 0  # bytes written since then
@@ -190,11 +184,11 @@ class PrefixDisk:
         size, token = sum(x.nbytes for x in arrays), secrets.token_hex(8)
         try:
             with new_path(place, overwrite=False, needed=size, durable=False) as partial:
-                partial.mkdir()
+                partial.mkdir(mode=0o700)
                 about = files.write_arrays(partial / ARRAYS, arrays)
                 about |= {"identity": self._identity, "continues": before}
                 about |= {"token": token, "ids": list(map(int, chunk))}
-                (partial / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+                files.write_about(partial / ABOUT, about)
         except CheckpointError:
             about = self._about(place, chunk, before)  # another engine may have been faster
             if about is None:
@@ -271,8 +265,31 @@ class PrefixDisk:
                     remove(place)
 
     def _inside(self, kind: re.Pattern[str]) -> list[Path]:
-        homes = [x for x in self._folder.iterdir() if HOME.fullmatch(x.name) and x.is_dir()]
+        homes = [x for x in self._folder.iterdir() if HOME.fullmatch(x.name) and is_own(x)]
         return [x for home in homes for x in home.iterdir() if kind.fullmatch(x.name)]
+
+
+def _private(folder: Path, name: str) -> Path:
+    """Return the folder of entries, which only the user can read, as they hold prompts.
+
+    Raises:
+      PlanError: it cannot be created, or another user could change it.
+    """
+    try:
+        home = prepare(folder / name)
+        if is_own(home):
+            home.chmod(home.stat().st_mode & 0o700)
+    except UnsafeFolderError as error:
+        raise PlanError(
+            f"prefix_folder {folder} cannot be used, since another user could change prompts there:"
+            f" {error}"
+        ) from error
+    except OSError as error:
+        raise PlanError(
+            f"prefix_folder {folder} cannot be made ({error.strerror or error}); give a folder that"
+            " can be written to"
+        ) from error
+    return home
 
 
 def _brief(error: Exception) -> str:

@@ -1,25 +1,23 @@
 """Files of the prefix cache: written once, and read without trusting their contents."""
 
-import contextlib
 import itertools
 import json
 import math
 import os
-import shutil
 import stat
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
+
+from dflash_jax.utils.private_folder import open_file
 
 Arrays = list[np.ndarray]  # the leaves of a segment
 Kinds = Sequence[tuple[str, tuple[int, ...]]]  # dtypes and shapes of arrays
 ABOUT_BYTES = 2**20  # more than any description of a segment takes, without its token ids
 BYTES_PER_ID = 24  # digits, comma and space of a token id in JSON
-# Opening a pipe must not wait for a writer, and links are refused: neither was written here.
-SAFELY = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def write_arrays(path: Path, arrays: Arrays) -> dict[str, Any]:
@@ -29,12 +27,23 @@ def write_arrays(path: Path, arrays: Arrays) -> dict[str, Any]:
     already closed, which prints tracebacks.
     """
     total = 0
-    with path.open("wb") as file:
+    with _new(path) as file:
         for array in arrays:
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
             total = zlib.crc32(data, total)
             file.write(data)
     return {"arrays": [[str(x.dtype), list(x.shape)] for x in arrays], "crc32": total}
+
+
+def write_about(path: Path, about: Mapping[str, Any]) -> None:
+    """Write the description of a segment, which holds its tokens, as JSON."""
+    with _new(path) as file:
+        file.write(json.dumps(about).encode())
+
+
+def _new(path: Path) -> BinaryIO:
+    """Open a new file for writing that only the user can read."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 
 def read_about(path: Path, num_ids: int) -> Any:
@@ -82,11 +91,9 @@ def read_arrays(
 
 def _read(path: Path, size: int | None, max_bytes: int) -> bytes:
     """Return the bytes of a file whose size must be `size`, if given, and at most `max_bytes`."""
-    descriptor = os.open(path, SAFELY)
+    descriptor = open_file(path)
     try:
         found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{path} is no regular file")
         if found.st_size > max_bytes or size not in (None, found.st_size):
             raise ValueError(f"{path} is {found.st_size} bytes long")
         with open(descriptor, "rb", closefd=False) as file:
@@ -109,12 +116,3 @@ def mode_of(path: Path) -> int:
 def is_folder(path: Path) -> bool:
     """Return whether a path is a folder, and not a link to one."""
     return stat.S_ISDIR(mode_of(path))
-
-
-def remove(path: Path) -> None:
-    """Remove a folder with its contents, a file, or a link but not its target; ignore errors."""
-    if is_folder(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
