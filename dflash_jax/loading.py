@@ -229,6 +229,17 @@ def open_pair(
 
 def _tokenizer(model: OpenModel, path: Path, given: Source | None) -> Tokenizer | None:
     """Return the tokenizer of the given folder, or the model's own."""
+    tokenizer = _read_tokenizer(model, path, given)
+    if tokenizer and tokenizer.hides_content:
+        warnings.warn(
+            f"the chat template of {path} leaves out what a user's message says, given as a text"
+            " or as a list of parts; use another template, or prompts without one",
+            stacklevel=4,
+        )
+    return tokenizer
+
+
+def _read_tokenizer(model: OpenModel, path: Path, given: Source | None) -> Tokenizer | None:
     if given is not None:
         folder = locate(given, "target" if str(given) == SHIPPED else "tokenizer")
         tokenizer = Tokenizer.from_directory(folder)
@@ -238,7 +249,7 @@ def _tokenizer(model: OpenModel, path: Path, given: Source | None) -> Tokenizer 
     try:
         return Tokenizer.from_files(model.companions(), where=str(path))
     except TokenizerError as error:
-        warnings.warn(f"{error}. Without it only token ids can be given", stacklevel=4)
+        warnings.warn(f"{error}. Without it only token ids can be given", stacklevel=5)
         return None
 
 
