@@ -78,6 +78,13 @@ def opens_thought(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
     return ending.endswith(syntax.thought.opening.rstrip())
 
 
+@functools.lru_cache(maxsize=64)
+def markup_ids(tokenizer: Tokenizer, markers: tuple[str, ...]) -> frozenset[int]:
+    """Return the added tokens of which these markers of a syntax consist."""
+    added = tokenizer.core.get_added_tokens_decoder()
+    return frozenset(i for i, t in added.items() if any(t.content in m for m in markers))
+
+
 @functools.lru_cache(maxsize=4096)  # a conversation declares the same tools in every request
 def _ids(tokenizer: Tokenizer, text: str) -> Ids:
     """Return the ids of a text that continues another, without a start token."""
