@@ -231,21 +231,17 @@ def _tokenizer(model: OpenModel, path: Path, given: Source | None) -> Tokenizer 
     """Return the tokenizer of the given folder, or the model's own."""
     tokenizer = _read_tokenizer(model, path, given)
     if tokenizer and tokenizer.hides_content:
-        warnings.warn(
-            f"the chat template of {path} leaves out what a user's message says, given as a text"
-            " or as a list of parts; use another template, or prompts without one",
-            stacklevel=4,
-        )
+        note = f"the chat template of {path} leaves out the user's messages; use another"
+        warnings.warn(note, stacklevel=4)
     return tokenizer
 
 
 def _read_tokenizer(model: OpenModel, path: Path, given: Source | None) -> Tokenizer | None:
     if given is not None:
         folder = locate(given, "target" if str(given) == SHIPPED else "tokenizer")
-        tokenizer = Tokenizer.from_directory(folder)
-        if tokenizer is None:
-            raise CheckpointError(f"{folder} holds no tokenizer.json; give a folder that does")
-        return tokenizer
+        if tokenizer := Tokenizer.from_directory(folder):
+            return tokenizer
+        raise CheckpointError(f"{folder} holds no tokenizer.json; give a folder that does")
     try:
         return Tokenizer.from_files(model.companions(), where=str(path))
     except TokenizerError as error:
