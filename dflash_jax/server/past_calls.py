@@ -44,7 +44,7 @@ def item_call(item: Block, where: str) -> PastCall | None:
     Raises:
       Problem: the item has no name.
     """
-    kind, result = item.get("type"), None
+    kind, result = str(item.get("type")), None
     match kind:
         case "function_call":
             arguments = item.get("arguments", "{}")
@@ -139,8 +139,8 @@ def call_entry(call_id: Any, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def _filled(value: Any) -> Any:
-    """Return an object without its kind and its missing fields; other values as they are."""
+    """Return an object without its empty fields; other values as they are."""
     if not isinstance(value, Mapping):
         return value
-    known = {key: inner for key, inner in value.items() if inner is not None}
+    known = {key: inner for key, inner in value.items() if inner is not None and inner != {}}
     return {key: inner for key, inner in known.items() if (key, inner) != ("type", "exec")}

@@ -115,6 +115,7 @@ class GenerationRequest:
       logprobs: number of alternatives per output token; None for no log probabilities.
       prompt_logprobs: the same for prompt tokens (vLLM's field).
       include_stop_str: keep the stop string that ended the output in the text.
+      tokens_as_ids: write the tokens of log probabilities as vLLM's "token_id:NUMBER".
       echo: put the prompt in front of the output.
       echoed_fields: request fields that the response repeats.
       store: called with the finished response; None if it is not stored.
@@ -154,6 +155,7 @@ class GenerationRequest:
     timeout: float | None = None
     return_token_ids: bool = False
     return_token_sources: bool = False
+    tokens_as_ids: bool = False
     timings: bool = False
     metrics: bool = False
     meta_info: bool = False

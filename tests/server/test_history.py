@@ -122,7 +122,7 @@ ITEMS: list[tuple[list[dict[str, Any]], str]] = [
        "output": [{"type": "input_text", "text": "ok"}]}], "<tool>ok"),
     ([{"type": "local_shell_call", "id": "l", "call_id": "c", "action": COMMAND,
        "status": "completed"}, {"type": "local_shell_call_output", "id": "c", "output": "a.txt"}],
-     "<assistant>[local_shell command=['ls'] env={}]<tool>a.txt"),
+     "<assistant>[local_shell command=['ls']]<tool>a.txt"),
     ([{"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}},
       {"type": "shell_call_output", "call_id": "c", "output": SHELL_OUTPUT}],
      "<assistant>[shell commands=['ls']]<tool>a\nb\nexit code 2"),
@@ -166,6 +166,7 @@ LEFT_OUT: list[dict[str, Any]] = [
     {"type": "mcp_approval_response", "approval_request_id": "m", "approve": True},
     {"type": "ghost_snapshot", "ghost_commit": {}},
     {"type": "item_of_next_year"},
+    {"type": ["message"]},
 ]
 
 
