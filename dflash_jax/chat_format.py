@@ -141,7 +141,7 @@ class ChatFormat:
     def _render_as_given(
         self, template: str, messages: Sequence[Message], variables: Mapping[str, Any]
     ) -> str:
-        defaults = {"add_generation_prompt": True, "tools": None, "documents": None}
+        defaults: dict[str, Any] = {"add_generation_prompt": True, "tools": None, "documents": None}
         return rendered(template, defaults | self._specials | variables | {"messages": messages})
 
     def _formed(self, message: Message, template: str) -> Message:

@@ -2,6 +2,7 @@
 
 import array
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
@@ -180,11 +181,10 @@ def _chat_prompt(
             message = {"role": "assistant", "content": PLACEHOLDER}
         marked.append(message)
     warnings: list[str] = []
-    try:
+    text, parts = "", list[str]()
+    with contextlib.suppress(Problem):
         text = render_messages(tokenizer, marked, variables, warnings, (system_first,))
         parts = text.split(PLACEHOLDER)
-    except Problem:
-        parts = []
     if len(parts) != len(recalled) + 1:  # the template refuses, changes or drops contents
         recalled, marked = [], messages
         parts = [text := render_messages(tokenizer, messages, variables, warnings)]

@@ -83,7 +83,7 @@ class ClientTool:
       namespace: of the Responses API.
     """
 
-    kind: Literal["function", "custom", "local_shell"]
+    kind: Literal["function", "custom", "local_shell", "shell", "apply_patch"]
     name: str
     namespace: str | None = None
 

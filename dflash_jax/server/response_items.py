@@ -31,8 +31,8 @@ def call_item(
       arguments: JSON text; empty where the call begins.
     """
     head = {"id": item_id, "type": CALL_TYPES[tool.kind], "call_id": call_id}
-    if tool.kind == "local_shell":
-        return head | {"action": _shell_action(arguments), "status": status}
+    if tool.kind not in ("function", "custom"):
+        return head | _payload(tool.kind, parse_json(arguments, {})) | {"status": status}
     head |= {"name": tool.name} | ({"namespace": tool.namespace} if tool.namespace else {})
     if tool.kind == "custom":
         return head | {"input": freeform_input(arguments), "status": status}
@@ -44,18 +44,23 @@ def is_call(item: dict[str, Any]) -> bool:
     return item["type"] in CALL_TYPES.values()
 
 
-def _shell_action(arguments: str) -> dict[str, Any]:
-    """Return the command of a call of the local shell."""
-    given = parse_json(arguments, {})
+def _payload(kind: str, given: Any) -> dict[str, Any]:
+    """Return the field with what the client is to do, for a call of a built-in tool."""
     given = given if isinstance(given, dict) else {}
-    command = given.get("command", [])
-    if isinstance(command, str):
-        command = ["bash", "-lc", command]
-    command = list(map(str, command)) if isinstance(command, list) else []
+    if kind == "apply_patch":
+        return {"operation": given}
+    field, shell = ("commands", []) if kind == "shell" else ("command", ["bash", "-lc"])
+    commands = given.get(field, [])
+    if isinstance(commands, str):
+        commands = [*shell, commands]
+    commands = list(map(str, commands)) if isinstance(commands, list) else []
+    if kind == "shell":
+        rest = {key: given.get(key) for key in ("timeout_ms", "max_output_length")}
+        return {"action": {"commands": commands} | rest}
     env = given.get("env")
     env = {k: str(v) for k, v in env.items()} if isinstance(env, dict) else {}
     rest = {key: given.get(key) for key in ("timeout_ms", "user", "working_directory")}
-    return {"type": "exec", "command": command, "env": env} | rest
+    return {"action": {"type": "exec", "command": commands, "env": env} | rest}
 
 
 # By kind of tool: the types of its calls, and the prefixes of their ids.
@@ -63,8 +68,16 @@ CALL_TYPES = {
     "function": "function_call",
     "custom": "custom_tool_call",
     "local_shell": "local_shell_call",
+    "shell": "shell_call",
+    "apply_patch": "apply_patch_call",
 }
-CALL_PREFIXES = {"function": "fc_", "custom": "ctc_", "local_shell": "lsh_"}
+CALL_PREFIXES = {
+    "function": "fc_",
+    "custom": "ctc_",
+    "local_shell": "lsh_",
+    "shell": "sh_",
+    "apply_patch": "apc_",
+}
 # By type of item: its function, the prefix of its id, and the arguments of an empty item.
 BEGINNINGS: dict[str, tuple[Any, ...]] = {
     "message": (message_item, "msg_", "", []),

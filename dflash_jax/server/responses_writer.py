@@ -206,7 +206,7 @@ class ResponsesWriter:
         if tool.kind == "function":
             kind, fields = "response.function_call_arguments.done", {"name": tool.name}
             return self._event(kind, **place, **fields, arguments=arguments), made
-        if tool.kind == "local_shell":
+        if tool.kind != "custom":
             return b"", made
         out = b""
         if rest := self._freeform.finish(arguments):

@@ -12,22 +12,40 @@ from dflash_jax.tool_parsers.tool_schema import CHOICES, Tool, ToolChoice, choic
 
 MOST_TOOLS = 1024
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")  # recovery starts no call with over 64 characters
-LOCAL_SHELL = "local_shell"
-CLIENT_TYPES = ("function", "custom", "namespace", LOCAL_SHELL)  # of Responses, run by clients
-SHELL_FUNCTION = {
-    "name": LOCAL_SHELL,
-    "description": "Run a command on the user's computer, and return its output.",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "command": {"type": "array", "items": {"type": "string"}},
-            "working_directory": {"type": "string"},
-            "timeout_ms": {"type": "integer"},
-            "env": {"type": "object", "additionalProperties": {"type": "string"}},
-        },
-        "required": ["command"],
-    },
+
+
+def _function(description: str, required: str, **properties: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": required.split()}
+    return {"description": description, "parameters": schema}
+
+
+TEXTS = {"type": "array", "items": {"type": "string"}}
+# Tools of Responses that the client runs, with the functions by which the model calls them.
+BUILT_IN: dict[Any, dict[str, Any]] = {
+    "local_shell": _function(
+        "Run a command on the user's computer, and return its output.",
+        "command",
+        command=TEXTS,
+        working_directory={"type": "string"},
+        timeout_ms={"type": "integer"},
+        env={"type": "object", "additionalProperties": {"type": "string"}},
+    ),
+    "shell": _function(
+        "Run commands in the user's shell, and return their outputs.",
+        "commands",
+        commands=TEXTS,
+        timeout_ms={"type": "integer"},
+        max_output_length={"type": "integer"},
+    ),
+    "apply_patch": _function(
+        "Create, update or delete a file of the user by a diff.",
+        "type path",
+        type={"enum": ["create_file", "update_file", "delete_file"]},
+        path={"type": "string"},
+        diff={"type": "string"},
+    ),
 }
+CLIENT_TYPES = ("function", "custom", "namespace", *BUILT_IN)
 
 
 @dataclasses.dataclass
@@ -110,8 +128,8 @@ def _add_responses_tools(
                 found.add(function, place, called if namespace else None)
             case "custom":
                 found.add_freeform(tool, place, namespace)
-            case "local_shell":
-                found.add(SHELL_FUNCTION, place, ClientTool("local_shell", LOCAL_SHELL))
+            case str(kind) if kind in BUILT_IN and not _is_hosted(tool):
+                found.add({"name": kind} | BUILT_IN[kind], place, ClientTool(kind, kind))
             case "namespace" if namespace is None:
                 inner, name = tool.get("tools"), tool.get("name")
                 if not (isinstance(inner, list) and name and isinstance(name, str)):
@@ -119,6 +137,12 @@ def _add_responses_tools(
                 _add_responses_tools(found, inner, f"{place}.tools", name)
             case kind:
                 found.warnings.append(f"the tool type {kind!r} was ignored")
+
+
+def _is_hosted(tool: Mapping[str, Any]) -> bool:
+    """Return whether a shell runs in a container of a server."""
+    environment = tool.get("environment")
+    return isinstance(environment, Mapping) and environment.get("type") != "local"
 
 
 def responses_choice(choice: Any, found: DeclaredTools) -> Any:
@@ -150,7 +174,8 @@ def _named(entry: Any) -> dict[str, Any]:
     """Return a tool of a choice with the name by which the model calls it."""
     if not isinstance(entry, Mapping):
         return {"name": None}
-    name = LOCAL_SHELL if entry.get("type") == LOCAL_SHELL else entry.get("name")
+    kind = entry.get("type")
+    name = kind if kind in tuple(BUILT_IN) else entry.get("name")
     return {**entry, "name": joined_name(entry.get("namespace"), name)}
 
 

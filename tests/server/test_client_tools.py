@@ -119,6 +119,21 @@ def test_a_local_shell_is_called_with_its_action(tokenizer: Tokenizer) -> None:
     assert item["action"]["command"] == ["bash", "-lc", "ls | wc"]
 
 
+def test_shells_and_patches_are_called_in_their_forms(tokenizer: Tokenizer) -> None:
+    patch = {"type": "update_file", "path": "a.py", "diff": "+x"}
+    text = call("shell", {"commands": ["ls"]}) + call("apply_patch", patch)
+    request = responses({"type": "shell"}, {"type": "apply_patch"})
+    [shell, patched], _ = output(tokenizer, request, text)
+    action = {"commands": ["ls"], "timeout_ms": None, "max_output_length": None}
+    assert (shell["type"], shell["action"]) == ("shell_call", action)
+    assert (patched["type"], patched["operation"]) == ("apply_patch_call", patch)
+    again = responses(input=[{"role": "user", "content": "Hi"}, shell, patched])
+    calls = (again.messages or ())[-1]["tool_calls"]
+    assert [c["function"]["arguments"] for c in calls] == [{"commands": ["ls"]}, patch]
+    hosted = responses({"type": "shell", "environment": {"type": "container_auto"}})
+    assert (hosted.declared_tools, len(hosted.warnings)) == ((), 1)
+
+
 def test_tools_of_a_namespace_are_answered_with_it(tokenizer: Tokenizer) -> None:
     request = responses(CRM, MCP, GET)
     names = ["crm__get", "crm__sql", "mcp__git__get", "get"]
