@@ -60,15 +60,22 @@ def without_calls(messages: Sequence[Message]) -> list[Message]:
     return alternating(result)
 
 
+def without_system(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with those of the system as text of the user."""
+    user = [m | {"role": "user"} if m["role"] == "system" else m for m in messages]
+    return alternating(user) if user != list(messages) else user
+
+
 def _as_user(message: Message) -> Message:
     return {"role": "user", "content": f"Result of a tool call:\n{message['content']}"}
 
 
-# In the order of trying; each is applied to the result of those before.
+# In the order of trying, first each alone, then each on the result of those before.
 REPAIRS: dict[Repair, str] = {
     system_first: "",  # changes no text
     results_with_calls: "results of unknown calls are shown as messages of the user",
     alternating: "neighbouring messages of one role are shown as one",
+    without_system: "system messages are shown as the user's",
     without_calls: "tool calls and their results are shown as text",
 }
 
@@ -78,7 +85,7 @@ def render_messages(
     messages: Sequence[Message],
     variables: dict[str, Any],
     warnings: list[str],
-    repairs: Sequence[Repair] = tuple(REPAIRS),
+    repairs: tuple[Repair, ...] = tuple(REPAIRS),
 ) -> str:
     """Render a conversation, repaired until the template takes it.
 
@@ -93,12 +100,17 @@ def render_messages(
         return tokenizer.render(messages, **variables)
     except RequestError as error:
         refused = error
-    current, notes = list(messages), []
-    for repair in repairs:
-        if (changed := repair(current)) == current:
+    tried = [list(messages)]
+    alone = [(repair,) for repair in repairs]
+    for chosen in (*alone, *(repairs[:n] for n in range(2, len(repairs) + 1))):
+        current, notes = list(messages), []
+        for repair in chosen:
+            changed = repair(current)
+            notes += [REPAIRS[repair]] if REPAIRS[repair] and changed != current else []
+            current = changed
+        if current in tried:
             continue
-        current = changed
-        notes += [REPAIRS[repair]] if REPAIRS[repair] else []
+        tried.append(current)
         try:
             text = tokenizer.render(current, **variables)
         except RequestError:

@@ -353,5 +353,23 @@ def test_a_conversation_that_a_template_refuses_is_repaired(core: Path) -> None:
         prompt = chat_prompt(request, tokenizer, ToolTurnCache(), None)
         assert bool(prompt.warnings) == bool(noted)
         assert noted in " ".join(prompt.warnings)
-    with pytest.raises(Problem, match="unknown role"):
-        shown(chat({"role": "system", "content": "Brief."}), core, NO_TOOLS)
+    system = {"role": "system", "content": "Brief."}
+    assert shown(chat(system), core, NO_TOOLS) == "\n\nBrief."
+    seen = f'<assistant>{{"name": "f", "arguments": {{"a": 1}}}}<user>{text}'
+    assert shown(chat(system, call, RESULT), core, NO_TOOLS) == f"<user>Brief.\n\nHello{seen}"
+    with pytest.raises(Problem, match="never"):
+        shown(chat(RESULT), core, "{{ raise_exception('never') }}")
+
+
+def test_the_fewest_changes_are_made_for_a_template(core: Path) -> None:
+    call = turn(type="function", function={"name": "f", "arguments": "{}"})
+    system = {"role": "system", "content": "Brief."}
+    assert shown(chat(call, RESULT, HELLO, HELLO, system), core, STRICT) == (
+        "<system>Brief.<user>Hello<assistant>[f]<tool>done<user>Hello<user>Hello"
+    )
+    no_system = (
+        "{% for m in messages if m.role == 'system' %}{{ raise_exception('no') }}{% endfor %}"
+    )
+    assert shown(chat(system, call, RESULT), core, no_system + STRICT) == (
+        "\n\nBrief.<assistant>[f]<tool>done"
+    )
