@@ -48,7 +48,7 @@ def _payload(kind: str, given: Any) -> dict[str, Any]:
     """Return the field with what the client is to do, for a call of a built-in tool."""
     given = given if isinstance(given, dict) else {}
     if kind == "apply_patch":
-        return {"operation": given}
+        return {"operation": {"type": "update_file", "path": "", "diff": ""} | given}
     field, shell = ("commands", []) if kind == "shell" else ("command", ["bash", "-lc"])
     commands = given.get(field, [])
     if isinstance(commands, str):

@@ -11,6 +11,7 @@ from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.thinking import reasoning_options
 from dflash_jax.server.tools import CLIENT_TYPES, parse_tools, responses_choice, responses_tools
 
+ECHOED_DEFAULTS = {"function": {"strict": False}, "namespace": {"description": ""}}
 LOGPROBS = "message.output_text.logprobs"  # an entry of `include`
 
 
@@ -138,9 +139,7 @@ def _echoed(parsed: ResponsesRequest) -> dict[str, Any]:
         "store": parsed.store is not False,
         "text": {"format": {"type": "text"}} | {k: v for k, v in text.items() if v is not None},
         "tool_choice": parsed.tool_choice or "auto",
-        "tools": [
-            {"strict": False} | tool if tool["type"] == "function" else tool for tool in tools
-        ],
+        "tools": [ECHOED_DEFAULTS.get(tool["type"], {}) | tool for tool in tools],
         "truncation": "disabled",
         "user": parsed.user,
     }

@@ -63,13 +63,20 @@ class DeclaredTools:
     places: list[str] = dataclasses.field(default_factory=list)
     client_tools: dict[str, ClientTool] = dataclasses.field(default_factory=dict)
     warnings: list[str] = dataclasses.field(default_factory=list)
+    _names: set[str] = dataclasses.field(default_factory=set)
 
     def add(self, function: dict[str, Any], place: str, tool: ClientTool | None = None) -> None:
         """Add a function, and how the client declared it if it differs."""
+        name = function.get("name")
+        if isinstance(name, str):
+            if name in self._names:
+                self.warnings.append(f"a second tool of the name {name[:150]!r} was ignored")
+                return
+            self._names.add(name)
         self.functions.append({"type": "function", "function": function})
         self.places.append(place)
-        if tool is not None and isinstance(function.get("name"), str):
-            self.client_tools[function["name"]] = tool
+        if tool is not None and isinstance(name, str):
+            self.client_tools[name] = tool
 
     def add_freeform(
         self, tool: Mapping[str, Any], place: str, namespace: str | None = None

@@ -134,6 +134,26 @@ def test_shells_and_patches_are_called_in_their_forms(tokenizer: Tokenizer) -> N
     assert (hosted.declared_tools, len(hosted.warnings)) == ((), 1)
 
 
+def test_items_and_events_are_what_the_client_declares(tokenizer: Tokenizer) -> None:
+    types = pytest.importorskip("openai.types.responses", reason="openai is not installed")
+    import pydantic
+
+    inner = GET | {"strict": False}
+    tools = [PATCH, SHELL, {"type": "shell"}, {"type": "apply_patch"}, CRM | {"tools": [inner]}]
+    request = responses(PATCH | {"name": "p"}, *tools[1:])
+    calls = [
+        call("p", {"input": "+x"}), call("local_shell", {"command": ["ls"]}), call("crm__get", {}),
+        call("shell", {"commands": ["ls"]}), call("apply_patch", {"type": "delete_file"}),
+    ]  # fmt: skip
+    items, chunks = output(tokenizer, request, "".join(calls))
+    assert len(items) == 5
+    declared = pydantic.TypeAdapter(types.ResponseStreamEvent)
+    for chunk in chunks:
+        declared.validate_python(chunk)
+    names = [tool.name for tool in responses(PATCH, {"type": "apply_patch"}).declared_tools]
+    assert names == ["apply_patch"]
+
+
 def test_tools_of_a_namespace_are_answered_with_it(tokenizer: Tokenizer) -> None:
     request = responses(CRM, MCP, GET)
     names = ["crm__get", "crm__sql", "mcp__git__get", "get"]
