@@ -142,7 +142,8 @@ class ChatFormat:
         self, template: str, messages: Sequence[Message], variables: Mapping[str, Any]
     ) -> str:
         defaults: dict[str, Any] = {"add_generation_prompt": True, "tools": None, "documents": None}
-        return rendered(template, defaults | self._specials | variables | {"messages": messages})
+        given = {**self._specials, **variables, "messages": messages}
+        return rendered(template, defaults | given)
 
     def _formed(self, message: Message, template: str) -> Message:
         """Return a message with its text as a list of parts if the template reads no text."""

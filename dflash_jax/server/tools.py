@@ -57,22 +57,23 @@ class DeclaredTools:
       places: their paths in the request, for errors.
       client_tools: those that are no plain functions for the client, by name.
       warnings: definitions, or parts of them, that are ignored.
+      names: of the functions.
     """
 
     functions: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     places: list[str] = dataclasses.field(default_factory=list)
     client_tools: dict[str, ClientTool] = dataclasses.field(default_factory=dict)
     warnings: list[str] = dataclasses.field(default_factory=list)
-    _names: set[str] = dataclasses.field(default_factory=set)
+    names: set[str] = dataclasses.field(default_factory=set)
 
     def add(self, function: dict[str, Any], place: str, tool: ClientTool | None = None) -> None:
         """Add a function, and how the client declared it if it differs."""
         name = function.get("name")
         if isinstance(name, str):
-            if name in self._names:
+            if name in self.names:
                 self.warnings.append(f"a second tool of the name {name[:150]!r} was ignored")
                 return
-            self._names.add(name)
+            self.names.add(name)
         self.functions.append({"type": "function", "function": function})
         self.places.append(place)
         if tool is not None and isinstance(name, str):
@@ -106,9 +107,10 @@ def chat_tools(tools: Sequence[Any] | None) -> DeclaredTools:
             body = tool.get("custom")
             place = f"tools[{at}].custom"
             found.add_freeform(body if isinstance(body, Mapping) else tool, place)
-        else:
+        else:  # with all fields that its client gave
             found.functions.append(tool)
             found.places.append(f"tools[{at}].function")
+            found.names.update(declared.name for declared in tools_of([tool]))
     return found
 
 
