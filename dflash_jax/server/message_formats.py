@@ -22,6 +22,8 @@ from dflash_jax.server.past_calls import (
 from dflash_jax.server.protocol import Message, Problem
 from dflash_jax.server.thinking import join_reasoning
 
+ENCRYPTED = "encrypted reasoning of past turns was left out"
+
 
 def messages_from_responses(
     instructions: str | None, items: list[dict[str, Any]], warnings: list[str] | None = None
@@ -57,6 +59,8 @@ def messages_from_responses(
             parts = parts if isinstance(parts, list) else []
             text = "".join(str(p.get("text") or "") for p in parts if isinstance(p, dict))
             reasoning.append(text)
+            if not text and item.get("encrypted_content"):
+                warnings.append(ENCRYPTED)
             continue
         elif kind == "message":
             message = _message_of(item, where, warnings)
@@ -185,6 +189,8 @@ def _turn(
             else:
                 results.append(result)
         elif (thought := thought_text(block)) is not None:
+            if block.get("type") == "redacted_thinking":
+                warnings.append(ENCRYPTED)
             current["reasoning_content"] = join_reasoning(current.get("reasoning_content"), thought)
         elif (text := part_text(block, place, warnings)) is not None:
             current["content"].append(text)

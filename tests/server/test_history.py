@@ -233,6 +233,13 @@ def test_blocks_of_every_kind_are_rendered(core: Path, blocks: Any, seen: str) -
     assert shown(request, core) == f"<assistant>{seen}<user>Hello"
 
 
+def test_encrypted_reasoning_is_left_out_with_a_warning() -> None:
+    block = {"type": "redacted_thinking", "data": "x"}
+    item = {"type": "reasoning", "summary": [], "encrypted_content": "x"}
+    for request in (anthropic({"role": "assistant", "content": [block]}, HELLO), responses(item)):
+        assert request.warnings == ("encrypted reasoning of past turns was left out",)
+
+
 USER_BLOCKS: list[tuple[dict[str, Any], str]] = [
     ({"type": "search_result", "source": "http://a", "title": "A",
       "content": [{"type": "text", "text": "Oak."}]}, "A\nhttp://a\nOak."),
