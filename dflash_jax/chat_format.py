@@ -31,7 +31,7 @@ class ChatFormat:
         self._specials = specials
         self._takes_parts: dict[tuple[str, str], bool] = {}  # by template and role
 
-    def render(self, messages: Sequence[Message], **variables: Any) -> str:
+    def render(self, messages: Sequence[Message], /, **variables: Any) -> str:
         """Return a conversation in the template; see `Tokenizer.render`.
 
         Raises:
@@ -128,7 +128,7 @@ class ChatFormat:
         separator, complete, _ = text.partition(first)[2].partition(second)
         return separator if complete and not separator.strip() else "\n"
 
-    def _render(self, messages: Sequence[Message], **variables: Any) -> str:
+    def _render(self, messages: Sequence[Message], /, **variables: Any) -> str:
         """Render messages whose contents are texts, as lists of parts where that is needed."""
         template = (variables.get("tools") and self._tool_template) or self._template
         if template is None:
