@@ -130,6 +130,7 @@ class Reply:
             self._syntax,
             request.declared_tools,
             thinking=self._starts_thinking,
+            continued=request.continue_final_message,
             stop=request.stop if parser_stops else (),
             lenient=request.grammar is None,
         )
