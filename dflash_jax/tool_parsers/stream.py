@@ -67,9 +67,8 @@ class OutputParser:
         self._blank = ""  # white space that is content only if content follows
         self._blank_before = ""  # white space before the current call
         self.thinking = thinking and syntax is not None and syntax.thought is not None
-        self._trim = (
-            self.thinking and not continued
-        )  # drop white space at the start of reasoning, and after calls
+        # Drop white space at the start of reasoning, and after calls.
+        self._trim = self.thinking and not continued
         self.calling = self.unfinished = False
         self.unreadable = self.empty_calls = 0
         self._tags_shown = 0  # opening tags shown as content: as many closing ones are shown
