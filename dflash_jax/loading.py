@@ -225,16 +225,23 @@ def open_pair(
 
 def _tokenizer(model: OpenModel, path: Path, given: Source | None) -> Tokenizer | None:
     """Return the tokenizer of the given folder, or the model's own."""
+    tokenizer = _read_tokenizer(model, path, given)
+    if tokenizer and tokenizer.hides_content:
+        note = f"the chat template of {path} leaves out the user's messages; use another"
+        warnings.warn(note, stacklevel=4)
+    return tokenizer
+
+
+def _read_tokenizer(model: OpenModel, path: Path, given: Source | None) -> Tokenizer | None:
     if given is not None:
         folder = locate(given, "target" if str(given) == SHIPPED else "tokenizer")
-        tokenizer = Tokenizer.from_directory(folder)
-        if tokenizer is None:
-            raise CheckpointError(f"{folder} holds no tokenizer.json; give a folder that does")
-        return tokenizer
+        if tokenizer := Tokenizer.from_directory(folder):
+            return tokenizer
+        raise CheckpointError(f"{folder} holds no tokenizer.json; give a folder that does")
     try:
         return Tokenizer.from_files(model.companions(), where=str(path))
     except TokenizerError as error:
-        warnings.warn(f"{error}. Without it only token ids can be given", stacklevel=4)
+        warnings.warn(f"{error}. Without it only token ids can be given", stacklevel=5)
         return None
 
 

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,9 +11,10 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from dflash_jax import encoding
-from dflash_jax.chat_template import Message, calls_of, one_call_each, rendered, templates_of
+from dflash_jax.chat_format import ChatFormat
+from dflash_jax.chat_template import Message, templates_of
 from dflash_jax.config.fields import has_file
-from dflash_jax.errors import CheckpointError, RequestError
+from dflash_jax.errors import CheckpointError
 
 FILES = (
     "tokenizer.json",
@@ -173,101 +173,20 @@ class Tokenizer:
         Raises:
           RequestError: the model has no template, or the template raises an error.
         """
-        if wrong := [m for m in messages if not isinstance(m, dict)]:
-            raise RequestError(
-                f"a message is {wrong[0]!r}; expected dicts, such as"
-                ' {"role": "user", "content": "..."}'
-            )
-        plain = [self.plain(message) for message in messages]
-        if any(len(calls_of(message)) > 1 for message in plain) and self._takes_one_call:
-            plain = [self.plain(message) for message in one_call_each(plain)]
-        return self._rendered(plain, **variables)
+        return self._format.render(messages, **variables)
 
     def plain(self, message: Message) -> Message:
-        """Return a message in the form that the template supports.
+        """Return a message in the form that the template supports; see `ChatFormat.plain`."""
+        return self._format.plain(message)
 
-        A list of texts, or of parts of type text, becomes one text, joined as the template joins
-        parts; by a newline, as in other servers, if the template does not support lists. Tool calls
-        without a content get an empty text if the template needs one.
-        """
-        content = message.get("content")
-        if not content and message.get("tool_calls"):
-            return self._without_content(message)
-        if not isinstance(content, list):
-            return message
-        parts = (part.get("text") if isinstance(part, dict) else part for part in content)
-        texts = [text for text in parts if isinstance(text, str)]
-        if len(texts) < len(content):
-            return message
-        return message | {"content": self._part_separator.join(texts)}
-
-    def _without_content(self, message: Message) -> Message:
-        """Return a turn of tool calls alone, with its reasoning in the field that gpt-oss uses."""
-        thought = message.get("reasoning_content")
-        if thought and "message.thinking" in (self.teaches or ""):
-            message = message | {"thinking": thought}
-        if message.get("content") != "":
-            message = message | {"content": self._empty_content}
-        return message
+    @property
+    def hides_content(self) -> bool:
+        """Whether the chat template renders a user's message without its content."""
+        return self._format.hides_content
 
     @functools.cached_property
-    def _empty_content(self) -> str | None:
-        """Content of a turn without text: None, or "" if the template rejects or prints None."""
-
-        def harm(content: str | None) -> float:
-            text = self._with_calls(content, ["."])
-            return math.inf if text is None else text.count("None")
-
-        return "" if harm("") < harm(None) else None
-
-    @functools.cached_property
-    def _takes_one_call(self) -> bool:
-        """Whether the template supports a turn with one call, but not one with two."""
-        first, second = "first-value", "second-value"
-        alone, both = (
-            self._with_calls(self._empty_content, values, answered=True) or ""
-            for values in ([first], [first, second])
-        )
-        return first in alone and not (first in both and second in both)
-
-    def _with_calls(
-        self, content: str | None, values: Sequence[str], *, answered: bool = False
-    ) -> str | None:
-        """Return a conversation that calls a tool with each value; None if rendering fails."""
-        function = {"name": "f", "description": "", "parameters": {"type": "object"}}
-        calls = [
-            {"id": f"call{i:05}", "type": "function", "function": {"name": "f"} | {"arguments": a}}
-            for i, a in enumerate({"k": value} for value in values)
-        ]
-        turn = {"role": "assistant", "content": content, "tool_calls": calls}
-        answers = [{"role": "tool", "tool_call_id": c["id"], "content": "."} for c in calls]
-        talk = [{"role": "user", "content": "."}, turn, *(answers if answered else ())]
-        try:
-            return self._rendered(talk, tools=[{"type": "function", "function": function}])
-        except RequestError:
-            return None
-
-    @functools.cached_property
-    def _part_separator(self) -> str:
-        """Separator that the template puts between two parts of a content."""
-        first, second = "\ue000", "\ue001"
-        parts = [{"type": "text", "text": text} for text in (first, second)]
-        try:
-            text = self._rendered([{"role": "user", "content": parts}])
-        except RequestError:
-            return "\n"
-        separator, complete, _ = text.partition(first)[2].partition(second)
-        return separator if complete and not separator.strip() else "\n"
-
-    def _rendered(self, messages: Sequence[Message], /, **variables: Any) -> str:
-        if self.template is None:
-            raise RequestError(
-                "this model ships no chat template; give a plain text or token ids instead"
-            )
-        defaults = {"add_generation_prompt": True, "tools": None, "documents": None}
-        variables = defaults | self.specials | variables
-        template = (variables["tools"] and self.tool_template) or self.template
-        return rendered(template, variables | {"messages": messages})
+    def _format(self) -> ChatFormat:
+        return ChatFormat(self.template, self.tool_template, self.specials)
 
 
 class TextStream:

@@ -20,7 +20,7 @@ import dflash_jax as dj
 from dflash_jax import device
 from dflash_jax.device import free_memory
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError, RequestError
-from dflash_jax.loading import describe, locate
+from dflash_jax.loading import describe, locate, open_pair
 
 WEIGHTS = "model.safetensors"
 
@@ -387,3 +387,14 @@ def test_a_missing_platform_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPa
     for load in (dj.load, dj.load_target):
         with pytest.raises(PlanError, match="no device to run on: Unable to initialize backend"):
             load("tiny")
+
+
+def test_a_template_without_the_users_messages_is_named_when_it_is_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(locate("tiny", "target"), folder)
+    template = "{% for m in messages %}<{{ m.role }}>{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.warns(UserWarning, match=r"target leaves out the user's messages; use another"):
+        open_pair(folder, None)
+    (folder / "chat_template.jinja").write_text(template.replace("m.role", "m.content[0].text"))
+    assert open_pair(folder, None).tokenizer

@@ -358,3 +358,49 @@ def test_templates_do_not_leave_the_sandbox(core: Path, expression: str) -> None
         text = ""
     assert "class" not in text
     assert "module" not in text
+
+
+# A template reads the content of a message as a text, as a list of parts, or as both.
+TEXTS = "{{ m.content }}"
+PARTS = "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+FIRST = "{{ m.content[0]['text'] + '' }}"  # refuses a text
+EITHER = f"{{% if m.content is string %}}{TEXTS}{{% else %}}{PARTS}{{% endif %}}"
+SEQUENCES = f"{{% if m.content is sequence %}}{PARTS}{{% else %}}{TEXTS}{{% endif %}}"
+BY_ROLE = f"{{% if m.role == 'user' %}}{PARTS}{{% else %}}{TEXTS}{{% endif %}}"
+NOT_LAST = f"{{% if loop.last %}}{PARTS}{{% else %}}{PARTS}{{% endif %}}"
+STRICT = (  # needs a system message, and a user's message after it
+    "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+)
+CONVERSATION = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "u"},
+    {"role": "assistant", "content": "a", "tool_calls": [CALL]},
+    {"role": "tool", "content": "t"},
+    {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]},
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "last"),
+    [(TEXTS, "x\ny"), (PARTS, "xy"), (FIRST, "x\ny"), (EITHER, "xy"), (SEQUENCES, "xy"),
+     (BY_ROLE, "xy"), (NOT_LAST, "xy")],
+)  # fmt: skip
+@pytest.mark.parametrize("head", ["", STRICT])
+def test_contents_have_the_form_that_the_template_reads(
+    core: Path, body: str, last: str, head: str
+) -> None:
+    template = f"{head}{{% for m in messages %}}[{{{{ m.role }}}}]{body}{{% endfor %}}"
+    tokenizer = read(core, {"chat_template": template})
+    text = tokenizer.render(CONVERSATION)
+    if head:  # no conversation of one user's message can be rendered to find the separator
+        last = text.rpartition("]")[2]
+        assert last in ("xy", "x\ny")
+    assert text == f"[system]s[user]u[assistant]a[tool]t[user]{last}"
+    assert not tokenizer.hides_content
+
+
+def test_a_template_that_leaves_contents_out_is_noticed(core: Path) -> None:
+    for body, hides in (("{{ m.role }}", True), (TEXTS, False), ("{{ raise_exception('a') }}", 0)):
+        template = f"{{% for m in messages %}}{body}{{% endfor %}}"
+        assert read(core, {"chat_template": template}).hides_content == hides
+    assert not Tokenizer(read(core, {}).core, None, {}).hides_content

@@ -6,15 +6,21 @@ refused. Facts from llama.cpp's vocabulary code and published tokenizer.json fil
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from dflash_jax.converters.gguf.header import STRING, GgufArray
 from dflash_jax.converters.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from dflash_jax.converters.gguf.token_kinds import (
+    CONTROL,
+    NORMAL,
+    UNUSED,
+    USER_DEFINED,
+    corrected_kinds,
+    guessed_kinds,
+)
 from dflash_jax.errors import CheckpointError, TokenizerError
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 MAX_STRINGS = 1 << 22
 
 # A file names one end token; families end a turn with any of these.
@@ -209,28 +215,14 @@ def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     if not texts:
         raise CheckpointError("tokenizer.ggml.tokens is missing or empty; fetch the file again")
     if kinds is None:
-        return texts, _kinds(metadata, texts)
+        return texts, guessed_kinds(metadata, texts)
     if not isinstance(kinds, GgufArray) or len(kinds) < len(texts):
         raise CheckpointError(
             f"tokenizer.ggml.token_type is shorter than the {len(texts)} tokens; fetch it again"
         )
-    return texts, kinds.tolist()[: len(texts)]
-
-
-def _kinds(metadata: Mapping[str, Any], tokens: list[str]) -> list[int]:
-    """Return token kinds for a file without them: named ids and <|marks|> are control tokens."""
-    named = {metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "eom")}
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
-
-    def kind(i: int, token: str) -> int:
-        if i == unknown:
-            return UNKNOWN
-        if re.fullmatch("<0x[0-9A-F]{2}>", token):
-            return BYTE
-        marked = len(token) > 4 and token.startswith("<|") and token.endswith("|>")
-        return CONTROL if marked or i in named else NORMAL
-
-    return [kind(i, token) for i, token in enumerate(tokens)]
+    named = {*stop_ids(metadata), metadata.get("tokenizer.ggml.bos_token_id")}
+    template = json.dumps(_template(metadata), ensure_ascii=False)
+    return texts, corrected_kinds(kinds.tolist()[: len(texts)], texts, named, template)
 
 
 def _added(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:

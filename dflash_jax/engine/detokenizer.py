@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from dflash_jax.engine.recovery.trace import RoundTrace, TraceRecorder
 from dflash_jax.engine.request import Request
@@ -26,6 +26,7 @@ class Detokenizer:
 
     Args:
       tools: declared tools; stop strings do not apply inside their calls and in markup.
+      end_ids: tokens that end the output. They are never text, special or not.
       thinking, lenient: see `OutputParser`; used with tools only.
     """
 
@@ -35,10 +36,12 @@ class Detokenizer:
         stop: Sequence[str] = (),
         tools: Sequence[Tool] = (),
         *,
+        end_ids: Collection[int] = (),
         thinking: bool = False,
         lenient: bool = True,
     ):
         self._decoder = tokenizer.stream() if tokenizer else None
+        self._end_ids = end_ids
         self._stops = Stops(stop) if stop else None
         self._held = ""
         self._parser: OutputParser | None = None
@@ -68,15 +71,19 @@ class Detokenizer:
         if self._decoder is None or self.stopped:
             return ""
         if self._parser is None:
-            new = self._decoder.push(ids)
+            new = self._decoder.push(self._without_end(ids))
             return self._give(self._stops.push(new) if self._stops else new)
         given = ""
         for token in ids:  # one by one: the parser's text has marks that this one lacks
             if not self.stopped:
-                marked, new = self._marked.push([token]), self._decoder.push([token])
+                marked = self._marked.push([token])  # the end of a call may end the output
+                new = self._decoder.push(self._without_end([token]))
                 self._parser.push(marked)
                 given += self._outside(marked, new, self._parser)
         return given
+
+    def _without_end(self, ids: Sequence[int]) -> Sequence[int]:
+        return ids[:-1] if ids and ids[-1] in self._end_ids else ids
 
     def finish(self) -> str:
         """Return the text that was held back, at the end of the output."""
@@ -147,7 +154,7 @@ class OutputBuffer:
         self._stops, self._has_text = bool(stop), tokenizer is not None
         thinking = tokenizer and stop and tools and opens_thought(tokenizer, request.prompt)
         modes = {"thinking": bool(thinking), "lenient": request.params.structured is None}
-        self._detokenizer = Detokenizer(tokenizer, stop, tools, **modes)
+        self._detokenizer = Detokenizer(tokenizer, stop, tools, end_ids=request.stop_ids, **modes)
         self.trace = TraceRecorder() if request.params.trace else None  # of decided tokens
         self._texts = _RoundTexts(tokenizer) if tokenizer and request.params.trace else None
         self._pending: list[TokenLogprob] = []  # log-probabilities of tokens not emitted yet

@@ -12,6 +12,7 @@ from dflash_jax.tool_parsers.grammar import call_grammar
 from dflash_jax.tool_parsers.tool_schema import call_beginnings, choice_of, tools_of
 
 PROMPT_END = 64  # ids at the end of a prompt that show whether it opens a thought
+LONGEST_TURN = 2**16  # ids of a turn that is continued
 AFTER_CALLS = ("", "\n", "\n\n", " ", "<")  # a closing marker may end in one token with these
 COLON_ENDS = (":", "`:", "):", '":')  # a token may join a colon and the characters before it
 
@@ -70,12 +71,31 @@ def calls_grammar(words: Words, tokenizer: Tokenizer) -> str:
 
 
 def opens_thought(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
-    """Return whether a prompt ends inside a thought."""
+    """Return whether a prompt ends inside a thought, at its beginning or within its text."""
     syntax = syntax_of(tokenizer.teaches)
     if syntax is None or syntax.thought is None:
         return False
-    ending = tokenizer.raw(prompt[-PROMPT_END:]).rstrip()
-    return ending.endswith(syntax.thought.opening.rstrip())
+    thought = syntax.thought
+    if tokenizer.raw(prompt[-PROMPT_END:]).rstrip().endswith(thought.opening.rstrip()):
+        return True
+    # The text of the last turn follows its header; a start token before a text is no header.
+    marks = _marks(tokenizer) - markup_ids(tokenizer, (thought.opening, thought.closing))
+    places = range(len(prompt) - 1, max(len(prompt) - LONGEST_TURN, 0), -1)
+    header = next((at for at in places if prompt[at] in marks), None)
+    return header is not None and thought.is_open(tokenizer.raw(prompt[header + 1 :]))
+
+
+@functools.lru_cache(maxsize=16)
+def _marks(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the added tokens, special or not."""
+    return frozenset(tokenizer.core.get_added_tokens_decoder())
+
+
+@functools.lru_cache(maxsize=64)
+def markup_ids(tokenizer: Tokenizer, markers: tuple[str, ...]) -> frozenset[int]:
+    """Return the added tokens of which these markers of a syntax consist."""
+    added = tokenizer.core.get_added_tokens_decoder()
+    return frozenset(i for i, t in added.items() if any(t.content in m for m in markers))
 
 
 @functools.lru_cache(maxsize=4096)  # a conversation declares the same tools in every request

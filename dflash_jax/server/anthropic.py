@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from dflash_jax.server import statistics
-from dflash_jax.server.conversation import check_tools, parse_messages, parse_tools
+from dflash_jax.server.conversation import parse_messages
 from dflash_jax.server.fields import CommonFields, common_arguments, stop_strings
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.message_formats import continues_assistant, messages_from_anthropic
@@ -13,6 +13,7 @@ from dflash_jax.server.models import answer_name
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode, new_id
 from dflash_jax.server.reply import Reply, ReplyPart
 from dflash_jax.server.thinking import positive_budget, reasoning_options
+from dflash_jax.server.tools import check_tools, parse_tools
 from dflash_jax.server.writer import sse_event
 from dflash_jax.tokenizer import well_formed
 from dflash_jax.tool_parsers.events import (
@@ -79,6 +80,8 @@ def decode_messages(body: bytes, *, counting: bool = False) -> GenerationRequest
         thinking=parsed.thinking,
     )
     warnings += more_warnings
+    messages = messages_from_anthropic(parsed.system, parsed.messages, warnings)
+    messages = parse_messages(messages, warnings)
     stop = (*common["stop"], *stop_strings(parsed.stop_sequences))
     budget = (
         positive_budget((parsed.thinking or {}).get("budget_tokens")) or common["thinking_budget"]
@@ -86,7 +89,7 @@ def decode_messages(body: bytes, *, counting: bool = False) -> GenerationRequest
     more: dict[str, Any] = {"warnings": tuple(warnings), "stop": stop, "thinking_budget": budget}
     return GenerationRequest(
         api="messages",
-        messages=parse_messages(messages_from_anthropic(parsed.system, parsed.messages)),
+        messages=messages,
         tools=tools,
         declared_tools=declared,
         tool_choice=tool_choice,

@@ -35,7 +35,8 @@ from dflash_jax.server.models import ServedModel, ServedModels
 from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.response_store import ResponseStore
-from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
+from dflash_jax.server.responses import ResponsesRequest, decode_responses
+from dflash_jax.server.responses_writer import ResponsesWriter
 from dflash_jax.server.web_page import WebPage
 from dflash_jax.server.writer import ResponseWriter, keepalive_event
 

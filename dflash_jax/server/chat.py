@@ -3,13 +3,23 @@
 from typing import Any
 
 from dflash_jax.server import statistics
-from dflash_jax.server.conversation import parse_messages, parse_tools
+from dflash_jax.server.conversation import parse_messages
 from dflash_jax.server.fields import OpenAIFields, openai_arguments
+from dflash_jax.server.freeform import FreeformInput, freeform_input
+from dflash_jax.server.generation import Generation
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.thinking import positive_budget, reasoning_options
+from dflash_jax.server.tools import chat_tools, parse_tools
 from dflash_jax.server.writer import OpenAIWriter
-from dflash_jax.tool_parsers.events import Content, Event, Thinking, ToolCallDelta, ToolCallStart
+from dflash_jax.tool_parsers.events import (
+    Content,
+    Event,
+    Thinking,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
 
 
 class ChatRequest(OpenAIFields, kw_only=True):
@@ -51,11 +61,16 @@ def decode_chat(body: bytes) -> GenerationRequest:
     )
     if parsed.add_generation_prompt is not None:
         template["add_generation_prompt"] = parsed.add_generation_prompt
-    tools, declared, choice = parse_tools(parsed.tools, parsed.tool_choice)
+    given_tools = chat_tools(parsed.tools)
+    tools, declared, choice = parse_tools(
+        given_tools.functions, parsed.tool_choice, given_tools.places
+    )
     if parsed.top_logprobs and not parsed.logprobs:
         raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     common = openai_arguments(parsed, unknown)
-    common["warnings"] += warnings
+    more = list(given_tools.warnings)
+    messages = parse_messages(parsed.messages, more)
+    common["warnings"] += (*warnings, *more)
     budget = positive_budget((thinking or {}).get("budget_tokens"))
     budget = budget or positive_budget((reasoning or {}).get("max_tokens"))
     common["thinking_budget"] = budget or common["thinking_budget"]
@@ -63,9 +78,10 @@ def decode_chat(body: bytes) -> GenerationRequest:
         common["max_tokens"] = parsed.max_completion_tokens
     return GenerationRequest(
         api="chat",
-        messages=parse_messages(parsed.messages),
+        messages=messages,
         tools=tools,
         declared_tools=declared,
+        client_tools=given_tools.client_tools,
         tool_choice=choice,
         parallel_tool_calls=parsed.parallel_tool_calls is not False,
         template_kwargs=template,
@@ -79,6 +95,10 @@ class ChatWriter(OpenAIWriter):
     """Writes responses and chunks of chat completions."""
 
     prefix, kind = "chatcmpl-", "chat.completion"
+
+    def __init__(self, generation: Generation):
+        super().__init__(generation)
+        self._freeform: dict[tuple[int, int], FreeformInput] = {}  # by choice and call
 
     def start(self) -> bytes:
         """Return a chunk with the role for every choice."""
@@ -97,16 +117,33 @@ class ChatWriter(OpenAIWriter):
                 case Thinking(text):
                     out += self._chunk(reply, {"reasoning_content": text, "reasoning": text})
                 case ToolCallStart(index, name):
-                    head = {"index": index, "id": reply.calls[index].id, "type": "function"}
-                    call = head | {"function": {"name": name, "arguments": ""}}
+                    call = {"index": index} | self._call(reply.calls[index].id, name, "")
                     out += self._chunk(reply, {"tool_calls": [call]})
                 case ToolCallDelta(index, text):
-                    call = {"index": index, "function": {"arguments": text}}
-                    out += self._chunk(reply, {"tool_calls": [call]})
+                    out += self._call_chunk(reply, index, text)
+                case ToolCallEnd(index):
+                    out += self._call_chunk(reply, index, "", ended=True)
         if reply.result is not None:
             choice = statistics.choice_statistics(reply, self.request, self.id)
             out += self._chunk(reply, {}, choice, **self._final_fields(reply))
         return out
+
+    def _call_chunk(self, reply: Reply, index: int, text: str, *, ended: bool = False) -> bytes:
+        """Return a chunk with more of a call, if there is more."""
+        call, delta = reply.calls[index], {"function": {"arguments": text}}
+        if call.name in self.request.client_tools:
+            freeform = self._freeform.setdefault((reply.index, index), FreeformInput())
+            text = freeform.finish(call.arguments) if ended else freeform.push(text)
+            delta = {"custom": {"input": text}}
+        return self._chunk(reply, {"tool_calls": [{"index": index} | delta]}) if text else b""
+
+    def _call(self, call_id: str, name: str, arguments: str) -> dict[str, Any]:
+        """Return a call as the client declared its tool; undeclared ones are functions."""
+        if name in self.request.client_tools:
+            custom = {"name": name, "input": freeform_input(arguments)}
+            return {"id": call_id, "type": "custom", "custom": custom}
+        function = {"name": name, "arguments": arguments}
+        return {"id": call_id, "type": "function", "function": function}
 
     def _chunk(
         self, reply: Reply, delta: dict[str, Any], choice: dict[str, Any] | None = None, **more: Any
@@ -117,14 +154,7 @@ class ChatWriter(OpenAIWriter):
         return self._chunk_event(base | (choice or {}), more)
 
     def _choice(self, reply: Reply) -> dict[str, Any]:
-        calls = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in reply.done_calls
-        ]
+        calls = [self._call(call.id, call.name, call.arguments) for call in reply.done_calls]
         message: dict[str, Any] = {"role": "assistant"}
         message["content"] = reply.content if reply.content or not calls else None
         if reply.reasoning:

@@ -86,6 +86,7 @@ class OpenAIFields(CommonFields, kw_only=True):
     prompt_logprobs: int | None = None
     include_stop_str_in_output: bool | None = None
     return_token_sources: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 ENGINE_OPTIONS = (
@@ -192,6 +193,7 @@ def openai_arguments(body: OpenAIFields, unknown: Mapping[str, Any]) -> dict[str
         "prompt_logprobs": body.prompt_logprobs,
         "include_stop_str": bool(body.include_stop_str_in_output),
         "return_token_sources": bool(body.return_token_sources),
+        "tokens_as_ids": bool(body.return_tokens_as_token_ids),
         "include_usage": bool(wanted.include_usage),
         "continuous_usage_stats": bool(wanted.include_usage and wanted.continuous_usage_stats),
     }

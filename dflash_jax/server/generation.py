@@ -90,8 +90,9 @@ class Generation:
             for copy in range(request.n):
                 index = len(self.replies)
                 reply = Reply(
-                    index, request, engine.tokenizer, model.syntax, thinking=prompt.thinking
-                )
+                    index, request, engine.tokenizer, model.syntax,
+                    thinking=prompt.thinking, end_ids=self._end_ids,
+                )  # fmt: skip
                 recovery = params.recovery or OFF
                 reply.filter_repeated_calls = request.stream and recovery.repeated_calls > 0
                 self.replies.append(reply)
@@ -160,6 +161,16 @@ class Generation:
             return SamplingParams(**options, max_tokens=most)
         except RequestError as error:
             raise to_problem(error, request.api) from error
+
+    @property
+    def _end_ids(self) -> frozenset[int]:
+        """Return the end tokens that are no text: all, or all but those that the request keeps."""
+        options, found = self.request.options, set()
+        if not options.get("ignore_eos"):
+            found.update(self.model.engine.target.eos_token_ids)
+        if not self.request.include_stop_str:
+            found.update(options.get("stop_token_ids") or ())
+        return frozenset(found)
 
     def _on_update(self, index: int, pieces: list[Piece], end: Result | Exception | None) -> None:
         self._updates.put_nowait((index, pieces, end))

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.background import in_thread, read_body
 from dflash_jax.server.connection import json_response
-from dflash_jax.server.conversation import parse_messages, parse_tools
+from dflash_jax.server.conversation import parse_messages
 from dflash_jax.server.fields import ENGINE_OPTIONS
 from dflash_jax.server.generation import prepare
 from dflash_jax.server.metrics import Metrics
@@ -21,6 +21,7 @@ from dflash_jax.server.middleware import Handler, Middleware, Settings
 from dflash_jax.server.models import ServedModel, ServedModels, answer_name
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode
 from dflash_jax.server.thinking import EFFORTS
+from dflash_jax.server.tools import chat_tools, parse_tools
 from dflash_jax.server.unsupported_fields import check_unknown_fields
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.version import __version__
@@ -194,7 +195,8 @@ class InfoRoutes:
 
 def _conversation_request(parsed: TokenizeRequest) -> GenerationRequest:
     """Return the conversation to tokenize as a request."""
-    tools, declared, choice = parse_tools(parsed.tools, None)
+    given = chat_tools(parsed.tools)
+    tools, declared, choice = parse_tools(given.functions, None, given.places)
     template = dict(parsed.chat_template_kwargs or {})
     if parsed.add_generation_prompt is not None:
         template["add_generation_prompt"] = parsed.add_generation_prompt

@@ -7,17 +7,34 @@ from dflash_jax.engine.result import TokenLogprob
 from dflash_jax.tokenizer import TextStream, Tokenizer
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return `choices[].logprobs` of chat completions."""
+def chat_logprobs(
+    entries: Sequence[TokenLogprob], tokenizer: Tokenizer | None, *, as_ids: bool = False
+) -> dict[str, Any]:
+    """Return `choices[].logprobs` of chat completions.
+
+    Args:
+      as_ids: write tokens as vLLM's "token_id:NUMBER".
+    """
+
+    def described(token: int, value: float | None) -> dict[str, Any]:
+        known = tokenizer.raw_bytes(token) if tokenizer else None
+        data = None if known is None else list(known)
+        text = _id_text(token) if as_ids else _text(token, tokenizer)
+        return {"token": text, "logprob": value, "bytes": data}
+
     content = []
     for entry in entries:
-        top = [_entry(token, value, tokenizer) for token, value in entry.top]
-        content.append(_entry(entry.token_id, entry.logprob, tokenizer) | {"top_logprobs": top})
+        top = [described(token, value) for token, value in entry.top]
+        content.append(described(entry.token_id, entry.logprob) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
 
 
 def completion_logprobs(
-    entries: Sequence[TokenLogprob], tokenizer: Tokenizer | None, before: TextStream | None = None
+    entries: Sequence[TokenLogprob],
+    tokenizer: Tokenizer | None,
+    before: TextStream | None = None,
+    *,
+    as_ids: bool = False,
 ) -> dict[str, Any]:
     """Return `choices[].logprobs` of completions. `top_logprobs` include the sampled token.
 
@@ -26,7 +43,12 @@ def completion_logprobs(
     Args:
       before: text of the tokens before `entries`; it is extended by them. A token's offset is the
         number of complete characters before it.
+      as_ids: write tokens as vLLM's "token_id:NUMBER".
     """
+
+    def text(token: int) -> str:
+        return _id_text(token) if as_ids else _byte_text(token, tokenizer)
+
     before = before or (tokenizer.stream() if tokenizer else None)
     offsets, top = [], []
     for entry in entries:
@@ -34,9 +56,9 @@ def completion_logprobs(
         if before:
             before.push([entry.token_id])
         own = () if entry.logprob is None else ((entry.token_id, entry.logprob),)
-        top.append({_text(i, tokenizer): value for i, value in (*entry.top, *own)} or None)
+        top.append({text(i): value for i, value in (*entry.top, *own)} or None)
     return {
-        "tokens": [_text(entry.token_id, tokenizer) for entry in entries],
+        "tokens": [text(entry.token_id) for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
         "top_logprobs": top,
         "text_offset": offsets,
@@ -76,10 +98,15 @@ def prompt_logprobs(
     return result
 
 
-def _entry(token: int, value: float | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    known = tokenizer.raw_bytes(token) if tokenizer else None
-    data = None if known is None else list(known)
-    return {"token": _text(token, tokenizer), "logprob": value, "bytes": data}
+def _id_text(token: int) -> str:
+    return f"token_id:{token}"
+
+
+def _byte_text(token: int, tokenizer: Tokenizer | None) -> str:
+    """Return a token's text; a part of a character is written as bytes, as in OpenAI's API."""
+    text = _text(token, tokenizer)
+    data = tokenizer.raw_bytes(token) if tokenizer and "\ufffd" in text else None
+    return text if data is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def _text(token: int, tokenizer: Tokenizer | None) -> str:

@@ -1,46 +1,69 @@
 """Responses items and Anthropic content blocks, converted to chat completions messages."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_jax.server.conversation import check_messages, content_text, content_texts, part_text
+from dflash_jax.server.content import (
+    THOUGHTS,
+    content_text,
+    content_texts,
+    part_text,
+    result_texts,
+    thought_text,
+)
+from dflash_jax.server.conversation import check_messages
+from dflash_jax.server.past_calls import (
+    block_call,
+    block_result,
+    call_entry,
+    item_call,
+    item_result,
+)
 from dflash_jax.server.protocol import Message, Problem
 from dflash_jax.server.thinking import join_reasoning
 
+ENCRYPTED = "encrypted reasoning of past turns was left out"
 
-def messages_from_responses(instructions: str | None, items: list[dict[str, Any]]) -> list[Message]:
+
+def messages_from_responses(
+    instructions: str | None, items: list[dict[str, Any]], warnings: list[str] | None = None
+) -> list[Message]:
     """Return the items of a Responses input as messages; adjacent calls become one turn.
 
+    Args:
+      warnings: items that are left out are added here.
+
     Raises:
-      Problem: an item is invalid or not supported.
+      Problem: an item is invalid, or has media.
     """
     check_messages(items, "input")
+    warnings = [] if warnings is None else warnings
     system: list[str] = [instructions] if instructions else []
     result: list[Message] = []
     reasoning: list[str] = []
     for at, item in enumerate(items):
-        kind, where = item.get("type", "message"), f"input[{at}]"
-        if kind == "function_call":
-            if not isinstance(item.get("name"), str):
-                raise Problem(400, "a function_call has no name", param=f"{where}.name")
-            function = {"name": item["name"], "arguments": item.get("arguments", "{}")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
+        kind, where = item.get("type") or "message", f"input[{at}]"
+        answer: Message | None = None
+        if call := item_call(item, where):
+            call_id = item.get("call_id") or item.get("id")
             if not (result and result[-1]["role"] == "assistant"):
                 result.append({"role": "assistant", "content": None})
-            result[-1].setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            output = content_texts(item.get("output"), f"{where}.output")
-            tool_result = {"role": "tool", "tool_call_id": item.get("call_id")}
-            result.append(tool_result | {"content": output or ""})
+            entry = call_entry(call_id, call.name, call.arguments)
+            result[-1].setdefault("tool_calls", []).append(entry)
+            if call.result is not None:
+                answer = {"role": "tool", "tool_call_id": call_id, "content": call.result}
+        elif output := item_result(item, where, warnings):
+            result.append(output)
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary")
             parts = parts if isinstance(parts, list) else []
-            text = "".join(str(p.get("text", "")) for p in parts if isinstance(p, dict))
+            text = "".join(str(p.get("text") or "") for p in parts if isinstance(p, dict))
             reasoning.append(text)
+            if not text and item.get("encrypted_content"):
+                warnings.append(ENCRYPTED)
             continue
         elif kind == "message":
-            message = _message_of(item, where)
+            message = _message_of(item, where, warnings)
             if message["role"] == "assistant" and result and result[-1].get("tool_calls"):
                 # Text after a call belongs to the same turn.
                 if not isinstance(result[-1]["content"], list):
@@ -49,12 +72,15 @@ def messages_from_responses(instructions: str | None, items: list[dict[str, Any]
             else:
                 result.append(message)
         else:
-            raise Problem(400, f"an item of type {kind!r} is not supported", param=where)
+            warnings.append(f"an item of type {kind!r} was left out: it has no text to be read")
+            continue
         if any(reasoning) and result[-1]["role"] == "assistant":
             result[-1].setdefault("reasoning_content", []).extend(reasoning)
         reasoning = []
+        if answer:
+            result.append(answer)
     for message in result:
-        if "reasoning_content" in message:
+        if isinstance(message.get("reasoning_content"), list):
             message["reasoning_content"] = join_reasoning(*message["reasoning_content"])
     # Many templates accept a system message in the first place only.
     leading = [{"role": "system", "content": text} for text in system]
@@ -62,18 +88,21 @@ def messages_from_responses(instructions: str | None, items: list[dict[str, Any]
     return [*leading, *(m for m in result if m["role"] != "system")]
 
 
-def _message_of(item: dict[str, Any], where: str) -> Message:
+def _message_of(item: dict[str, Any], where: str, warnings: list[str]) -> Message:
     """Return a message item as a chat completions message."""
-    role, read = (
-        item.get("role"),
-        content_text if item.get("role") == "assistant" else content_texts,
-    )
-    content = read(item.get("content"), f"{where}.content")
-    if role not in ("system", "developer", "user", "assistant"):
+    role, content, place = item.get("role"), item.get("content"), f"{where}.content"
+    if role not in ("system", "developer", "user", "assistant", "tool"):
         known = "system, developer, user or assistant"
         raise Problem(400, f"role {role!r}; expected {known}", param=f"{where}.role")
+    if role == "tool":  # as in chat completions
+        text = result_texts(content, place, warnings)
+        return {"role": role, "tool_call_id": item.get("tool_call_id"), "content": text}
+    if role == "assistant":
+        content = content_text(content, place, warnings)
+    else:
+        content = content_texts(content, place, warnings)
     if content is None and role != "assistant":
-        raise Problem(400, "content is missing", param=f"{where}.content")
+        raise Problem(400, "content is missing", param=place)
     return {"role": "system" if role == "developer" else role, "content": content or ""}
 
 
@@ -82,31 +111,36 @@ System = str | list[dict[str, Any]] | None
 
 
 def continues_assistant(messages: list[dict[str, Any]]) -> bool:
-    """Return whether the last message is assistant text, which the output has to continue."""
+    """Return whether the last message is an assistant's text or reasoning, to be continued."""
     last = messages[-1] if messages else {}
     content = last.get("content")
     if isinstance(content, list):
-        return (
-            last.get("role") == "assistant"
-            and bool(content)
-            and all(isinstance(block, dict) and block.get("type") == "text" for block in content)
-        )
+        kinds = [block.get("type") for block in content if isinstance(block, dict)]
+        own = all(kind == "text" or kind in THOUGHTS for kind in kinds)
+        return last.get("role") == "assistant" and len(kinds) == len(content) > 0 and own
     return last.get("role") == "assistant" and isinstance(content, str)
 
 
-def messages_from_anthropic(system: System, messages: Sequence[dict[str, Any]]) -> list[Message]:
+def messages_from_anthropic(
+    system: System, messages: Sequence[dict[str, Any]], warnings: list[str] | None = None
+) -> list[Message]:
     """Return Anthropic's system prompt and messages as chat completions messages.
 
+    Args:
+      warnings: blocks that are left out or changed are added here.
+
     Raises:
-      Problem: a message or content block is invalid.
+      Problem: a message or content block is invalid, or has media.
     """
     check_messages(messages)
+    warnings = [] if warnings is None else warnings
     result: list[Message] = []
     if kept := _drop_billing(system):
-        result.append({"role": "system", "content": content_texts(kept, "system")})
+        result.append({"role": "system", "content": content_texts(kept, "system", warnings)})
     for at, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         where = f"messages[{at}]"
+        role = "system" if role == "developer" else role
         if role not in ("user", "assistant", "system"):
             raise Problem(400, f"role {role!r}; expected user or assistant", param=f"{where}.role")
         if isinstance(content, str):
@@ -114,7 +148,7 @@ def messages_from_anthropic(system: System, messages: Sequence[dict[str, Any]]) 
             continue
         if not isinstance(content, list) or not all(isinstance(b, dict) for b in content):
             raise Problem(400, "content is no list of blocks", param=f"{where}.content")
-        result += _turn(role, content, f"{where}.content")
+        result += _turn(role, content, f"{where}.content", warnings)
     return result
 
 
@@ -135,34 +169,30 @@ def _drop_billing_line(text: str) -> str:
     return text.partition("\n")[2] if text.startswith(BILLING) else text
 
 
-def _turn(role: str, blocks: list[dict[str, Any]], where: str) -> list[Message]:
-    """Return the messages of one turn: tool results first, then everything else."""
+def _turn(
+    role: str, blocks: list[dict[str, Any]], where: str, warnings: list[str]
+) -> list[Message]:
+    """Return the messages of one turn.
+
+    A user's results of tools come before everything else. An assistant's results, of tools that ran
+    on a server, stay in their places, so that the turn becomes more than one message.
+    """
     results: list[Message] = []
-    reasoning: list[str] = []
-    rest: Message = {"role": role, "content": []}
+    turns: list[Message] = [{"role": role, "content": []}]
     for at, block in enumerate(blocks):
-        place = f"{where}[{at}]"
-        match block.get("type"):
-            case "tool_result":
-                content = content_texts(block.get("content") or "", f"{place}.content")
-                result = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
-                results.append(result | {"content": content})
-            case "tool_use":
-                name = block.get("name")
-                if not isinstance(name, str):
-                    raise Problem(400, "a tool_use has no name", param=f"{place}.name")
-                arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-                function = {"name": name, "arguments": arguments}
-                call = {"id": block.get("id"), "type": "function", "function": function}
-                rest.setdefault("tool_calls", []).append(call)
-            case "thinking":
-                reasoning.append(str(block.get("thinking") or ""))
-            case "redacted_thinking":
-                pass
-            case _:
-                rest["content"].append(part_text(block, place))
-    if reasoning:
-        rest["reasoning_content"] = join_reasoning(*reasoning)
-    if not rest["content"] and len(rest) == 2:
-        return results
-    return [*results, rest]
+        place, current = f"{where}[{at}]", turns[-1]
+        if call := block_call(block, place, warnings):
+            current.setdefault("tool_calls", []).append(call)
+        elif result := block_result(block, place, warnings):
+            if role == "assistant":
+                turns += [result, {"role": role, "content": []}]
+            else:
+                results.append(result)
+        elif (thought := thought_text(block)) is not None:
+            if block.get("type") == "redacted_thinking":
+                warnings.append(ENCRYPTED)
+            current["reasoning_content"] = join_reasoning(current.get("reasoning_content"), thought)
+        elif (text := part_text(block, place, warnings)) is not None:
+            current["content"].append(text)
+    filled = [*results, *(turn for turn in turns if turn["content"] or len(turn) > 2)]
+    return filled or [{"role": role, "content": ""}]

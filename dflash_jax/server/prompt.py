@@ -2,6 +2,7 @@
 
 import array
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
@@ -11,9 +12,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from dflash_jax.errors import RequestError
 from dflash_jax.server.infill import infill_ids
 from dflash_jax.server.protocol import NO_LIMIT, GenerationRequest, Message, Problem
+from dflash_jax.server.rendering import render_messages, system_first
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers.syntax import Thought
 
@@ -27,6 +28,7 @@ class EncodedPrompt:
     Attributes:
       thinking: the prompt ends inside reasoning.
       may_think: reasoning may follow, as the prompt does not end after some.
+      warnings: about messages that the chat template refused as they were.
       lead: returns the ids that the template puts after the assistant's header, such as empty
         reasoning. A past turn has to start with them. It returns None if the template renders past
         turns with another header.
@@ -35,6 +37,7 @@ class EncodedPrompt:
     ids: list[int]
     thinking: bool = False
     may_think: bool = False
+    warnings: tuple[str, ...] = ()
     lead: Callable[[], tuple[int, ...] | None] = tuple
 
 
@@ -169,7 +172,7 @@ def _chat_prompt(
     messages = [tokenizer.plain(message) for message in request.messages or ()]
     variables: dict[str, Any] = {"tools": request.tools or None} | request.template_kwargs
     if request.continue_final_message:
-        return _continued_prompt(messages, tokenizer, variables, max_length)
+        return _continued_prompt(messages, tokenizer, variables, thought, max_length)
     recalled: list[tuple[int, ...]] = []
     marked: list[Message] = []
     for message in messages:
@@ -177,11 +180,14 @@ def _chat_prompt(
             recalled.append(past)
             message = {"role": "assistant", "content": PLACEHOLDER}
         marked.append(message)
-    text = _render(tokenizer, marked, variables)
-    parts = text.split(PLACEHOLDER)
-    if len(parts) != len(recalled) + 1:  # the template changes or drops contents
+    warnings: list[str] = []
+    text, parts = "", list[str]()
+    with contextlib.suppress(Problem):
+        text = render_messages(tokenizer, marked, variables, warnings, (system_first,))
+        parts = text.split(PLACEHOLDER)
+    if len(parts) != len(recalled) + 1:  # the template refuses, changes or drops contents
         recalled, marked = [], messages
-        parts = [text := _render(tokenizer, messages, variables)]
+        parts = [text := render_messages(tokenizer, messages, variables, warnings)]
     tokenizer.check_fits("".join(parts), max_length - sum(map(len, recalled)))
     ids = tokenizer.encode(parts[0], specials=False)
     for turn, part in zip(recalled, parts[1:], strict=True):
@@ -192,12 +198,17 @@ def _chat_prompt(
         ids,
         thought is not None and end.endswith(thought.opening.rstrip()),
         thought is not None and not end.endswith(thought.closing.rstrip()),
+        tuple(warnings),
         functools.partial(_lead_ids, marked, tokenizer, variables, text),
     )
 
 
 def _continued_prompt(
-    messages: list[Message], tokenizer: Tokenizer, variables: dict[str, Any], max_length: int
+    messages: list[Message],
+    tokenizer: Tokenizer,
+    variables: dict[str, Any],
+    thought: Thought | None,
+    max_length: int,
 ) -> EncodedPrompt:
     """Return the prompt that ends inside the last message, which the output continues."""
     last = messages[-1]
@@ -206,13 +217,29 @@ def _continued_prompt(
             400, "continue_final_message needs an assistant's text as the last message",
             param="continue_final_message",
         )  # fmt: skip
-    marked = [*messages[:-1], last | {"content": (last["content"] or "") + PLACEHOLDER}]
-    text = _render(tokenizer, marked, variables | {"add_generation_prompt": False})
-    before, mark, _ = text.rpartition(PLACEHOLDER)
+    content, reasoning = last["content"] or "", last.get("reasoning_content") or ""
+    field, text = ("content", content) if content else ("reasoning_content", reasoning)
+    field = field if text else "content"
+    marked = [*messages[:-1], last | {field: text + PLACEHOLDER}]
+    warnings: list[str] = []
+    variables = variables | {"add_generation_prompt": False}
+    before, mark, _ = render_messages(tokenizer, marked, variables, warnings).rpartition(
+        PLACEHOLDER
+    )
     if not mark:
         raise Problem(400, "this model's chat template cannot continue a message")
     tokenizer.check_fits(before, max_length)
-    return EncodedPrompt(tokenizer.encode(before, specials=False))
+    ids = tokenizer.encode(before, specials=False)
+    return EncodedPrompt(ids, _inside(thought, before, text), warnings=tuple(warnings))
+
+
+def _inside(thought: Thought | None, prompt: str, continued: str) -> bool:
+    """Return whether a prompt ends inside reasoning, in or before the text that it continues."""
+    if thought is None:
+        return False
+    at = prompt.rfind(continued) if continued else len(prompt)
+    before, own = (prompt[:at], prompt[at:]) if at >= 0 else ("", prompt)
+    return thought.is_open(own, inside=before.rstrip().endswith(thought.opening.rstrip()))
 
 
 def _lead_ids(
@@ -227,7 +254,7 @@ def _lead_ids(
     for following in ([{"role": "tool", "content": "."}], []):
         try:
             rest = variables | {"add_generation_prompt": False}
-            later = _render(tokenizer, [*past, *following], rest)
+            later = render_messages(tokenizer, [*past, *following], rest, [], (system_first,))
         except Problem:  # the template requires more fields in a tool message
             continue
         header = PLACEHOLDER.join(later.split(PLACEHOLDER)[: text.count(PLACEHOLDER) + 1])
@@ -235,26 +262,6 @@ def _lead_ids(
             return None
         return tuple(tokenizer.encode(text.removeprefix(header), specials=False))
     return None
-
-
-def _render(tokenizer: Tokenizer, messages: list[Message], variables: dict[str, Any]) -> str:
-    """Render the conversation; system messages move to the front if the template requires it."""
-    try:
-        try:
-            return tokenizer.render(messages, **variables)
-        except RequestError:
-            if all(message["role"] != "system" for message in messages[1:]):
-                raise
-            return tokenizer.render(_system_first(messages), **variables)
-    except RequestError as error:
-        raise Problem(400, str(error), param="messages") from None
-
-
-def _system_first(messages: list[Message]) -> list[Message]:
-    """Return the messages with all system messages merged into a first one."""
-    system = [m["content"] for m in messages if m["role"] == "system"]
-    rest = [m for m in messages if m["role"] != "system"]
-    return [{"role": "system", "content": "\n\n".join(system)}, *rest]
 
 
 def resolve_max_tokens(

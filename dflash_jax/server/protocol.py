@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -72,6 +72,22 @@ class Problem(Exception):
 
 
 AUTO = ToolChoice("auto")
+
+
+@dataclasses.dataclass(frozen=True)
+class ClientTool:
+    """A tool that the model calls as a function, as the client declared it.
+
+    Attributes:
+      kind: of the calls in the response; "custom" is a freeform tool, whose calls are text.
+      namespace: of the Responses API.
+    """
+
+    kind: Literal["function", "custom", "local_shell", "shell", "apply_patch"]
+    name: str
+    namespace: str | None = None
+
+
 Api = Literal["chat", "completions", "responses", "messages"]
 
 
@@ -85,6 +101,7 @@ class GenerationRequest:
       suffix: text after the outputs of `prompts`, for models that fill in the middle.
       tools: tool definitions as the chat template receives them.
       declared_tools: the same tools as calls are checked against them.
+      client_tools: those that are no plain functions for the client, by the name that is called.
       options: arguments of `Engine.submit` that the client set.
       grammar: structured output: a kind ("json", "regex", "choice" or "grammar") and its value.
       template_kwargs: variables of the chat template.
@@ -98,6 +115,7 @@ class GenerationRequest:
       logprobs: number of alternatives per output token; None for no log probabilities.
       prompt_logprobs: the same for prompt tokens (vLLM's field).
       include_stop_str: keep the stop string that ended the output in the text.
+      tokens_as_ids: write the tokens of log probabilities as vLLM's "token_id:NUMBER".
       echo: put the prompt in front of the output.
       echoed_fields: request fields that the response repeats.
       store: called with the finished response; None if it is not stored.
@@ -112,6 +130,7 @@ class GenerationRequest:
     suffix: str = ""
     tools: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     declared_tools: tuple[Tool, ...] = ()
+    client_tools: Mapping[str, ClientTool] = dataclasses.field(default_factory=dict)
     tool_choice: ToolChoice = AUTO
     parallel_tool_calls: bool = True
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -136,6 +155,7 @@ class GenerationRequest:
     timeout: float | None = None
     return_token_ids: bool = False
     return_token_sources: bool = False
+    tokens_as_ids: bool = False
     timings: bool = False
     metrics: bool = False
     meta_info: bool = False

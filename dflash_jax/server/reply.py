@@ -1,12 +1,13 @@
 """One output as the client sees it: reasoning, content, tool calls and the finish reason."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from dflash_jax.engine.detokenizer import Detokenizer
 from dflash_jax.engine.recovery import repeated_calls
 from dflash_jax.engine.result import Piece, Result, RoundTrace, TokenLogprob
+from dflash_jax.engine.vocabulary import markup_ids
 from dflash_jax.server.held_calls import RepeatedCallFilter
 from dflash_jax.server.protocol import GenerationRequest, new_id
 from dflash_jax.tokenizer import Tokenizer
@@ -53,6 +54,7 @@ class Reply:
     Args:
       index: position among the outputs of the request.
       thinking: the prompt ends inside reasoning.
+      end_ids: tokens that end the output, and are no text of it.
 
     Attributes:
       ids: output token ids.
@@ -76,12 +78,17 @@ class Reply:
         syntax: Syntax | None,
         *,
         thinking: bool = False,
+        end_ids: Collection[int] = (),
     ):
         self.index, self._request = index, request
         if request.api == "completions":
             syntax = None
+        markers = syntax.markers(calls=bool(request.declared_tools)) if syntax else ()
+        self._end_ids = frozenset(end_ids)
+        if tokenizer:  # the parser needs those that are markup, such as the end of a call
+            self._end_ids -= markup_ids(tokenizer, markers)
         if tokenizer and syntax:
-            tokenizer = tokenizer.showing(syntax.markers(calls=bool(request.declared_tools)))
+            tokenizer = tokenizer.showing(markers)
         self._tokenizer, self._syntax, self._starts_thinking = tokenizer, syntax, thinking
         self._takes_engine_text = self._engine_text_suffices()
         self.ids: list[int] = []
@@ -103,24 +110,27 @@ class Reply:
         """Return whether `Piece.text` can be used instead of decoding the ids a second time.
 
         It cannot where the parser needs special tokens that the engine leaves out, where tokens
-        have to be counted as reasoning one by one, or where the stop string, which the engine
-        leaves out as well, has to be known.
+        have to be counted as reasoning one by one, or where the stop string or token, which the
+        engine leaves out as well, has to be known.
         """
         syntax, request = self._syntax, self._request
         parsed = syntax is not None and bool(syntax.thought or request.declared_tools)
         marked = self._tokenizer is not None and bool(self._tokenizer.shown)
-        return not (parsed or marked or request.stop)
+        kept = request.include_stop_str and bool(request.options.get("stop_token_ids"))
+        return not (parsed or marked or request.stop or kept)
 
     def _reset(self) -> None:
         """Start over with an empty answer."""
         request = self._request
         # With tools, the parser looks for stop strings: they do not count inside calls.
         parser_stops = bool(self._syntax and request.declared_tools)
-        self._text = Detokenizer(self._tokenizer, () if parser_stops else request.stop)
+        stop = () if parser_stops else request.stop
+        self._text = Detokenizer(self._tokenizer, stop, end_ids=self._end_ids)
         self._parser = OutputParser(
             self._syntax,
             request.declared_tools,
             thinking=self._starts_thinking,
+            continued=request.continue_final_message,
             stop=request.stop if parser_stops else (),
             lenient=request.grammar is None,
         )

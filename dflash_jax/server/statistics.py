@@ -74,8 +74,9 @@ def requested_statistics(generation: Generation, answer_id: str) -> dict[str, An
 
 def warnings(generation: Generation) -> list[str]:
     """Return the warnings about a request and its finished outputs, without duplicates."""
+    of_prompts = (text for prompt in generation.prompts for text in prompt.warnings)
     of_replies = (text for reply in generation.replies if reply.result for text in reply.warnings)
-    return list(dict.fromkeys((*generation.request.warnings, *of_replies)))
+    return list(dict.fromkeys((*generation.request.warnings, *of_prompts, *of_replies)))
 
 
 def choice_statistics(reply: Reply, request: GenerationRequest, answer_id: str) -> dict[str, Any]:

@@ -139,9 +139,10 @@ class OpenAIWriter(abc.ABC):
         if self.request.logprobs is None:
             return None
         tokenizer = self.generation.model.engine.tokenizer
+        as_ids = self.request.tokens_as_ids
         if self.request.api == "chat":
-            return chat_logprobs(entries, tokenizer)
-        return completion_logprobs(entries, tokenizer, before)
+            return chat_logprobs(entries, tokenizer, as_ids=as_ids)
+        return completion_logprobs(entries, tokenizer, before, as_ids=as_ids)
 
     def _new_logprobs(self, reply: Reply) -> dict[str, Any] | None:
         """Return the log probabilities that were not sent in a chunk yet."""

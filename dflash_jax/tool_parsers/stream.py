@@ -42,6 +42,7 @@ class OutputParser:
       syntax: of the model's family; None makes all output content.
       tools: the declared tools; if empty, calls are not parsed.
       thinking: the prompt ends inside reasoning.
+      continued: the output continues a text, so that white space at its start is kept.
       stop: stop strings. They are searched in reasoning, its closing markup and content, but not
         in calls.
       lenient: also parse calls in the syntax of other families. Use False for output that follows
@@ -54,6 +55,7 @@ class OutputParser:
         tools: Sequence[Tool] = (),
         *,
         thinking: bool = False,
+        continued: bool = False,
         stop: Sequence[str] = (),
         lenient: bool = True,
     ):
@@ -65,7 +67,8 @@ class OutputParser:
         self._blank = ""  # white space that is content only if content follows
         self._blank_before = ""  # white space before the current call
         self.thinking = thinking and syntax is not None and syntax.thought is not None
-        self._trim = self.thinking  # drop white space at the start of reasoning, and after calls
+        # Drop white space at the start of reasoning, and after calls.
+        self._trim = self.thinking and not continued
         self.calling = self.unfinished = False
         self.unreadable = self.empty_calls = 0
         self._tags_shown = 0  # opening tags shown as content: as many closing ones are shown

@@ -23,6 +23,7 @@ KINDS: dict[str, tuple[type, ...]] = {
 }
 SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MOST_DEPTH = 200  # nesting of lists and mappings: json and templates are recursive
+UNREADABLE = "raw"  # the argument for the text of arguments that are no JSON object
 PREFERRED = "terminal"  # the tool with which an agent can do anything
 
 
@@ -141,6 +142,27 @@ def parse_json(text: str, otherwise: Any) -> Any:
     except (ValueError, RecursionError):
         return otherwise
     return otherwise if is_deep(value) else value
+
+
+def call_arguments(given: Any) -> tuple[dict[str, Any], bool]:
+    """Return the arguments of a past call as an object, and whether they are one.
+
+    Templates need an object. Other arguments, such as JSON that was cut off, become the argument
+    `raw`, as text.
+
+    Args:
+      given: JSON text or its value.
+    """
+    value = given
+    for _ in range(2):  # some clients encode them twice
+        if isinstance(value, str) and value:
+            value = parse_json(value, None)
+    if isinstance(value, dict) and not is_deep(value):
+        return value, True
+    if given in (None, "", "null"):
+        return {}, given != "null"
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    return {UNREADABLE: text}, False
 
 
 def is_deep(value: Any) -> bool:

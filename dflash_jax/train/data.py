@@ -1,6 +1,5 @@
 """Training data: conversations, texts or token ids, one JSON object per line."""
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -13,6 +12,7 @@ import numpy as np
 
 from dflash_jax.errors import ConfigError, RequestError
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tool_parsers.tool_schema import call_arguments
 from dflash_jax.train import documents
 from dflash_jax.train.recipe import GIVEN, MIXED, Recipe
 from dflash_jax.train.regenerate import AnswerPrompt
@@ -136,9 +136,7 @@ def _called(message: dict[str, Any]) -> dict[str, Any]:
 def _parsed(call: Any) -> Any:
     match call:
         case {"function": {"arguments": str(arguments)} as function}:
-            with contextlib.suppress(ValueError, RecursionError):
-                if isinstance(parsed := json.loads(arguments or "{}"), dict):
-                    return {**call, "function": {**function, "arguments": parsed}}
+            return {**call, "function": {**function, "arguments": call_arguments(arguments)[0]}}
     return call
 
 

@@ -14,8 +14,10 @@ from dflash_jax.cli import main
 from dflash_jax.converters.gguf import open_gguf
 from dflash_jax.converters.gguf.pre_tokenizers import PRE_TOKENIZERS
 from dflash_jax.converters.gguf.tokenizer import stop_ids, tokenizer_files
+from dflash_jax.engine.detokenizer import Detokenizer
 from dflash_jax.errors import CheckpointError
 from dflash_jax.loading import locate
+from dflash_jax.tokenizer import Tokenizer
 
 TEXTS = [
     "Hello, world! it's 12345 o'clock\n\n  indented\tTABS",
@@ -318,9 +320,10 @@ def test_a_model_is_converted_without_a_tokenizer_that_cannot_be_rebuilt(tmp_pat
         ({"merges": ["zz qq"]}, "merge 'zz qq' is not two tokens"),
         ({"merges": ["~ ~"]}, "merge '~ ~' is not two tokens of the vocabulary that make a third"),
         ({"kinds": [1]}, "shorter than the"),
-        ({"tokens": ["a", "a", "<|im_end|>", "<|endoftext|>"], "merges": ["a a"]}, "are equal"),
+        ({"tokens": ["a", "a", "<|im_end|>", "<|endoftext|>"], "kinds": [1, 1, 3, 3],
+          "merges": ["a a"]}, "are equal"),
     ],
-)
+)  # fmt: skip
 def test_a_tokenizer_that_cannot_be_rebuilt_is_refused(tmp_path, changes, message):
     core = trained()
     metadata = write(tmp_path / "x.gguf", core, "qwen2", **changes)
@@ -330,3 +333,34 @@ def test_a_tokenizer_that_cannot_be_rebuilt_is_refused(tmp_path, changes, messag
 
 def test_a_file_without_a_tokenizer_gives_none():
     assert tokenizer_files({"general.architecture": "dflash"}) == {}
+
+
+def test_marks_of_turns_that_are_typed_as_text_are_control_tokens(tmp_path):
+    core = trained()
+    names = [core.id_to_token(i) for i in range(core.get_vocab_size(with_added_tokens=True))]
+    right = [3 if t in SPECIALS else 4 if t == "<think>" else 1 for t in names] + [5] * 3
+    for wrong in (["<|im_end|>"], ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]):
+        kinds = [1 if i < len(names) and names[i] in wrong else k for i, k in enumerate(right)]
+        template = "<|im_start|>{{ messages }}<|im_end|>"
+        changes = {"kinds": kinds, "add_chat_template": template}
+        metadata = write(tmp_path / "x.gguf", core, "qwen2", **changes)
+        with pytest.warns(UserWarning, match=r"'<\|im_end\|>'.* are normal text"):
+            files = tokenizer_files(metadata)
+        rebuilt = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
+        for text in TEXTS:
+            assert rebuilt.encode(text).ids == core.encode(text).ids
+    plain = [1 if t == "<think>" else k for t, k in zip([*names, "", "", ""], right, strict=True)]
+    tokenizer_files(write(tmp_path / "x.gguf", core, "qwen2", kinds=plain))  # no warning
+
+
+def test_end_tokens_that_users_added_are_no_text(tmp_path):
+    core = trained()
+    names = [core.id_to_token(i) for i in range(core.get_vocab_size(with_added_tokens=True))]
+    kinds = [4 if t in SPECIALS or t == "<think>" else 1 for t in names] + [5] * 3
+    files = tokenizer_files(write(tmp_path / "x.gguf", core, "qwen2", kinds=kinds))
+    tokenizer = Tokenizer.from_files(files, where="here")
+    end = names.index("<|im_end|>")
+    ids = [*core.encode("Hello").ids, end]
+    assert tokenizer.decode(ids) == "Hello<|im_end|>"
+    output = Detokenizer(tokenizer, end_ids=[end])
+    assert output.push(ids) + output.finish() == "Hello"

@@ -22,7 +22,7 @@ from dflash_jax.server import background, middleware, protocol
 from dflash_jax.server import conversation as conversations
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.chat import decode_chat
-from dflash_jax.server.conversation import MOST_MESSAGES, MOST_TOOLS, parse_messages
+from dflash_jax.server.conversation import MOST_MESSAGES, parse_messages
 from dflash_jax.server.fields import MOST_STOP_IDS
 from dflash_jax.server.message_formats import messages_from_anthropic, messages_from_responses
 from dflash_jax.server.metrics import Metrics
@@ -31,6 +31,7 @@ from dflash_jax.server.prompt import ToolTurnCache
 from dflash_jax.server.protocol import Problem, check_entries
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.responses import decode_responses
+from dflash_jax.server.tools import MOST_TOOLS
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils import interruption
 from tests.server.conftest import CONTEXT, LiveServer

@@ -18,7 +18,7 @@ from dflash_jax.loading import locate
 from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_messages
 from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat
 from dflash_jax.server.completions import CompletionRequest, CompletionWriter, decode_completion
-from dflash_jax.server.conversation import parse_messages, parse_tools
+from dflash_jax.server.conversation import parse_messages
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs
 from dflash_jax.server.models import RequestDefaults
@@ -26,8 +26,10 @@ from dflash_jax.server.prompt import EncodedPrompt, ToolTurnCache, chat_prompt
 from dflash_jax.server.protocol import GenerationRequest, Problem, new_id
 from dflash_jax.server.reply import Reply, ToolCall
 from dflash_jax.server.response_store import ResponseStore
-from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
+from dflash_jax.server.responses import ResponsesRequest, decode_responses
+from dflash_jax.server.responses_writer import ResponsesWriter
 from dflash_jax.server.statistics import reused
+from dflash_jax.server.tools import parse_tools
 from dflash_jax.server.unsupported_fields import UNSUPPORTED
 from dflash_jax.server.writer import encode
 from dflash_jax.tokenizer import Tokenizer
@@ -1060,6 +1062,35 @@ def test_parts_of_a_character_have_their_bytes(tokenizer: Tokenizer) -> None:
     entries = [TokenLogprob(i, -1.0, ()) for i in ids]
     said = [token["bytes"] for token in chat_logprobs(entries, tokenizer)["content"]]
     assert bytes(itertools.chain(*said)).decode() == "é😀z"
+
+
+def test_tokens_may_be_written_as_bytes_or_as_ids(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("aé", specials=False)
+    entries = [TokenLogprob(i, -1.0, tuple((other, -2.0) for other in ids[1:])) for i in ids]
+    found = completion_logprobs(entries, tokenizer)
+    assert found["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
+    assert [set(top) for top in found["top_logprobs"]] == [
+        {"a", "bytes:\\xc3", "bytes:\\xa9"}, {"bytes:\\xc3", "bytes:\\xa9"},
+        {"bytes:\\xc3", "bytes:\\xa9"},
+    ]  # fmt: skip
+    names = [f"token_id:{i}" for i in ids]
+    found = completion_logprobs(entries, tokenizer, as_ids=True)
+    assert found["tokens"] == names
+    assert set(found["top_logprobs"][0]) == set(names)
+    content = chat_logprobs(entries, tokenizer, as_ids=True)["content"]
+    assert [entry["token"] for entry in content] == names
+    assert [entry["token"] for entry in content[0]["top_logprobs"]] == names[1:]
+    assert content[1]["bytes"] == [0xC3]
+    for read, api in ((decode_chat, "chat"), (decode_completion, "completions")):
+        body = BODIES[read] | {"return_tokens_as_token_ids": True, "logprobs": api == "chat" or 1}
+        request = read(json.dumps(body).encode())
+        assert request.warnings == ()
+        reply, _ = replied(tokenizer, "aé", request)
+        reply.logprobs = entries
+        made = generation(reply, request)
+        made.model.engine = SimpleNamespace(tokenizer=tokenizer)
+        [choice] = (ChatWriter if api == "chat" else CompletionWriter)(made).to_json()["choices"]
+        assert names[0] in json.dumps(choice["logprobs"])
 
 
 def test_offsets_are_places_in_the_text_and_the_said_token_is_among_the_likeliest(
