@@ -1,6 +1,7 @@
 """Look up a tokenizer's vocabulary for the recovery rules of one request."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,28 +35,25 @@ def words_of(
         return NO_WORDS
     syntax = syntax_of(tokenizer.teaches)
     beginnings = call_beginnings(declared, choice, syntax) if syntax else ()
-    opening: Ids = ()
-    if syntax is not None and recovery.below_floor == "odds":
-        own = syntax.lead + syntax.marker
-        beginnings = tuple(b if b.startswith(own) else own + b for b in beginnings)
-        opening = (*_ids(tokenizer, syntax.lead), *_ids(tokenizer, syntax.marker)[:1])
+    own = syntax.lead + syntax.marker if syntax and recovery.below_floor == "odds" else ""
+    beginnings = tuple(b if b.startswith(own) else own + b for b in beginnings)
     thought = syntax.thought if syntax else None
     close = recovery.close_text or (thought.forced if thought else "")
     calls = tuple(ids for text in beginnings if (ids := _ids(tokenizer, text)))
-    if not calls or any(ids[: len(opening)] != opening for ids in calls):
-        opening = ()
+    lead = max(len(_ids(tokenizer, syntax.lead)) if syntax else 0, 1)
+    opening = _shared((_ids(tokenizer, own), *calls)) if own and calls else ()
     return Words(
         text=tokenizer.raw,
         syntax=syntax,
         tools=declared,
         hidden=_hidden(tokenizer, syntax),
         calls=calls,
-        opening=opening,
+        opening=opening if len(opening) >= lead else (),
+        lead=lead,
         marker=_special(tokenizer, syntax.marker) if syntax else -1,
         closer=_special(tokenizer, syntax.closes[-1]) if syntax else -1,
         choice=choice,
         close=_ids(tokenizer, close),
-        skip=_ids(tokenizer, recovery.skip_phrase),
         colons=_colons(tokenizer) if recovery.below_floor == "compat" else frozenset(),
         inside_thought=opens_thought(tokenizer, prompt),
         call_ends=_call_ends(tokenizer, syntax if declared else None),
@@ -82,6 +80,12 @@ def opens_thought(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
 def _ids(tokenizer: Tokenizer, text: str) -> Ids:
     """Return the ids of a text that continues another, without a start token."""
     return tuple(tokenizer.encode(text, specials=False)) if text else ()
+
+
+def _shared(sequences: Sequence[Ids]) -> Ids:
+    """Return the ids with which all sequences begin."""
+    columns = itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*sequences, strict=False))
+    return tuple(column[0] for column in columns)
 
 
 def _special(tokenizer: Tokenizer, text: str) -> int:

@@ -25,13 +25,13 @@ class Words:
     # arguments. Empty if no call may be forced.
     calls: tuple[Ids, ...] = ()
     # Ids with which all of `calls` begin: the lead that the family writes before a call, and the
-    # first id that only calls have. Empty if unknown.
+    # marker that only calls have. Empty if unknown.
     opening: Ids = ()
+    lead: int = 1  # number of them that are forced at once; of those after them each is judged
     marker: int = -1  # the special tokens around a call; -1 where they are no single tokens
     closer: int = -1
     choice: ToolChoice = AUTO
     close: Ids = ()  # ids that close a thought
-    skip: Ids = ()  # ids of the phrase after which an output is not stalled
     colons: frozenset[int] = frozenset()  # ids that end a preamble, for the detector by ids
     inside_thought: bool = False  # the prompt ended inside an open thought
     call_ends: frozenset[int] | None = None  # with which a call's closing marker can end

@@ -157,9 +157,9 @@ def test_B10_a_cancelled_output_ends_before_a_held_call() -> None:
 
 
 def test_B9_a_forced_call_that_cannot_be_parsed_is_decoded_again() -> None:
-    lead = [10, 46, 80, OPEN, 900]
-    script = [10, 46, EOS, OPEN, 10, 10, CLOSE, EOS]
+    lead = [52, 46, 80, OPEN, 900]
+    script = [52, 46, EOS, OPEN, 10, 10, CLOSE, EOS]
     device: dict[str, Any] = {"odds": lambda ids, _: 0.0}
     seen = retried(script, [*lead[:3], *RIGHT], **device)
-    assert seen.emitted == [10, 46, 80, *RIGHT]
+    assert seen.emitted == [52, 46, 80, *RIGHT]
     assert seen.notes == {"tool_prefix": 1, "call_retry": 1}
