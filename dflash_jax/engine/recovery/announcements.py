@@ -31,6 +31,22 @@ SENTENCE_ENDS = re.compile(r"(?<=[.!?\u2026\u061f\u0964])\s+|(?<=[\u3002\uff01\u
 PARTS = re.compile(
     r"[,;:\u060c\uff0c\uff1b\u3001]\s*|\s+[-\u2013\u2014]\s+|\s+\b(?:so|and|but|then)\b\s+"
 )
+# "Check if it works" sets no condition, and "so that you can see it" asks for nothing.
+WHETHER = re.compile(
+    r"\b((?:check|see|verif|test|confirm|determin|find out|figure out|ensure|look|make sure"
+    r"|vérifi|voir|regard|contrôl|comprob|comprueb|ver\b|mir|revis|confer|checar|olh|controll"
+    r"|ved|guard|prov)\w*(?: \w+){0,2}) (?:if|si|se)\b"
+    r"(?! (?:you (?:want|like|wish|need)|you'd|tu|vous|quieres?|quiser|vuo))|م?ما إذا"
+)
+PURPOSE = re.compile(r",? so (?:that )?you\b.*")
+# Where a clause ends that a negation may belong to: "I see why it does not work".
+CLAUSE = re.compile(
+    r"[,;:\u060c\uff0c\u3001]|\b(?:warum|wieso|weshalb|ob|dass|was|wie|wo|pourquoi|comment|où"
+    r"|por qué|porqué|porque|cómo|qué|dónde|por que|como|onde|o que|perché|come|cosa|dove"
+    r"|waarom|hoe|wat|waar|of|varför|hvorfor|om|hur|hvordan|vad|hvad|hva|var|hvor|ce qui|ce que"
+    r"|si|se|why|что|почему|как|где|dlaczego|czy|co|jak|gdzie|neden|tại sao|vì sao|xem|kenapa"
+    r"|mengapa|apakah|लेकिन|कि)\b|为什么|為什麼|怎么|哪|什么|لماذا|كيف"
+)
 # Words before the announcement of a sentence: "Ok, now let me ...".
 LEAD_INS = re.compile(
     r"^(?:(?:ok|okay|alright|all right|sure|great|good|perfect|now|next|first|then|so|and|but"
@@ -50,10 +66,11 @@ GERUND = re.compile(
 FINITE = re.compile(
     r"\b(?:is|are|was|were|be|been|has|have|had|will|would|can|could|may|might|should|must|does|do"
     r"|did|takes?|took|needs?|gives?|gave|shows?|showed|fails?|failed|works?|worked|helps?|means?"
-    r"|makes?|made|returns?|returned|requires?|seems?|looks?|found|succeeded|completed|done)\b"
+    r"|makes?|made|returns?|returned|requires?|seems?|looks?|found|succeeded|completed|done|\w+ed)\b"
 )
 IMPERATIVE = re.compile(r"^(?:now|next|first|then|step \d+|let's|todo)\b[\s,:.)-]*(?=[a-z`])")
 STEP = re.compile(r"^(?:step|next(?: step)?|first|todo|action|plan)\b[^.]{0,60}$")
+SHORT = 8  # words of "Reading the file now.", which may be the subject of a longer sentence
 LONGEST = 400  # characters of a sentence
 
 
@@ -79,12 +96,13 @@ def cue_of(text: str) -> Cue:
 
 def _cue(sentence: str) -> Cue:
     sentence = QUOTED.sub("", SPANS.sub("`", sentence[-LONGEST:]))
+    sentence = PURPOSE.sub("", WHETHER.sub(r"\1 whether", sentence))
     found = max(_announces(sentence, language) for language in LANGUAGES)
     if found is Cue.NONE and not ENGLISH.asks.search(sentence):
         start = LEAD_INS.sub("", sentence)
         if GERUND.match(start) and not FINITE.search(start) and not _idle(start, ENGLISH):
             known = ENGLISH.acts.match(ADVERBS.sub("", start))
-            return Cue.STRONG if known and len(start.split()) <= 14 else Cue.WEAK
+            return Cue.STRONG if known and len(start.split()) <= SHORT else Cue.WEAK
         orders = IMPERATIVE.match(sentence) and ENGLISH.acts.match(start)
         if orders or STEP.match(sentence):
             return Cue.WEAK
@@ -97,7 +115,7 @@ def _announces(sentence: str, language: Language) -> Cue:
         return Cue.NONE
     if language.whole is not None:
         whole = language.whole.search(sentence)
-        if whole and not language.idle.search(sentence):
+        if whole and not language.idle.search(_clause(sentence, whole.start(), whole.start())):
             return Cue.STRONG if language.acts.search(sentence) else Cue.LIKELY
     if language.opens is None:
         return Cue.NONE
@@ -110,14 +128,23 @@ def _announces(sentence: str, language: Language) -> Cue:
             rest = ADVERBS.sub("", rest)
             if _idle(rest, language):
                 continue
-            cue = Cue.STRONG if language.acts.match(rest) else Cue.LIKELY if rest else Cue.NONE
+            cue = Cue.STRONG if language.acts.match(rest) else Cue.LIKELY
         else:
-            scope = sentence[opening.start() :]
-            if language.idle.search(scope):
+            act = language.acts.search(sentence, opening.start())
+            if act is None or language.idle.search(_clause(sentence, opening.start(), act.end())):
                 continue
-            cue = Cue.STRONG if language.acts.search(scope) else Cue.NONE
+            cue = Cue.STRONG
         found = max(found, cue)
     return found
+
+
+def _clause(sentence: str, start: int, verb: int) -> str:
+    """Return the clause with a verb that ends at an index; the words before `start` belong to it
+    unless a comma separates them.
+    """
+    begin = max(sentence.rfind(mark, 0, start) for mark in ",;:\u060c\uff0c\u3001") + 1
+    end = CLAUSE.search(sentence, verb)
+    return sentence[begin : end.start() if end else None]
 
 
 def _idle(rest: str, language: Language) -> bool:

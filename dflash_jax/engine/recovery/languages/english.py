@@ -15,7 +15,7 @@ _ENGLISH_ACTS = (
     r"|review|rewrit|rout|run|sav[ei]|scan|scaffold|scroll|search|see|send|set|shut|skim|sort"
     r"|spin"
     r"|start|stash|step|stop the|submit|switch|tak[ei]|tackl|tail|test|trac|track|trigger|try"
-    r"|turn|unpack|updat|upgrad|upload|us[ei]|validat|verif|view|visit|walk through|work on|writ"
+    r"|turn|unpack|updat|upgrad|upload|us[ei]|validat|verif|view|visit|walk through|work|writ"
     r"|figur|do (?:it|that|this|so)|begin|continu|handl|determin|identif|confirm|study|perform"
     r"|bring up|back up|drill|go(?:ing)? (?:through|over|ahead)|follow"
 )
@@ -23,7 +23,8 @@ ENGLISH = language(
     opens=(
         r"let me(?: (?:just|quickly|first|now|also|then|go ahead and|try to|start by|begin by))*"
         r"|let's(?: (?:just|quickly|first|now|also|start by|begin by))*|let us"
-        r"|(?:i|we)(?:'ll| will| shall|'m going to| am going to|'re going to| are going to"
+        r"|(?:i|we)(?: (?:first|now|also|then|just|still|next|really|quickly))*"
+        r"(?:'ll| will| shall|'m going to| am going to|'re going to| are going to"
         r"|'m gonna|'m about to| am about to| need to| have to|'ve got to| must| should| want to"
         r"|'d like to| would like to| plan to| intend to| can now| still need to| first need to)"
         r"(?: (?:just|quickly|first|now|also|then|next|immediately|go ahead and|try to|start by"
@@ -48,12 +49,13 @@ ENGLISH = language(
         r"|two|three|several) |seeing|see$|look forward|looking forward|happy|glad|afraid|sorry)"
     ),
     asks=(
-        r"\?|\b(?:if|unless|whenever|once you|when you|after you|as soon as you|until you"
-        r"|should you|whichever|either way|up to you|let me know|for you to|you can|you could"
-        r"|you should|you may|you might|you'd|you will|you'll|your (?:approval|confirmation"
-        r"|permission|go-ahead|answer|reply|decision|choice|input|call)|next time"
-        r"|in (?:the )?future"
-        r"|from now on|going forward|later|tomorrow|anymore|any more|no longer|would you|do you"
-        r"|shall i|should i|can i|may i|could i|instead of me|not (?:be )?able)\b"
+        r"\?|^if\b|, if\b|\bif (?:you|needed|necessary|desired|wanted|required|so|not|asked"
+        r"|and when|possible|(?:this|that|it) (?:is|helps?|works?|would|sounds?|suits?)|any|there)"
+        r"|\b(?:unless|whenever|once you|when you|after you|as soon as you|until you|should you"
+        r"|whichever|either way|up to you|let me know|for you to|you can|you could|you should"
+        r"|you may|you might|you'd|you will|you'll|your (?:approval|confirmation|permission"
+        r"|go-ahead|decision)|next time|in (?:the )?future|from now on|going forward|later on"
+        r"|later\W*$|tomorrow|anymore|any more|no longer|would you|do you|shall i|should i|can i"
+        r"|may i|could i|not (?:be )?able)\b"
     ),
 )

@@ -31,7 +31,7 @@ GERMAN = language(
 DUTCH = language(
     opens=r"ik(?= \w+)|laat (?:me|mij|ik|ons)|(?:ga|zal|moet|wil|kijk|lees|open|controleer"
     r"|zoek|start"
-    r"|voer|draai|test|pak|haal|bekijk|schrijf|maak) ik|we gaan|eens even",
+    r"|voer|draai|test|pak|haal|bekijk|schrijf|maak) ik|we gaan|(?:eens )?even(?= \w+en\b)",
     acts=(
         r"controleer|check|\blees|lezen|kijk|bekijk|open|voer|zoek|start|test|analyseer|draai"
         r"|onderzoek"

@@ -108,7 +108,7 @@ ITALIAN = language(
         r"(?:vado|andiamo|procedo|passo|inizio|comincio) a|sto per|lasci(?:ami|atemi)"
         r"|mi (?:lasci|permetta)|fa(?:mmi|temi)"
         r"|devo|dobbiamo|voglio|vorrei|bisogna|(?:ora|adesso|prima|poi|quindi),?(?= \w+o\b)"
-        r"|(?=\w+(?:er|ir|ar)ò\b)|sto(?= \w+ndo\b)|permettimi di|vediamo|diamo"
+        r"|(?=\w+(?:er|ir|ar)ò\b)|sto(?= \w+ndo\b)|permettimi di|vediamo|diamo|do un'occhiata"
         rf"{_clause_of(_ITALIAN_ACTS)}"
     ),
     acts=_ITALIAN_ACTS,
