@@ -46,7 +46,7 @@ ENGLISH = language(
         r"|take (?:that|it|this) as|us(?:e|ing) (?:the default|that wording|it from)"
         r"|do (?:my|our) best|try (?:my|our) best|get back to you|go with|see you|see (?:that"
         r"|no|an?"
-        r"|two|three|several) |seeing|see$|look forward|looking forward|happy|glad|afraid|sorry)"
+        r"|two|three|several) |seeing|look forward|looking forward|happy|glad|afraid|sorry)"
     ),
     asks=(
         r"\?|^if\b|, if\b|\bif (?:you|needed|necessary|desired|wanted|required|so|not|asked"

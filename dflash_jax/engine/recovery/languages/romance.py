@@ -5,7 +5,7 @@ from dflash_jax.engine.recovery.languages.language import language
 # Words that follow a verb in the present, but not a noun that looks like one.
 _OBJECTS = (
     "il|lo|la|le|gli|i|subito|ora|adesso|prima|un|una|se|cosa|el|los|las|o|os|a|as|ahora|agora"
-    "|primero|primeiro|qué"
+    "|primero|primeiro|qué|whether"
 )
 
 
