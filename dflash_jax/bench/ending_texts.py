@@ -1,7 +1,7 @@
 """Texts from which `endings.py` composes fresh ends of outputs, by kind and language.
 
-None of them was used to choose the words or thresholds of the rules. `{file}`, `{folder}`,
-`{command}`, `{place}` and `{tool}` are filled in from a seed.
+None of the thresholds of the rules was chosen by them. `{file}`, `{folder}`, `{command}`, `{place}`
+and `{tool}` are filled in from a seed.
 """
 
 SLOTS = {
@@ -47,77 +47,106 @@ STALLS: dict[str, tuple[str, ...]] = {
         "I'll start with the tests:\n\n```\n{command}\n```",
         '```json\n{{"name": "{tool}", "arguments": {{"path": "{file}"}}}}\n```',
         "Got it. I'm looking at {file} right now.",
-        "Nothing in {folder} matches. I'll widen the search.",
+        "Hmm, the config looks fine. Let me trace the call through {file}.",
+        "I'll take care of {folder} first.",
+        "Since {place} timed out, I'm going to retry with a longer limit.",
+        "Okay! Time to look at {file}.",
+        "Before I answer, let me count the entries in {folder}.",
+        "The error points to {file}, so we should read that next. Let me do so:",
+        "Let me figure out which process writes {file}.",
+        "Now checking {place}.",
+        "I will need to run `{command}` to know for sure. One second.",
+        "I think the cause is in {file}. I'll confirm that by reading it.",
     ),
     "de": (
         "Dazu werfe ich einen Blick in {file}.",
         "Ich öffne als Nächstes {file}.",
         "Lassen Sie mich zuerst {folder} durchsuchen.",
         "Dann führe ich jetzt `{command}` aus:",
+        "Mal sehen, was in {file} steht.",
+        "Ich schreibe {file} jetzt neu.",
     ),
     "fr": (
         "Je vais parcourir {folder} pour comprendre.",
         "J'examine {file} tout de suite.",
         "Laissez-moi consulter les journaux de {place}.",
         "Il faut que je relise {file} :",
+        "Commençons par {file}.",
+        "Je lis {file} pour vérifier.",
     ),
     "es": (
         "Ahora mismo abro {file}.",
         "Voy a ejecutar `{command}` para ver el resultado.",
         "Permíteme examinar {folder} primero.",
         "Buscaré la definición en {folder}.",
+        "Déjame echar un vistazo a {file}.",
+        "Primero tengo que listar {folder}.",
     ),
     "pt": (
         "Agora vou olhar {file}.",
         "Deixa eu rodar `{command}` primeiro.",
         "Preciso examinar {folder} antes de continuar:",
+        "Vou dar uma olhada em {folder}.",
+        "Deixe-me corrigir {file}.",
     ),
     "it": (
         "Do un'occhiata a {file} e poi procedo.",
         "Adesso eseguo `{command}`.",
         "Lasciami cercare in {folder}.",
+        "Fammi aprire {file} un attimo.",
+        "Prima verifico {place}.",
     ),
     "nl": (
         "Ik open nu {file}.",
         "Even kijken wat er in {folder} staat.",
         "Ik zal `{command}` uitvoeren.",
+        "Laat me {file} erbij pakken.",
     ),
     "sv": (
         "Jag tittar i {file} nu.",
         "Låt mig köra `{command}` först.",
+        "Nu ska jag kontrollera {place}.",
     ),
     "da": (
         "Jeg åbner {file} nu.",
         "Lad mig lige køre `{command}`:",
+        "Jeg vil lige tjekke {place}.",
     ),
     "pl": (
         "Zajrzę teraz do {file}.",
         "Najpierw uruchomię `{command}`.",
+        "Muszę sprawdzić {folder}.",
     ),
     "ru": (
         "Сейчас открою {file}.",
         "Я запущу `{command}` и посмотрю, что будет.",
+        "Давайте заглянем в {file}.",
     ),
     "tr": (
         "Şimdi {file} dosyasını açıyorum.",
         "Önce `{command}` komutunu çalıştıracağım.",
+        "{file} dosyasına bir göz atayım.",
     ),
     "zh": (
         "我来打开 {file} 看一下。",
         "好的,我先执行 `{command}`:",
         "接下来我搜索一下 {folder}。",
+        "让我读取 {file} 的内容。",
     ),
     "ja": (
         "{file} を開いて中身を見てみます。",
         "次に `{command}` を実行します。",
+        "まず {folder} の中を調べます。",
     ),
     "ko": (
         "지금 {file} 파일을 열어보겠습니다.",
         "`{command}` 명령을 실행해 볼게요.",
+        "{folder} 폴더를 먼저 살펴보겠습니다.",
     ),
     "ar": (
         "سأفتح {file} الآن.",
         "دعني أشغل `{command}` أولا.",
+        "سأبحث في {folder}.",
     ),
     "hi": ("अब मैं {file} खोलता हूँ।",),
     "vi": ("Tôi sẽ mở {file} ngay bây giờ.",),
@@ -154,43 +183,59 @@ ANSWERS: dict[str, tuple[str, ...]] = {
         "I'll be around in case {place} goes down again.",
         "In short: {file} was fine, and {place} is back.",
         "| file | state |\n|---|---|\n| {file} | ok |",
+        "I'd rather not touch {file} without a backup.",
+        "{file} was last changed on Monday, as far as I can see.",
+        "Running `{command}` is enough.",
+        "I already checked {place}: no errors.",
+        "Then open {file} and set the limit to 5.",
+        "I'm not sure what you mean by that.",
+        "We're done here; {place} is healthy.",
+        "Next time, I'll read {file} first.",
+        "That's it!",
     ),
     "de": (
         "In {file} war ein Tippfehler, er ist behoben.",
         "Soll ich noch {folder} prüfen?",
         "Falls nötig, kann ich {file} löschen.",
         "Gern geschehen!",
+        "Ich habe {folder} schon durchsucht, da ist nichts.",
     ),
     "fr": (
         "Le délai dans {file} est de 30 secondes.",
         "Si besoin, je peux relancer {place}.",
         "Voilà, {file} est à jour.",
         "Avec plaisir !",
+        "J'ai déjà relu {file}, tout va bien.",
     ),
     "es": (
         "Listo, {file} ya está actualizado.",
         "Avísame si necesitas algo más.",
         "Hay cuatro archivos en {folder}.",
         "Cuando quieras, sigo con {file}.",
+        "Ya revisé {folder}; no hay nada.",
     ),
     "pt": (
         "Pronto, {file} foi corrigido.",
         "Se precisar, é só chamar.",
         "Há quatro arquivos em {folder}.",
+        "Já verifiquei {folder}, está tudo certo.",
     ),
     "it": (
         "Fatto: {file} è a posto.",
         "Fammi sapere se serve altro.",
         "Ci sono quattro file in {folder}.",
+        "Ho già controllato {folder}.",
     ),
     "nl": (
         "Klaar: {file} is aangepast.",
         "Laat het me weten als er nog iets is.",
         "Er staan vier bestanden in {folder}.",
+        "Ik heb {folder} al doorzocht.",
     ),
     "sv": (
         "Klart, {file} är uppdaterad.",
         "Säg till om du behöver mer hjälp.",
+        "Jag har redan tittat i {file}.",
     ),
     "da": (
         "Færdig, {file} er rettet.",
@@ -199,10 +244,12 @@ ANSWERS: dict[str, tuple[str, ...]] = {
     "pl": (
         "Gotowe, {file} jest poprawiony.",
         "Daj znać, jeśli coś jeszcze.",
+        "Sprawdziłem {file}, wszystko gra.",
     ),
     "ru": (
         "Готово, {file} исправлен.",
         "Дайте знать, если нужно ещё что-то.",
+        "Я уже проверил {file}, всё в порядке.",
     ),
     "tr": (
         "Tamam, {file} düzeltildi.",
@@ -212,14 +259,17 @@ ANSWERS: dict[str, tuple[str, ...]] = {
         "{file} 已经修复。",
         "{folder} 里有四个文件。",
         "还有其他问题吗?",
+        "我已经检查过 {file} 了。",
     ),
     "ja": (
         "{file} を修正しました。",
         "ほかにご質問はありますか。",
+        "{folder} には何もありませんでした。",
     ),
     "ko": (
         "{file} 파일을 고쳤습니다.",
         "다른 질문이 있으면 말씀해 주세요.",
+        "{folder} 폴더는 비어 있습니다.",
     ),
     "ar": (
         "تم إصلاح {file}.",

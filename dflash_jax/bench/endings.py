@@ -68,12 +68,13 @@ class Judged:
 
     Attributes:
       natural: the target's argmax after the text is an end token.
-      odds: sum of the log-ratios of the tokens that lead to a call; None without a tool syntax.
+      odds: log-ratios of the tokens that lead to a call, of which the rule takes the sum; None
+        without a tool syntax.
     """
 
     case: Case
     natural: bool
-    odds: float | None
+    odds: tuple[float, ...] | None
     acted_on: bool
 
 
@@ -125,10 +126,12 @@ def judge_cases(
         end = max(ends, key=lambda i: rows[0][i])
         odds = _odds(rows, end, words)
         natural = bool(rows[0].argmax() == end)
-        yield Judged(case, natural, odds, acts(case.text, odds, recovery, bool(words.calls)))
+        total = None if odds is None else sum(odds)
+        acted_on = acts(case.text, total, recovery, has_syntax=bool(words.calls))
+        yield Judged(case, natural, odds, acted_on)
 
 
-def acts(text: str, odds: float | None, recovery: Recovery, has_syntax: bool = True) -> bool:
+def acts(text: str, odds: float | None, recovery: Recovery, *, has_syntax: bool) -> bool:
     """Return whether recovery continues at the end of a text; see `floor.judge_by_odds`."""
     ending = read_ending(text, tools_of(TOOLS))
     if ending.opened_fence:
@@ -142,14 +145,14 @@ def acts(text: str, odds: float | None, recovery: Recovery, has_syntax: bool = T
     return odds >= floor.wanted_odds(ending, recovery)
 
 
-def _odds(rows: Sequence[np.ndarray], end: int, words: Words) -> float | None:
-    """Return the sum of the odds of the lead and of each token of the marker."""
+def _odds(rows: Sequence[np.ndarray], end: int, words: Words) -> tuple[float, ...] | None:
+    """Return the odds of the lead, against the end token, and of each token of the marker."""
     if not words.opening:
         return None
-    total = float(rows[0][words.opening[0]] - rows[0][end])
+    odds = [float(rows[0][words.opening[0]] - rows[0][end])]
     for row, token in itertools.islice(zip(rows, words.opening, strict=False), words.lead, None):
-        total += float(row[token] - row.max())
-    return total
+        odds.append(float(row[token] - row.max()))
+    return tuple(odds)
 
 
 def _logits(model: TargetModel, ids: list[int], count: int) -> list[np.ndarray]:
@@ -169,7 +172,17 @@ def summary(judged: Sequence[Judged]) -> dict[str, Any]:
             acted = sum(j.acted_on for j in some)
             found[f"{name}{kind}s"] = len(some)
             found[f"{name}{kind}s_{verb}"] = acted
-    misses = collections.Counter(
+    wrong = collections.Counter(
         j.case.language for j in judged if j.acted_on != (j.case.kind == "stall")
     )
-    return found | {"misjudged_by_language": dict(misses)}
+    return found | {"misjudged_by_language": dict(wrong)}
+
+
+def line(name: str, found: dict[str, Any]) -> str:
+    """Return one line of a table of summaries."""
+    parts = (
+        f"{found[f'{natural}stalls_acted_on']:4} of {found[f'{natural}stalls']:3} acted on,"
+        f" {found[f'{natural}answers_disturbed']:3} of {found[f'{natural}answers']:3} disturbed"
+        for natural in ("", "natural_")
+    )
+    return f"{name:24} {' | natural: '.join(parts)}"

@@ -5,7 +5,8 @@ from dflash_jax.engine.recovery.languages.language import language
 GERMAN = language(
     opens=(
         r"ich (?:werde|will|muss|möchte|soll)|(?:werde|will|muss|möchte|soll) ich"
-        r"|lass(?:t|en sie)? (?:mich|uns)|ich(?= \w+e\b)|\w+e ich\b"
+        r"|lass(?:t|en sie)? (?:mich|uns)|ich(?= (?!\w+te\b)\w+e\b)|(?!\w+te\b)\w+e ich\b"
+        r"|(?:ich )?(?:teste|starte)\b(?: ich)?|mal (?:sehen|schauen)"
         r"|als nächstes|zunächst (?:werde|muss)"
     ),
     acts=(
@@ -29,7 +30,8 @@ GERMAN = language(
 
 
 DUTCH = language(
-    opens=r"ik(?= \w+)|laat (?:me|mij|ik|ons)|(?:ga|zal|moet|wil|kijk|lees|open|controleer"
+    opens=r"ik(?= (?!\w{3,}[dt]e\b)\w+)|laat (?:me|mij|ik|ons)|(?:ga|zal|moet|wil|kijk|lees"
+    r"|open|controleer"
     r"|zoek|start"
     r"|voer|draai|test|pak|haal|bekijk|schrijf|maak) ik|we gaan|(?:eens )?even(?= \w+en\b)",
     acts=(

@@ -8,6 +8,13 @@ _OBJECTS = (
     "|primero|primeiro|qué|whether"
 )
 
+# Verbs whose past in the first person looks like a future: "comparé", "alterei".
+_PAST = (
+    "(?:compar|gener|ger|alter|prepar|separ|repar|explor|oper|recuper|configur|encontr|mostr|entr"
+    "|consider|mejor|melhor|tir|retir|compr|filtr|registr|ignor|restaur|integr|import"
+    "|procur)(?:é|ei)\\b"
+)
+
 
 def _clause_of(acts: str) -> str:
     """Return a pattern of a clause that begins with a verb in the first person of the present."""
@@ -18,7 +25,7 @@ _FRENCH_ACTS = (
     r"vérifi|\blis\b|\blire|relire|relis|regard|lanc|exécut|ouvr|cherch|recherch|consult|examin"
     r"|test|analys|corrig|modifi|\bcrée|créer|écri|supprim|install|list|calcul|compar|récupér"
     r"|télécharg|inspect|explor|démarr|appel|jet\w+ un|voir|essa[iy]|contrôl|ajout|remplac"
-    r"|renomm|déplac|copi|compil|mett\w+ à jour|parcour|interrog|charg|édit|trouv|commenc"
+    r"|renomm|déplac|copi|compil|mett\w+ à jour|parcour|interrog|charg|édit|trouv|commen[cç]"
     r"|continu|fais|faire|utilis|effectu|pass\w* (?:à|aux?)|fouill|répar|compt(?:er|e les)"
 )
 FRENCH = language(
@@ -54,8 +61,9 @@ SPANISH = language(
     opens=(
         r"(?:voy|vamos|procedo|paso) a|déja?me|dejame|permíta?me|permíteme|necesito|debo"
         r"|tengo que"
-        r"|quiero|hay que|empiezo por|comenzaré por|(?:ahora|primero|luego|después),?(?= \w+o\b)"
-        r"|(?=\w+(?:aré|eré|iré|remos)\b)|estoy(?= \w+ndo\b)|(?:déjame|deja) que"
+        rf"|quiero|empiezo por|comenzaré por"
+        rf"|(?:ahora|primero|luego|después),?(?= (?:{_SPANISH_ACTS})\w*o\b)"
+        rf"|(?=\w+(?:aré|eré|iré|remos)\b)(?!{_PAST})|estoy(?= \w+ndo\b)|(?:déjame|deja) que"
         rf"{_clause_of(_SPANISH_ACTS)}"
     ),
     acts=_SPANISH_ACTS,
@@ -80,8 +88,9 @@ _PORTUGUESE_ACTS = (
 PORTUGUESE = language(
     opens=(
         r"(?:vou|vamos|irei)|deix[ae](?:-me| eu| que eu)|me deixe|permit[ae]-me|preciso(?: de)?"
-        r"|devo|tenho (?:de|que)|quero|é preciso|(?:agora|primeiro|depois),?(?= \w+o\b)"
-        r"|(?=\w+(?:arei|erei|irei|remos)\b)|estou(?= (?:a \w+r|\w+ndo)\b)"
+        rf"|devo|tenho (?:de|que)|quero"
+        rf"|(?:agora|primeiro|depois),?(?= (?:{_PORTUGUESE_ACTS})\w*o\b)"
+        rf"|(?=\w+(?:arei|erei|irei|remos)\b)(?!{_PAST})|estou(?= (?:a \w+r|\w+ndo)\b)"
         rf"{_clause_of(_PORTUGUESE_ACTS)}"
     ),
     acts=_PORTUGUESE_ACTS,
@@ -107,13 +116,15 @@ ITALIAN = language(
     opens=(
         r"(?:vado|andiamo|procedo|passo|inizio|comincio) a|sto per|lasci(?:ami|atemi)"
         r"|mi (?:lasci|permetta)|fa(?:mmi|temi)"
-        r"|devo|dobbiamo|voglio|vorrei|bisogna|(?:ora|adesso|prima|poi|quindi),?(?= \w+o\b)"
+        rf"|devo|dobbiamo|voglio|vorrei"
+        rf"|(?:ora|adesso|prima|poi|quindi),?(?= (?:{_ITALIAN_ACTS})\w*o\b)"
         r"|(?=\w+(?:er|ir|ar)ò\b)|sto(?= \w+ndo\b)|permettimi di|vediamo|diamo|do un'occhiata"
         rf"{_clause_of(_ITALIAN_ACTS)}"
     ),
     acts=_ITALIAN_ACTS,
     idle=(
-        r"\b(?:non|mai|sempre|aspett|attend|lasci(?:o|erò) (?:tutto|così|com)|credo|penso|suppon"
+        r"\b(?:non|mai|sempre|ho|abbiamo|hai|ha|è|aspett|attend|lasci(?:o|erò) (?:tutto|così"
+        r"|com)|credo|penso|suppon"
         r"|posso|potrei|so\b|sono|sarò|rest|consigli|sugger|spieg|rispond|dire|ammett|scus"
         r"|aiutar|più informazioni|sapere|conferma)"
     ),
