@@ -2,13 +2,15 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash_jax.engine.recovery import OFF, Recovery, repeated_calls
 from dflash_jax.engine.recovery.words import NO_WORDS, Ids, Words
+from dflash_jax.errors import RequestError
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.tool_parsers import Syntax, syntax_of
+from dflash_jax.tool_parsers import Syntax, syntax_of, tools_warning
 from dflash_jax.tool_parsers.grammar import call_grammar
 from dflash_jax.tool_parsers.tool_schema import call_beginnings, choice_of, tools_of
 
@@ -58,6 +60,17 @@ def words_of(
         inside_thought=opens_thought(tokenizer, prompt),
         call_ends=_call_ends(tokenizer, syntax if declared else None),
     )
+
+
+def chat_ids(
+    tokenizer: Tokenizer | None, messages: Sequence[Any], variables: Mapping[str, Any]
+) -> list[int]:
+    """Return the prompt ids of a conversation; see `Engine.chat_ids`."""
+    if tokenizer is None:
+        raise RequestError("this model ships no tokenizer; give token ids instead of messages")
+    if variables.get("tools") and (text := tools_warning(tokenizer.teaches)):
+        warnings.warn(text, stacklevel=3)
+    return tokenizer.chat(messages, **variables)
 
 
 def calls_grammar(words: Words, tokenizer: Tokenizer) -> str:

@@ -8,6 +8,7 @@ from dflash_jax.engine.result import RoundTrace, Stats
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.protocol import GenerationRequest
 from dflash_jax.server.reply import Reply
+from dflash_jax.tool_parsers import tools_warning
 
 
 def usage(generation: Generation) -> dict[str, Any]:
@@ -75,7 +76,10 @@ def requested_statistics(generation: Generation, answer_id: str) -> dict[str, An
 def warnings(generation: Generation) -> list[str]:
     """Return the warnings about a request and its finished outputs, without duplicates."""
     of_replies = (text for reply in generation.replies if reply.result for text in reply.warnings)
-    return list(dict.fromkeys((*generation.request.warnings, *of_replies)))
+    tokenizer, tools = generation.model.engine.tokenizer, generation.request.tools
+    found = tools_warning(tokenizer.teaches) if tools and tokenizer else None
+    of_tools = () if found is None else (found,)
+    return list(dict.fromkeys((*generation.request.warnings, *of_tools, *of_replies)))
 
 
 def choice_statistics(reply: Reply, request: GenerationRequest, answer_id: str) -> dict[str, Any]:
