@@ -42,7 +42,10 @@ SYMBOLS = frozenset('{}[]()<>"=\\;&|$%^@~+')
 MOST_SYMBOLS = 0.1  # of the characters that are no white space, in a sentence
 QUOTES = re.compile('"'), re.compile(r"(?<!\w)'|'(?!\w)")  # an apostrophe is no quotation mark
 FENCE = re.compile(r"^[ \t]*(?:```|~~~)", re.MULTILINE)
-ITEM = re.compile(r"[ \t]*(?:[-*+\u2022\u2013]|\d+[.)]|\[[ xX]?\]|[a-z]\))[ \t]+\S")
+ITEM = re.compile(
+    r"[ \t]*(?:[-*+>\u2022\u2013]|TRACE|DEBUG|INFO|WARN(?:ING)?|ERROR|FATAL|\d+[.)]|\[[ xX]?\]"
+    r"|[a-z]\))[ \t]+\S"
+)
 ROW = re.compile(r"[ \t]*\|.*\|[ \t]*|[^,;\t|\n]*(?:(?:,(?! )|;(?! )|\t|\|)[^,;\t|\n]*){2,}")
 LONGEST_VERSE = 60  # characters of a line
 

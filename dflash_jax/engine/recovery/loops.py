@@ -23,10 +23,10 @@ LIMITS: dict[Kind, tuple[tuple[int, int], tuple[int, int], tuple[int, int]]] = {
     Kind.TEXT: ((1, 12), (2, 3), (2, 3)),
     Kind.WORD: ((2, 12), (2, 3), (2, 3)),
     Kind.VERSE: ((4, 12), (8, 3), (8, 6)),
-    Kind.CODE: ((4, 12), (8, 3), (16, 6)),
-    Kind.RULE: ((4, 12), (16, 3), (16, 8)),
-    Kind.DATA: ((8, 12), (16, 3), (16, 8)),
-    Kind.BLOCK: ((16, 12), (32, 3), (32, 8)),
+    Kind.CODE: ((8, 12), (8, 3), (16, 6)),
+    Kind.RULE: ((8, 12), (16, 3), (16, 8)),
+    Kind.DATA: ((16, 12), (16, 3), (16, 8)),
+    Kind.BLOCK: ((32, 12), (32, 3), (32, 8)),
 }
 KINDS = list(LIMITS)
 

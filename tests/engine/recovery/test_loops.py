@@ -21,7 +21,7 @@ from dflash_jax.tool_parsers import SYNTAXES
 from dflash_jax.tool_parsers.tool_schema import Tool
 
 MEASURED = recovery(runaway="measured")
-LIMIT = 1024
+LIMIT = 2048
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +106,8 @@ def test_a_loop_that_may_continue_is_judged_again_at_the_next_length() -> None:
         lengths.extend([len(ids)] if len(ids) > 1 else [])
         return "0" * len(ids)
 
-    assert ended([9] * LIMIT, Words(text=text)) == (768, "runaway")
-    assert lengths[1::2] == [96, 192, 384, 768]
+    assert ended([9] * LIMIT, Words(text=text)) == (1536, "runaway")
+    assert lengths[1::2] == [96, 192, 384, 768, 1536]
 
 
 def test_only_loops_are_decoded_to_text() -> None:
@@ -266,7 +266,7 @@ def test_looping_outputs_end(tokenizer: Tokenizer) -> None:
     words = Words(text=tokenizer.raw)
     lengths = {}
     for name, beginning, unit in SICK:
-        ids = sick(beginning, unit, tokenizer.encode, 3200)
+        ids = sick(beginning, unit, tokenizer.encode, 3300)
         cut = ended(ids, words, Recovery())
         assert cut is not None, name
         fenced = "```" in beginning

@@ -30,7 +30,7 @@ LANGUAGES: tuple[Language, ...] = (
 # A sentence that asks the reader to wait for what the sentence before it announced.
 FILLER = re.compile(
     r"^(?:(?:just |please |give me )*\W*(?:one|a|another)? ?(?:moment|second|sec|minute|bit)\b.*"
-    r"|(?:please )?(?:hold on|hang on|stand by|bear with me|wait)\b(?! for you).{0,30}"
+    r"|(?:please )?(?:(?:hold|hang)\W+on|stand by|bear with me|wait)\b(?! for you).{0,30}"
     r"|back (?:in|shortly|soon)\b.*"
     r"|(?:this|it) (?:will|should|may|might|could|won't) (?:only |just )*take.*"
     r"|(?:einen? )?(?:kleinen )?(?:moment|augenblick|sekunde)\b.{0,20}"
