@@ -16,7 +16,7 @@ class Cue(enum.IntEnum):
     """How clearly the end of an output shows that a tool call should follow."""
 
     NONE = 0  # no sign of it
-    WEAK = 1  # an unfinished sentence, or an instruction that may be meant for the reader
+    WEAK = 1  # an unfinished sentence
     LIKELY = 2  # an announcement with a verb that is not known
     STRONG = 3  # an announcement with a verb of an action
 
@@ -66,11 +66,11 @@ GERUND = re.compile(
 FINITE = re.compile(
     r"\b(?:is|are|was|were|be|been|has|have|had|will|would|can|could|may|might|should|must|does|do"
     r"|did|takes?|took|needs?|gives?|gave|shows?|showed|fails?|failed|works?|worked|helps?|means?"
-    r"|makes?|made|returns?|returned|requires?|seems?|looks?|found|succeeded|completed|done|\w+ed)\b"
+    r"|makes?|made|returns?|returned|requires?|seems?|looks?|keeps?|fixes|solves|lets|allows?"
+    r"|causes?|leads?|saves|avoids?|ensures?|prevents?|stops|found|succeeded|completed|done"
+    r"|\w+ed)\b"
 )
-IMPERATIVE = re.compile(r"^(?:now|next|first|then|step \d+|let's|todo)\b[\s,:.)-]*(?=[a-z`])")
-STEP = re.compile(r"^(?:step|next(?: step)?|first|todo|action|plan)\b[^.]{0,60}$")
-SHORT = 8  # words of "Reading the file now.", which may be the subject of a longer sentence
+SHORT = 7  # words of "Reading the file now.", which may be the subject of a longer sentence
 LONGEST = 400  # characters of a sentence
 
 
@@ -100,12 +100,9 @@ def _cue(sentence: str) -> Cue:
     found = max(_announces(sentence, language) for language in LANGUAGES)
     if found is Cue.NONE and not ENGLISH.asks.search(sentence):
         start = LEAD_INS.sub("", sentence)
-        if GERUND.match(start) and not FINITE.search(start) and not _idle(start, ENGLISH):
-            known = ENGLISH.acts.match(ADVERBS.sub("", start))
-            return Cue.STRONG if known and len(start.split()) <= SHORT else Cue.WEAK
-        orders = IMPERATIVE.match(sentence) and ENGLISH.acts.match(start)
-        if orders or STEP.match(sentence):
-            return Cue.WEAK
+        if GERUND.match(start) and not FINITE.search(start) and len(start.split()) <= SHORT:
+            verb = ADVERBS.sub("", start)
+            return Cue.STRONG if ENGLISH.acts.match(verb) and not _idle(verb, ENGLISH) else found
     return found
 
 
