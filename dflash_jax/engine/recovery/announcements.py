@@ -38,6 +38,10 @@ WHETHER = re.compile(
     r"|ved|guard|prov)\w*(?: \w+){0,2}) (?:if|si|se)\b"
     r"(?! (?:you (?:want|like|wish|need)|you'd|tu|vous|quieres?|quiser|vuo))|م?ما إذا"
 )
+WAITING = re.compile(
+    r"\b(?:wait|hold on|moment|second|sec|minute|bear with me|stand by)\b.{0,12}?\bwhile i(?:'m)? "
+)
+RESULT = re.compile(r":\s+(?:yes\b|no\b|.*=)")  # "Let me check: yes, it is there."
 PURPOSE = re.compile(r",? so (?:that )?you\b.*")
 # Where a clause ends that a negation may belong to: "I see why it does not work".
 CLAUSE = re.compile(
@@ -88,8 +92,9 @@ def cue_of(text: str) -> Cue:
     """
     last: Cue = Cue.NONE
     for sentence in reversed(sentences(text)[-3:]):
-        if not FILLER.match(sentence):
-            return max(last, _cue(sentence))
+        cue = max(last, _cue(sentence))
+        if cue >= Cue.LIKELY or not FILLER.match(sentence):
+            return cue
         last = Cue.WEAK
     return last
 
@@ -97,6 +102,10 @@ def cue_of(text: str) -> Cue:
 def _cue(sentence: str) -> Cue:
     sentence = QUOTED.sub("", SPANS.sub("`", sentence[-LONGEST:]))
     sentence = PURPOSE.sub("", WHETHER.sub(r"\1 whether", sentence))
+    sentence = WAITING.sub(", let me ", sentence)
+    told = sentence.partition(": ")[2]
+    if RESULT.search(sentence) or FINITE.search(told):
+        return Cue.NONE
     found = max(_announces(sentence, language) for language in LANGUAGES)
     if found is Cue.NONE and not ENGLISH.asks.search(sentence):
         start = LEAD_INS.sub("", sentence)

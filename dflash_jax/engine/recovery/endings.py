@@ -23,6 +23,17 @@ EXAMPLE = re.compile(
     r"|documented|returned|responded|result|output)\b",
     re.IGNORECASE,
 )
+# Languages of code that is meant to be run, and words that say so.
+SHELLS = ("", "sh", "bash", "shell", "zsh", "console", "terminal", "powershell", "cmd", "json",
+          "tool_code", "tool_call", "tool")  # fmt: skip
+RUNS = re.compile(
+    r"\b(?:re)?(?:run|execut|call|invok|launch|start|test|try|ausf\u00fchr|starte|lanc"
+    r"|ex\u00e9cut|ejecut"
+    r"|rod|esegu|uitvoer|k\u00f6r|kj\u00f8r|k\u00f8r|uruch"
+    r"|\u0437\u0430\u043f\u0443[\u0441\u0449]|\u00e7al\u0131\u015ft)"
+    r"|\u8fd0\u884c|\u6267\u884c|\u5b9f\u884c|\uc2e4\ud589",
+    re.IGNORECASE,
+)
 RULE = re.compile(r"[\s|:+=_*-]+")  # a rule, or the rule of a table
 SMILEY = re.compile(r"(^|\s)[:;=][-o']?[)(\]DPp]")
 QUOTES = (
@@ -54,19 +65,38 @@ def read_ending(text: str, tools: Sequence[Tool] = ()) -> Ending:
     if in_fence or closed:
         opening = fences[-1 if in_fence else -2]
         block = text[opening.end() : None if in_fence else fences[-1].start()]
-        return _after_code(text[: opening.start()], block, tools, in_fence=in_fence)
-    return _after_prose(text[fences[-1].end() if fences else 0 :][-LOOK_BACK:])
+        language = opening[0].strip("`~ \t").lower()
+        return _after_code(text[: opening.start()], language, block, tools, in_fence=in_fence)
+    return _after_prose(text[fences[-1].end() if fences else 0 :][-LOOK_BACK:], tools)
 
 
-def _after_code(before: str, block: str, tools: Sequence[Tool], *, in_fence: bool) -> Ending:
+def _after_code(
+    before: str, language: str, block: str, tools: Sequence[Tool], *, in_fence: bool
+) -> Ending:
     """Return the cues of an output that ends with a code block, closed or not."""
     before = before.rstrip()[-LOOK_BACK:]
     paragraph = _last_paragraph(before)
     asks = any(mark in paragraph for mark in QUESTIONS)
     if _is_call(block, tools) and not asks and not EXAMPLE.search(paragraph):
         return Ending(Cue.STRONG, is_call=True)
-    cue = cue_of(before)
-    return Ending(cue if cue >= Cue.LIKELY else Cue.NONE, ambiguous=in_fence or asks)
+    cue = Cue.STRONG if calls_by_text(block, tools) else cue_of(before)
+    if cue < Cue.LIKELY or EXAMPLE.search(paragraph):
+        cue = Cue.NONE
+    elif language not in SHELLS and not RUNS.search(paragraph):
+        cue = Cue.NONE  # the block is what was announced: "I'll write a function:"
+    return Ending(cue, ambiguous=in_fence or asks)
+
+
+def calls_by_text(text: str, tools: Sequence[Tool]) -> bool:
+    """Return whether the last line of a text calls a declared tool in a syntax of its own."""
+    lines = text.strip().splitlines()
+    names = "|".join(re.escape(tool.name) for tool in tools)
+    if not names or not lines:
+        return False
+    call = rf"(?:print\()?(?:\w+\.)?(?:{names})\(.*\)+;?"
+    call += rf"|(?:action|tool|call|function): *`?(?:{names})\b.*"
+    shown = [line.strip() for line in lines[-2:] if not line.lower().startswith("action input")]
+    return any(re.fullmatch(call, line, re.IGNORECASE) for line in shown[-1:])
 
 
 def _is_call(block: str, tools: Sequence[Tool]) -> bool:
@@ -88,7 +118,7 @@ def _last_paragraph(text: str) -> str:
     return re.split(r"\n\s*\n", text.strip())[-1]
 
 
-def _after_prose(text: str) -> Ending:
+def _after_prose(text: str, tools: Sequence[Tool]) -> Ending:
     paragraph = _last_paragraph(text)
     line = text.strip().rpartition("\n")[2]
     # The run of characters at the end that are neither letters nor digits.
@@ -105,6 +135,8 @@ def _after_prose(text: str) -> Ending:
     trails = stripped.endswith(DASHES) or any(mark in trailing for mark in ELLIPSES)
     trails_off = trails and not RULE.fullmatch(line) and not in_code
     trails_off |= line in ELLIPSES + DASHES
+    if calls_by_text(paragraph, tools):
+        return Ending(Cue.STRONG)
     cue = Cue.NONE if in_code else _cue_of_prose(paragraph, line)
     return Ending(max(cue, Cue.WEAK if is_colon or trails_off else cue), is_colon, ambiguous)
 

@@ -31,7 +31,7 @@ LANGUAGES: tuple[Language, ...] = (
 FILLER = re.compile(
     r"^(?:(?:just |please |give me )*\W*(?:one|a|another)? ?(?:moment|second|sec|minute|bit)\b.*"
     r"|(?:please )?(?:(?:hold|hang)\W+on|stand by|bear with me|wait)\b(?! for you).{0,30}"
-    r"|back (?:in|shortly|soon)\b.*"
+    r"|back (?:in|shortly|soon)\b.*|(?:i'm )?on it|right away|thank you for your patience"
     r"|(?:this|it) (?:will|should|may|might|could|won't) (?:only |just )*take.*"
     r"|(?:einen? )?(?:kleinen )?(?:moment|augenblick|sekunde)\b.{0,20}"
     r"|un (?:petit )?(?:instant|moment|momento|attimo|segundo)\b.{0,20}"
