@@ -564,6 +564,33 @@ def test_probe_names_a_file_it_cannot_write(
     assert err.startswith(f"dflash-jax: RequestError: {out} could not be written: ")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["hello", "--recovery"], "--recovery takes no prompt and no --out; leave them out"),
+        (["--recovery", "--cases", "0"], "--cases is 0; expected at least 1"),
+        (["--recovery", "--chat-template", "no.jinja"], "no.jinja is no file; give a .jinja file"),
+        (["hello", "--chat-template", "a"], "--chat-template has an effect with --recovery only"),
+    ],
+)
+def test_probe_checks_the_options_of_recovery(run: Run, arguments: list[str], says: str) -> None:
+    code, _, err = run("probe", *arguments)
+    assert code == 1
+    assert says in err
+
+
+def test_probe_shows_how_recovery_judges_ends(run: Run, tmp_path: Path) -> None:
+    code, out, _ = run("probe", "--recovery", "--cases", "1", "--json")
+    found = json.loads(out)
+    assert (code, found["syntax"], found["stalls"], found["answers"]) == (0, "hermes", 1, 1)
+    template = tmp_path / "plain.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}", encoding="utf-8")
+    code, out, _ = run("probe", "--recovery", "--cases", "1", "--chat-template", template)
+    assert code == 0
+    assert "no tool syntax" in out
+    assert "0 of   1 acted on" in out
+
+
 # -- wrong arguments ---------------------------------------------------------------------------
 
 

@@ -62,11 +62,33 @@ def run(options: argparse.Namespace) -> int:
     patience = 0 if options.compile else None
     with announced(what, shown=is_shown(), patience=patience):
         explanation = report(target, drafter, plan, device, compile=options.compile)
-    print(json.dumps(explanation.to_json()) if options.json else explanation)
+    note = _tools_note(options.target)
+    if options.json:
+        print(json.dumps(explanation.to_json() | {"warnings": [note] if note else []}))
+    else:
+        print(explanation)
+        if note:
+            print(f"warning: {note}")
     if options.params and not options.json:
         for name, (shape, dtype) in explanation.parameters.items():
             print(f"{name:50} {dtype:10} {'x'.join(map(str, shape))}")
     return 0
+
+
+def _tools_note(target: str) -> str | None:
+    """Return why tools have no effect with the target's chat template, or None."""
+    from dflash_jax.loading import locate
+    from dflash_jax.tokenizer import Tokenizer
+    from dflash_jax.tool_parsers import tools_warning
+
+    path = locate(target, "target")
+    if path.is_dir():
+        tokenizer = Tokenizer.from_directory(path)
+    else:
+        from dflash_jax.converters.models import open_model
+
+        tokenizer = Tokenizer.from_files(open_model(path).companions(), where=str(path))
+    return tools_warning(tokenizer.teaches) if tokenizer and tokenizer.template else None
 
 
 def _planned(options: argparse.Namespace) -> tuple[Any, Any, Any, Any]:

@@ -1,4 +1,4 @@
-"""`dflash-jax probe`: logits and hidden states of a prompt, written to a file."""
+"""`dflash-jax probe`: logits and hidden states of a prompt, or how recovery judges ends."""
 
 import argparse
 import json
@@ -30,6 +30,21 @@ def add_command(commands: Any) -> None:
     command.add_argument("--tokenizer", metavar="DIR", help="folder with tokenizer.json")
     command.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16")
     command.add_argument("--json", action="store_true")
+    rules = command.add_argument_group("recovery")
+    rules.add_argument(
+        "--recovery",
+        action="store_true",
+        help="without a prompt: count the fresh stalls that recovery acts on, and the answers that"
+        " it disturbs, by the odds of this target",
+    )
+    rules.add_argument("--cases", type=int, default=40, help="number of stalls and of answers")
+    rules.add_argument("--seed", type=int, default=0, help="of the stalls and answers")
+    rules.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="instead of the target's chat template",
+    )
 
 
 def check(options: argparse.Namespace) -> None:
@@ -38,11 +53,49 @@ def check(options: argparse.Namespace) -> None:
     Raises:
       RequestError: the file exists, or has another suffix than .npz and .safetensors.
     """
+    if options.recovery:
+        _check_recovery(options)
+        return
+    if options.chat_template:
+        raise RequestError("--chat-template has an effect with --recovery only; add that")
     if options.out and options.out.exists() and not options.overwrite:
         raise RequestError(f"{options.out} exists; choose another name or add --overwrite")
     if options.out and options.out.suffix not in (".npz", ".safetensors"):
         raise RequestError(f"{options.out} must end in .safetensors or .npz")
     check_values(options)
+
+
+def _check_recovery(options: argparse.Namespace) -> None:
+    if options.prompt is not None or options.prompt_ids is not None or options.out:
+        raise RequestError("--recovery takes no prompt and no --out; leave them out")
+    if options.cases < 1:
+        raise RequestError(f"--cases is {options.cases}; expected at least 1")
+    if options.chat_template and not options.chat_template.is_file():
+        raise RequestError(f"{options.chat_template} is no file; give a .jinja file")
+
+
+def _probe_recovery(options: argparse.Namespace) -> int:
+    """Show how recovery judges fresh ends of outputs by the odds of a target."""
+    from dflash_jax import loading
+    from dflash_jax.bench import endings
+    from dflash_jax.tool_parsers import syntax_of
+
+    chosen = {"lora": options.lora, "tokenizer": options.tokenizer}
+    model = loading.load_target(options.target, dtype=options.dtype, **chosen)
+    if options.chat_template and model.tokenizer:
+        model.tokenizer.template = options.chat_template.read_text(encoding="utf-8")
+        model.tokenizer.tool_template = None
+    cases = [c for k in endings.KINDS for c in endings.fresh_cases(k, options.seed, options.cases)]
+    judged = list(endings.judge_cases(model, cases))
+    found = endings.summary(judged)
+    syntax = syntax_of(model.tokenizer.teaches if model.tokenizer else None)
+    if options.json:
+        print(json.dumps({"syntax": syntax.name if syntax else None} | found))
+        return 0
+    if syntax is None:
+        print("The chat template has no tool syntax: tools are dropped, and no stall is acted on.")
+    print(endings.line(options.target, found))
+    return 0
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,6 +105,8 @@ def run(options: argparse.Namespace) -> int:
       RequestError: the file cannot be written.
     """
     use_compilation_cache()
+    if options.recovery:
+        return _probe_recovery(options)
     import numpy as np
 
     from dflash_jax import loading

@@ -15,7 +15,7 @@ from dflash_jax.compiler.keys import WARM_UP_KINDS, ProgramKey, Variant
 from dflash_jax.compiler.resolve import resolve_here
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.decode.pair import Params
-from dflash_jax.engine import break_even
+from dflash_jax.engine import break_even, vocabulary
 from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.handle import AsyncDriver, AsyncStream, RequestHandle, Stream
 from dflash_jax.engine.model_runner import ModelRunner
@@ -179,12 +179,12 @@ class Engine:
     def chat_ids(self, messages: Sequence[dict[str, Any]], **variables: Any) -> list[int]:
         """Return the prompt ids of a conversation, by the model's chat template.
 
+        Warns if `tools` are given and the template has no place for them.
+
         Raises:
           RequestError: there is no tokenizer, or the template refuses the messages.
         """
-        if self.tokenizer is None:
-            raise RequestError("this model ships no tokenizer; give token ids instead of messages")
-        return self.tokenizer.chat(messages, **variables)
+        return vocabulary.chat_ids(self.tokenizer, messages, variables)
 
     def warm_up(self, *, measure: bool = False, **kinds: bool) -> float:
         """Compile the greedy programs, and others if asked; return the seconds it took.

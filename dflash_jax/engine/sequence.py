@@ -175,10 +175,11 @@ class Sequence:
             self.stats.prefill_s += now - self._started
             self._first = now - self.stats.decode_s
         self.stats.cached_tokens = self.cursor.num_cached
-        before = len(self.state.ids)
+        before, probing = len(self.state.ids), bool(self.state.probe)
         self.state, effects = controller.advance(self.state, event, self.policy)
         if self.request.params.logprobs is not None:
-            new, probes = self.state.ids[before - effects.retract :], bool(self.state.probe)
+            new = self.state.ids[before - effects.retract :]
+            probes = bool(self.state.probe) and not probing  # the end token was just replaced
             given = {"retracted": effects.retract, "probes": probes}
             self.output.add_logprobs(new, details.logprobs, **given)
         if self.output.trace:

@@ -1,13 +1,16 @@
 """Look up a tokenizer's vocabulary for the recovery rules of one request."""
 
 import functools
-from collections.abc import Sequence
+import itertools
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dflash_jax.engine.recovery import OFF, Recovery, repeated_calls
 from dflash_jax.engine.recovery.words import NO_WORDS, Ids, Words
+from dflash_jax.errors import RequestError
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.tool_parsers import Syntax, syntax_of
+from dflash_jax.tool_parsers import Syntax, syntax_of, tools_warning
 from dflash_jax.tool_parsers.grammar import call_grammar
 from dflash_jax.tool_parsers.tool_schema import call_beginnings, choice_of, tools_of
 
@@ -35,32 +38,40 @@ def words_of(
         return NO_WORDS
     syntax = syntax_of(tokenizer.teaches)
     beginnings = call_beginnings(declared, choice, syntax) if syntax else ()
-    opening: Ids = ()
-    if syntax is not None and recovery.below_floor == "odds":
-        own = syntax.lead + syntax.marker
-        beginnings = tuple(b if b.startswith(own) else own + b for b in beginnings)
-        opening = (*_ids(tokenizer, syntax.lead), *_ids(tokenizer, syntax.marker)[:1])
+    own = syntax.lead + syntax.marker if syntax and recovery.below_floor == "odds" else ""
+    beginnings = tuple(b if b.startswith(own) else own + b for b in beginnings)
     thought = syntax.thought if syntax else None
     close = recovery.close_text or (thought.forced if thought else "")
     calls = tuple(ids for text in beginnings if (ids := _ids(tokenizer, text)))
-    if not calls or any(ids[: len(opening)] != opening for ids in calls):
-        opening = ()
+    lead = max(len(_ids(tokenizer, syntax.lead)) if syntax else 0, 1)
+    opening = _shared((_ids(tokenizer, own), *calls)) if own and calls else ()
     return Words(
         text=tokenizer.raw,
         syntax=syntax,
         tools=declared,
         hidden=_hidden(tokenizer, syntax),
         calls=calls,
-        opening=opening,
+        opening=opening if len(opening) >= lead else (),
+        lead=lead,
         marker=_special(tokenizer, syntax.marker) if syntax else -1,
         closer=_special(tokenizer, syntax.closes[-1]) if syntax else -1,
         choice=choice,
         close=_ids(tokenizer, close),
-        skip=_ids(tokenizer, recovery.skip_phrase),
         colons=_colons(tokenizer) if recovery.below_floor == "compat" else frozenset(),
         inside_thought=opens_thought(tokenizer, prompt),
         call_ends=_call_ends(tokenizer, syntax if declared else None),
     )
+
+
+def chat_ids(
+    tokenizer: Tokenizer | None, messages: Sequence[Any], variables: Mapping[str, Any]
+) -> list[int]:
+    """Return the prompt ids of a conversation; see `Engine.chat_ids`."""
+    if tokenizer is None:
+        raise RequestError("this model ships no tokenizer; give token ids instead of messages")
+    if variables.get("tools") and (text := tools_warning(tokenizer.teaches)):
+        warnings.warn(text, stacklevel=3)
+    return tokenizer.chat(messages, **variables)
 
 
 def calls_grammar(words: Words, tokenizer: Tokenizer) -> str:
@@ -102,6 +113,12 @@ def markup_ids(tokenizer: Tokenizer, markers: tuple[str, ...]) -> frozenset[int]
 def _ids(tokenizer: Tokenizer, text: str) -> Ids:
     """Return the ids of a text that continues another, without a start token."""
     return tuple(tokenizer.encode(text, specials=False)) if text else ()
+
+
+def _shared(sequences: Sequence[Ids]) -> Ids:
+    """Return the ids with which all sequences begin."""
+    columns = itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*sequences, strict=False))
+    return tuple(column[0] for column in columns)
 
 
 def _special(tokenizer: Tokenizer, text: str) -> int:

@@ -210,7 +210,7 @@ def speculation_options(speculative: SpeculationFields | None) -> dict[str, Any]
 
 RECOVERY_FIELDS = ("floor", "below_floor", "tool_prefix", "call_odds", "call_retry", "skip_phrase",
             "empty_retry", "repeat_limit", "runaway", "loop_tokens", "watchdog", "repeated_calls",
-            "answer_reserve", "close_text", "floor_in_thought")  # fmt: skip
+            "max_calls", "answer_reserve", "close_text", "floor_in_thought")  # fmt: skip
 
 
 def parse_recovery(given: bool | str | Mapping[str, Any] | None) -> Recovery | None:

@@ -24,7 +24,7 @@ from dflash_jax.tool_parsers.events import (
 from dflash_jax.tool_parsers.stream import OutputParser
 
 # Recovery rules that end an output because it repeats itself.
-LOOPS = ("repeat", "runaway", "period", repeated_calls.KIND)
+LOOPS = ("repeat", "runaway", "period", repeated_calls.KIND, repeated_calls.TOO_MANY)
 # Counters of tokens that recovery leaves out at the end of an answer.
 DROPPED = ("runaway_dropped_tokens", "repeated_calls_dropped_tokens")
 

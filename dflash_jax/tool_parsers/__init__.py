@@ -30,4 +30,19 @@ def syntax_of(template: str | None) -> Syntax | None:
     return next((s for marker, s in MARKERS if marker in (template or "")), None)
 
 
-__all__ = ["SYNTAXES", "CallState", "Syntax", "Thought", "syntax_of"]
+def tools_warning(template: str | None) -> str | None:
+    """Return why tools have no effect, or less than expected, with a chat template, or None."""
+    if "tools" not in (template or ""):
+        return (
+            "the chat template has no place for tools: the prompt does not name them, and recovery"
+            " begins no calls; give the model a template with tools (chat_template.jinja)"
+        )
+    if syntax_of(template) is None:
+        return (
+            "the chat template's syntax of tool calls is unknown: recovery begins no calls; use a"
+            f" template of one of these syntaxes: {', '.join(SYNTAXES)}"
+        )
+    return None
+
+
+__all__ = ["SYNTAXES", "CallState", "Syntax", "Thought", "syntax_of", "tools_warning"]

@@ -79,6 +79,20 @@ def is_arguments_object(tool: Tool, text: str) -> bool:
     return all(is_a(value, kinds_of(tool, name)) for name, value in arguments.items())
 
 
+def are_valid_arguments(tool: Tool | None, text: str) -> bool:
+    """Return whether a call's arguments are a JSON object with the tool's required keys.
+
+    Args:
+      tool: None for an undeclared tool, which requires no keys.
+    """
+    arguments = parse_json(text or "{}", None)
+    if not isinstance(arguments, dict):
+        return False
+    required = tool.parameters.get("required") if tool else None
+    names = required if isinstance(required, list) else ()
+    return all(name in arguments for name in names if isinstance(name, str))
+
+
 def is_a(value: Any, kinds: Collection[str]) -> bool:
     """Return whether a value has one of these JSON types; an empty collection allows all."""
     if isinstance(value, bool):

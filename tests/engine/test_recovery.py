@@ -20,7 +20,8 @@ from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.engine import request as requests
 from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.recovery import OFF
+from dflash_jax.engine.recovery import OFF, floor
+from dflash_jax.engine.recovery.announcements import Cue
 from dflash_jax.engine.recovery.speculation import BreakEven
 from dflash_jax.engine.recovery.words import Words
 from dflash_jax.errors import RequestError
@@ -690,17 +691,24 @@ def log_odds(engine: Engine, ids: list[int], token: int, other: int) -> float:
 
 @pytest.mark.parametrize("speculative", [True, False])
 @pytest.mark.parametrize("accepted", [True, False])
+@pytest.mark.parametrize("opening", [(LEAD, CALL), (LEAD, CALL, 200)])
 def test_an_end_is_judged_by_the_odds_of_the_target(
-    tiny: Engine, truth: list[int], words: Any, speculative: bool, accepted: bool
+    tiny: Engine,
+    truth: list[int],
+    words: Any,
+    speculative: bool,
+    accepted: bool,
+    opening: tuple[int, ...],
 ) -> None:
-    """Thresholds just above and just below the sum of both steps' odds."""
+    """Thresholds just above and just below the sum of the odds of all steps."""
     stop = truth[6]
     output = truth[: truth.index(stop)]
-    words(text=lambda ids: "w", calls=(OPENED,), opening=(LEAD, CALL))
-    first = log_odds(tiny, [*PROMPT, *output], LEAD, stop)
-    lead = [*PROMPT, *output, LEAD]
-    best = continued(tiny, lead, 1)[0]
-    total = first + log_odds(tiny, lead, CALL, best)
+    words(text=lambda ids: "Let me look at it.", calls=(OPENED,), opening=opening)
+    first = total = log_odds(tiny, [*PROMPT, *output], LEAD, stop)
+    for at in range(1, len(opening)):
+        lead = [*PROMPT, *output, *opening[:at]]
+        total += log_odds(tiny, lead, opening[at], continued(tiny, lead, 1)[0])
+    total -= floor.BARS[Cue.STRONG]
     rule = {"floor": 50, "below_floor": "odds", "tool_prefix": True}
     settings = recovery(**rule, call_odds=total - 0.01 if accepted else total + 0.01)
     options = {"stop_token_ids": [stop], "max_tokens": 45, "speculative": speculative}
@@ -712,7 +720,7 @@ def test_an_end_is_judged_by_the_odds_of_the_target(
         rest = found.token_ids[len(output) + len(OPENED) :]
         assert rest == continued(tiny, [*PROMPT, *output, *OPENED], 45)[: len(rest)]
         return
-    assert first < 0  # it was probed: the first step's odds alone exceed the total
+    assert first < 0 or len(opening) > 2  # probed: the first odds exceed the total
     assert found.token_ids == free.token_ids == [*output, stop]
     assert found.finish_reason == "stop"
     assert not found.stats.recovery

@@ -156,7 +156,7 @@ def _judge(
     cut: StepCut, token: int, event: Stepped, guard: guards.Guard | None, policy: Policy
 ) -> bool:
     """Add a decided token, or its replacement, to the cut; return whether the step ends there."""
-    if cut.state.probe and not forced_calls.accepts_call(cut, event.call_odds):
+    if cut.state.probe and not forced_calls.accepts_call(cut, token, event.call_odds, policy):
         return True
     if cut.state.calls:
         forced_calls.name_tool(cut, token, event.next_best, policy)
@@ -209,7 +209,7 @@ def _at_end_token(cut: StepCut, odds: float | None, policy: Policy) -> EndVerdic
     if cut.state.guard is not None:
         return EndVerdict.HONOUR
     verdict = floor.judge(cut.ids, odds, cut.state, policy)
-    if verdict is EndVerdict.PROBE and not policy.stop_ids.isdisjoint(policy.words.opening[:-1]):
+    if verdict is EndVerdict.PROBE and not policy.stop_ids.isdisjoint(policy.words.opening):
         verdict = EndVerdict.HONOUR  # the device would stop inside the lead
     ends = verdict in (EndVerdict.HONOUR, EndVerdict.WAIVE)
     return EndVerdict.REPLACE if ends and cut.length < policy.recovery.min_tokens else verdict

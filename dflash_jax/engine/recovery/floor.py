@@ -1,12 +1,14 @@
 """What becomes of an end token: it ends the output, or recovery replaces it.
 
 `judge_by_text` follows the original engines, whose rules consider end tokens below a minimum length
-and the text only. `judge_by_odds` lets the target decide, by the odds it gives a tool call in place
-of the end token.
+and the text only. `judge_by_odds` needs two signs of a stall: the output announces an action, and
+the target confirms it by the odds it gives a tool call in place of the end token.
 """
 
 import enum
+import math
 
+from dflash_jax.engine.recovery.announcements import Cue
 from dflash_jax.engine.recovery.endings import COLONS, Ending, read_ending
 from dflash_jax.engine.recovery.request_state import Policy, State
 from dflash_jax.engine.recovery.settings import ROOM_FOR_CALL, Recovery
@@ -16,7 +18,9 @@ LOOK_BACK = 32  # ids whose text shows whether the output ends in a preamble
 ID_LOOK_BACK = 17
 SKIP_LOOK_BACK = 64
 MARKDOWN = "*_` \t\r\n"
-ANNOUNCED, AMBIGUOUS = -3.0, 3.0  # added to `call_odds` after an announcement, and in doubt
+# Added to `call_odds` by the cue at the end, and in doubt. Without a cue, no odds suffice.
+BARS = {Cue.NONE: math.inf, Cue.WEAK: -3.0, Cue.LIKELY: -8.0, Cue.STRONG: -20.0}
+AMBIGUOUS = 3.0
 
 
 class EndVerdict(enum.Enum):
@@ -55,11 +59,11 @@ def judge_by_text(ids: Ids, state: State, policy: Policy) -> EndVerdict:
 
 
 def judge_by_odds(ids: Ids, odds: float | None, state: State, policy: Policy) -> EndVerdict:
-    """Return the verdict by the target's own odds of a tool call.
+    """Return the verdict by the cue at the end and the target's own odds of a tool call.
 
     Args:
       odds: logit of the token that leads to a call minus that of the end token; None if the device
-        does not report it: then only a colon makes a stall.
+        does not report it: then the text alone decides.
     """
     recovery, words, max_tokens = policy.recovery, policy.words, policy.max_tokens
     if words.thinking(ids) and not recovery.floor_in_thought:
@@ -68,26 +72,35 @@ def judge_by_odds(ids: Ids, odds: float | None, state: State, policy: Policy) ->
     reading = words.read(ids)
     if not (reading.answered or reading.began):
         return EndVerdict.REPLACE if below else EndVerdict.HONOUR
-    ending = read_ending(words.text(ids))
+    text = words.text(ids)
+    ending = read_ending(text, words.tools)
     if ending.opened_fence and not reading.called:
         return EndVerdict.REPLACE if len(ids) < max_tokens else EndVerdict.HONOUR
     may_inject = recovery.tool_prefix and words.calls and not state.injected
     if reading.began or not may_inject:
         return EndVerdict.HONOUR
-    if odds is None:
-        stalled = ending.colon and not ending.ambiguous
-        verdict = EndVerdict.INJECT
+    verdict = EndVerdict.INJECT
+    if ending.is_call:
+        stalled = True
+    elif odds is None:
+        stalled = stalls_by_text(ending)
     else:
         stalled = odds >= wanted_odds(ending, recovery)
-        verdict = EndVerdict.PROBE if len(words.opening) > 1 else EndVerdict.INJECT
-    if not stalled or just_wrote(ids, words.skip):
+        if len(words.opening) > words.lead:
+            verdict = EndVerdict.PROBE
+    if not stalled or is_complete(text, recovery):
         return EndVerdict.HONOUR
     return verdict if has_room(ids, max_tokens, words) else EndVerdict.WAIVE
 
 
+def stalls_by_text(ending: Ending) -> bool:
+    """Return whether an end is a stall where the device does not report odds."""
+    return (ending.colon or ending.cue >= Cue.LIKELY) and not ending.ambiguous
+
+
 def wanted_odds(ending: Ending, recovery: Recovery) -> float:
     """Return the least odds of a call, as a log-ratio, at which an end counts as a stall."""
-    return recovery.call_odds + ANNOUNCED * ending.announces + AMBIGUOUS * ending.ambiguous
+    return recovery.call_odds + BARS[ending.cue] + AMBIGUOUS * ending.ambiguous
 
 
 def has_room(ids: Ids, max_tokens: int, words: Words) -> bool:
@@ -99,9 +112,13 @@ def is_stalled(ids: Ids, recovery: Recovery, words: Words) -> bool:
     """Return whether an output that ends here announces an action without taking it."""
     if recovery.below_floor == "compat":  # a colon's id among the last, as the originals test
         ends = not words.colons.isdisjoint(ids[-ID_LOOK_BACK:])
+        skip, text = recovery.skip_phrase, words.text(ids)
+        before = len(text) - len(words.text(ids[-SKIP_LOOK_BACK:]))
+        complete = bool(skip) and skip in text[max(before - len(skip), 0) :]
     else:
-        ends = ends_on_colon(words.text(ids[-LOOK_BACK:]))
-    return ends and not just_wrote(ids, words.skip) and not words.read(ids).began
+        text = words.text(ids[-LOOK_BACK:])
+        ends, complete = ends_on_colon(text), is_complete(text, recovery)
+    return ends and not complete and not words.read(ids).began
 
 
 def ends_on_colon(text: str) -> bool:
@@ -109,9 +126,9 @@ def ends_on_colon(text: str) -> bool:
     return text.rstrip(MARKDOWN).endswith(COLONS)
 
 
-def just_wrote(ids: Ids, phrase: Ids) -> bool:
-    """Return whether a phrase ends within the last 64 ids."""
-    if not phrase:
-        return False
-    first = max(len(phrase), len(ids) - SKIP_LOOK_BACK)
-    return any(ids[end - len(phrase) : end] == phrase for end in range(first, len(ids) + 1))
+def is_complete(text: str, recovery: Recovery) -> bool:
+    """Return whether a text ends in the skip phrase, apart from punctuation."""
+    end = len(text)
+    while end and not text[end - 1].isalnum():
+        end -= 1
+    return bool(recovery.skip_phrase) and text.endswith(recovery.skip_phrase, 0, end)

@@ -18,22 +18,34 @@ def begin_call(cut: StepCut, policy: Policy) -> None:
 def probe(cut: StepCut, end: int, odds: float | None, policy: Policy) -> None:
     """Force the text that leads to a tool call, to read the odds of a call after it."""
     words = policy.words
-    lead = words.opening[:-1]
-    wanted = floor.wanted_odds(read_ending(words.text(cut.ids)), policy.recovery)
+    lead = words.opening[: words.lead]
+    ending = read_ending(words.text(cut.ids), words.tools)
+    wanted = floor.wanted_odds(ending, policy.recovery)
     call_probe = CallProbe(end, len(lead), odds or 0.0, wanted)
     cut.mark(probe=call_probe, calls=tuple(ids[len(lead) :] for ids in words.calls))
     cut.new += lead
     cut.replace, cut.force = lead[0], lead[1:]
 
 
-def accepts_call(cut: StepCut, odds: float | None) -> bool:
-    """Evaluate a probe: continue with a call, or restore the end token. Return which."""
-    probed = cut.state.probe
+def accepts_call(cut: StepCut, token: int, odds: float | None, policy: Policy) -> bool:
+    """Evaluate the odds of a marker's token: return True once the whole marker is accepted.
+
+    Until then, either force that token, to read the odds of the next one, or restore the end token
+    as soon as the sum of the odds is too small.
+    """
+    probed, opening = cut.state.probe, policy.words.opening
     assert probed is not None
     if odds is not None and probed.odds + odds >= probed.wanted:
-        cut.mark(probe=None, injected=True)
-        cut.note("tool_prefix")
-        return True
+        if probed.lead + 1 == len(opening):
+            cut.mark(probe=None, injected=True)
+            cut.note("tool_prefix")
+            return True
+        marker = opening[probed.lead]
+        further = probed._replace(lead=probed.lead + 1, odds=probed.odds + odds)
+        cut.mark(probe=further, calls=tuple(ids[1:] for ids in cut.state.calls))
+        cut.new.append(marker)
+        cut.replace = None if marker == token else marker
+        return False
     state, cut.retract = cut.state, probed.lead
     ids = TokenIds(state.ids[: len(state.ids) - probed.lead])
     cut.mark(probe=None, calls=(), ids=ids, held=state.held - probed.lead)

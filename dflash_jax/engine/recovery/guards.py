@@ -1,13 +1,14 @@
 """Rules that end outputs that loop.
 
-The default rule is in `loops.py`, the rule for equal tool calls in `repeated_calls.py`. The
-functions of this file are the rules of the original engines, which settings can select.
+The default rules are in `loops.py` and `counted_loops.py`, those for tool calls in
+`repeated_calls.py`. The functions of this file are the rules of the original engines, which
+settings can select.
 """
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from dflash_jax.engine.recovery import loops, repeated_calls
+from dflash_jax.engine.recovery import counted_loops, loops, repeated_calls
 from dflash_jax.engine.recovery.settings import Recovery
 from dflash_jax.engine.recovery.words import Ids, Words
 
@@ -20,6 +21,7 @@ class LoopMemory(NamedTuple):
     """Facts about an output that the loop rules need for its next token."""
 
     seen: loops.Seen = loops.Seen()
+    masked: str = ""  # the same with all numbers equal, see `counted_loops`
     called: repeated_calls.Called = repeated_calls.Called()
 
     def shortened(self, count: int) -> "LoopMemory":
@@ -39,7 +41,7 @@ class Guard:
 
     def __init__(self, memory: LoopMemory, ids: Sequence[int], recovery: Recovery, words: Words):
         self._recovery, self._words = recovery, words
-        (self._seen, seen), self._called = memory
+        (self._seen, seen), self._masked, self._called = memory
         self._tail: list[int] | None = None
         if recovery.repeats or recovery.runaway is True or recovery.watches:
             self._tail = list(ids[-max(recovery.repeats, 3 * PERIODS[-1]) :])
@@ -48,11 +50,12 @@ class Guard:
             self._keep = loops.lengths_of(recovery.loop_tokens, closed=False).keep
             if seen != len(ids):  # tokens were forced
                 self._seen = loops.letters(ids[-self._keep :])
+                self._masked = counted_loops.extended("", ids, words)
 
     @property
     def memory(self) -> LoopMemory:
         """Facts about the output up to the last token that was taken."""
-        return LoopMemory(loops.Seen(self._seen, self._count), self._called)
+        return LoopMemory(loops.Seen(self._seen, self._count), self._masked, self._called)
 
     def take(self, token: int, since: Callable[[int], Ids], *, closed: bool) -> str | None:
         """Take one more token; return the kind of loop it completes, or None.
@@ -63,19 +66,26 @@ class Guard:
         """
         recovery, words = self._recovery, self._words
         self._count += 1
+        grew = False
         if self._keep:
             self._seen = (self._seen + loops.letters((token,)))[-self._keep :]
-        if recovery.repeated_calls and repeated_calls.may_end(token, words):
+            masked = counted_loops.extended(self._masked, (token,), words)
+            grew, self._masked = masked != self._masked, masked
+        if recovery.counts_calls and repeated_calls.may_end(token, words):
             before = self._called
             self._called = repeated_calls.after(before, since, words)
-            if self._called.read > before.read and self._called.times >= recovery.repeated_calls:
-                return repeated_calls.KIND
+            if self._called.read > before.read and (kind := self._called.judge(recovery)):
+                return kind
         if self._tail is not None:
             self._tail.append(token)
             if kind := looping(self._tail, recovery, closed=closed):
                 return kind
         halved, most = closed and recovery.watchdog == "on", recovery.loop_tokens
-        return loops.too_long(self._seen, since, words, most, closed=halved) if self._keep else None
+        if not self._keep:
+            return None
+        if kind := loops.too_long(self._seen, since, words, most, closed=halved):
+            return kind
+        return "period" if grew and counted_loops.too_long(self._masked, since, words) else None
 
 
 def looping(ids: Sequence[int], recovery: Recovery, *, closed: bool) -> str | None:

@@ -1,16 +1,17 @@
-"""Find equal tool calls in a row: a loop, as results are known only after the turn."""
+"""Find equal tool calls in a row, and too many calls: loops, as results follow only the turn."""
 
 import json
 from collections.abc import Callable
 from typing import NamedTuple
 
+from dflash_jax.engine.recovery.settings import Recovery
 from dflash_jax.engine.recovery.words import Ids, Words
 from dflash_jax.tool_parsers import malformed_calls
 from dflash_jax.tool_parsers.events import ToolCallDelta, ToolCallEnd, ToolCallStart
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.syntax import Syntax
 
-KIND = "repeated_calls"
+KIND, TOO_MANY = "repeated_calls", "max_calls"
 MOST_TRIED = 64  # failed attempts to parse a call, after which it must double first
 LOOK_BACK = 24  # ids whose text shows whether a call has just ended
 
@@ -21,10 +22,17 @@ class Called(NamedTuple):
     read: int = 0  # output ids that were parsed; the rest begins outside calls
     thinking: bool | None = None  # the rest begins inside a thought; None before the first call
     last: tuple[str, str] | None = None  # name and arguments of the last call
+    total: int = 0  # number of calls
     times: int = 0  # number of equal calls in a row that end with the last one
     first: int = 0  # output ids up to the end of the first of those
     tried: int = 0  # markers after `read` that ended no call, such as those within arguments
     length: int = 0  # ids after `read` at the last of those
+
+    def judge(self, recovery: Recovery) -> str | None:
+        """Return why the calls so far end the output, or None."""
+        if recovery.repeated_calls and self.times >= recovery.repeated_calls:
+            return KIND
+        return TOO_MANY if recovery.max_calls and self.total >= recovery.max_calls else None
 
 
 def closes(syntax: Syntax) -> tuple[str, ...]:
@@ -77,7 +85,7 @@ def after(before: Called, since: Callable[[int], Ids], words: Words) -> Called:
                 call = (names[index], _canonical(arguments[index]))
                 if call != found.last:
                     found = found._replace(last=call, times=0, first=place)
-                found = found._replace(times=found.times + 1)
+                found = found._replace(times=found.times + 1, total=found.total + 1)
     return found
 
 

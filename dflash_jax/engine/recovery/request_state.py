@@ -113,13 +113,13 @@ class Policy:
 class CallProbe(NamedTuple):
     """A possible stall at which the target is probed for a tool call.
 
-    The text that leads to a call (the lead) was forced in place of the end token, and is held. The
-    next decided token reports the odds of a call there.
+    The text that leads to a call (the lead) was forced in place of the end token, and is held. Each
+    further step reports the odds of one token of the call's marker, which is then forced as well.
     """
 
     end: int  # the end token, which is restored if a call is not likely enough
-    lead: int  # number of ids at the output's end that lead to a call
-    odds: float  # logit of the first of them minus that of the end token
+    lead: int  # number of ids of `Words.opening` at the output's end
+    odds: float  # sum of the log-ratios so far, the first of them against the end token
     wanted: float  # least sum of the odds at which a call is forced
 
 
@@ -302,6 +302,6 @@ def choices(state: State) -> Ids:
 def opening(state: State, policy: Policy) -> int:
     """Return the token whose odds the next step reports; -1 for none."""
     if state.probe:
-        return policy.words.opening[-1]
+        return policy.words.opening[state.probe.lead]
     judges = policy.recovery.floor and policy.recovery.below_floor == "odds"
     return policy.words.opening[0] if judges and policy.words.opening else -1

@@ -33,18 +33,21 @@ class Recovery:
         the next best token, unless the output stalled. "compat": stalls are detected by token ids.
       tool_prefix: force the beginning of a tool call at a stall. The target chooses among the tools
         of the request's `tools`. Needs a floor.
-      call_odds: for "odds", the least log-ratio of the probabilities of a call and of the end at
-        which an end counts as a stall. A colon, a dash or an ellipsis at the end, or a last
-        sentence such as "Let me look at it.", lowers it by 3; a question in the last paragraph or
-        unfinished code raises it by 3.
+      call_odds: for "odds", the log-ratio of the probabilities of a call and of the end from which
+        an end counts as a stall. An end without a cue never does. A colon, a dash or an ellipsis
+        lowers it by 3, an announcement such as "Let me look at it." by 20, or by 8 if its verb is
+        not known; a question in the last paragraph or unfinished code raises it by 3. A JSON object
+        in a code fence that names a declared tool needs no odds.
       call_retry: decode a call that cannot be parsed, or is not finished, again from its opening
         under the grammar of the declared tools. A call is held until it is complete, or longer than
         512 tokens. Needs "odds", and the extra `structured`.
-      skip_phrase: an output that ends in this phrase is not stalled.
+      skip_phrase: an output that ends in this phrase, apart from punctuation, is not stalled.
       empty_retry: decode again without drafts if nothing visible was generated.
       runaway: how loops end the output. "measured": a unit of 1 to 8 tokens ends it at 12 copies
-        and `loop_tokens` tokens, one of 9 to 80 at three copies and twice as many; in code, table
-        rules, numbers and literals later (`engine/recovery/loops.py` has the table). "compat", or
+        and `loop_tokens` tokens, one of 9 to 512 at three copies and twice as many; later in verse,
+        code, lists, tables and data, and latest in code fences and calls (`LIMITS` in
+        `engine/recovery/loops.py`). Prose that is equal but for its numbers ends it at 12 copies
+        and 512 tokens. "compat", or
         True: 12 copies of a unit of 1 to 8 tokens end it, however short. "off", or False: none do.
       loop_tokens: tokens of text that a measured loop may not reach, at least 2.
       repeat_limit: end the output at this many equal tokens; 0 is off. None leaves it to the
@@ -54,6 +57,7 @@ class Recovery:
         copies and 48 tokens; "compat" needs two copies.
       repeated_calls: end the output at this many equal tool calls in a row; 0 is off. The tokens
         include all of them; over HTTP the caller receives the first.
+      max_calls: end the output after this many tool calls in one turn; 0 is off.
       min_tokens: below this many output tokens, every end token is replaced by the next best token.
       answer_reserve: close a thought that is still open when only this many of `max_tokens` remain;
         0 never does. Half of `max_tokens` is reserved if this is all of them or more.
@@ -75,6 +79,7 @@ class Recovery:
     loop_tokens: int = 96
     watchdog: Watchdog = "on"
     repeated_calls: int = 3
+    max_calls: int = 48
     min_tokens: int = 0
     answer_reserve: int = 0
     close_text: str | None = None
@@ -109,7 +114,13 @@ class Recovery:
     @property
     def ends_loops(self) -> bool:
         """Whether any rule ends outputs that loop."""
-        return bool(self.repeats or self.runaway or self.repeated_calls or self.watchdog != "off")
+        others = self.runaway or self.counts_calls or self.watchdog != "off"
+        return bool(self.repeats or others)
+
+    @property
+    def counts_calls(self) -> bool:
+        """Whether any rule counts tool calls."""
+        return bool(self.repeated_calls or self.max_calls)
 
     @property
     def watches(self) -> bool:
@@ -162,6 +173,7 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "runaway": (lambda x: x == "measured" or type(x) is bool, _RUNAWAY),
     "loop_tokens": (lambda x: type(x) is int and x >= 2, "an integer from 2"),
     "repeated_calls": (lambda x: type(x) is int and x >= 0 and x != 1, f"{_AT_LEAST_2} call"),
+    "max_calls": _NATURAL,
     "repeat_limit": (lambda x: x is None or (type(x) is int and x != 1), f"{_AT_LEAST_2} token"),
     "call_odds": (lambda x: type(x) in (int, float) and x == x, "a number such as -5.0"),
     "deadline_s": (lambda x: x is None or (type(x) in (int, float) and x > 0), _SECONDS),
@@ -172,6 +184,7 @@ OFF = dataclasses.replace(
     runaway=False,
     watchdog="off",
     repeated_calls=0,
+    max_calls=0,
 )
 
 NO = {"", "0", "false", "no", "off", "n", "f", "disable", "disabled", "none"}

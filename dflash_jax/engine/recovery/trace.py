@@ -126,6 +126,8 @@ class TraceRecorder:
 
     def _restore(self, count: int, end: Ids) -> None:
         """Put the target's own end token in place of the last tokens, which were forced."""
+        while len(self._rounds) > 1 and count >= len(self._rounds[-1].tokens):
+            count -= len(self._rounds.pop().tokens)
         if not self._rounds:
             return
         last = self._rounds[-1]

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from dflash_jax.tool_parsers.events import Content
+from dflash_jax.tool_parsers.events import Content, Event, ToolCallDelta, ToolCallStart
+from dflash_jax.tool_parsers.malformed_calls import are_valid_arguments
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.syntax import Syntax
 from dflash_jax.tool_parsers.tool_schema import AUTO, Tool, ToolChoice
@@ -25,13 +26,13 @@ class Words:
     # arguments. Empty if no call may be forced.
     calls: tuple[Ids, ...] = ()
     # Ids with which all of `calls` begin: the lead that the family writes before a call, and the
-    # first id that only calls have. Empty if unknown.
+    # marker that only calls have. Empty if unknown.
     opening: Ids = ()
+    lead: int = 1  # number of them that are forced at once; of those after them each is judged
     marker: int = -1  # the special tokens around a call; -1 where they are no single tokens
     closer: int = -1
     choice: ToolChoice = AUTO
     close: Ids = ()  # ids that close a thought
-    skip: Ids = ()  # ids of the phrase after which an output is not stalled
     colons: frozenset[int] = frozenset()  # ids that end a preamble, for the detector by ids
     inside_thought: bool = False  # the prompt ended inside an open thought
     call_ends: frozenset[int] | None = None  # with which a call's closing marker can end
@@ -45,6 +46,19 @@ class Words:
         thought = self.syntax.thought if self.syntax else None
         return bool(thought) and thought.is_open(self.text(ids), inside=self.inside_thought)
 
+    def _are_valid(self, events: Iterable[Event]) -> bool:
+        """Return whether all calls among events have valid arguments."""
+        names: dict[int, str] = {}
+        arguments: dict[int, str] = {}
+        for event in events:
+            if isinstance(event, ToolCallStart):
+                names[event.index], arguments[event.index] = event.name, ""
+            elif isinstance(event, ToolCallDelta):
+                arguments[event.index] += event.text
+        declared = {tool.name: tool for tool in self.tools}
+        pairs = ((declared.get(names[index]), text) for index, text in arguments.items())
+        return all(are_valid_arguments(tool, text) for tool, text in pairs)
+
     def read(self, ids: Ids) -> "ParsedOutput":
         """Parse the output so far as its caller would if it ended here."""
         parser = OutputParser(self.syntax, self.tools, thinking=self.inside_thought)
@@ -53,7 +67,8 @@ class Words:
         if not text:  # no tokenizer, or tokens that are no text
             content = "?" if self.is_visible(ids) and self.syntax is None else ""
         answered = bool(content.strip(BLANK)) and self.is_visible(ids)
-        broken = parser.unfinished or parser.unreadable > 0 or parser.empty_calls > 0
+        unparsed = parser.unfinished or parser.unreadable > 0 or parser.empty_calls > 0
+        broken = unparsed or not self._are_valid(events)
         began = parser.calls > 0 or parser.unfinished
         return ParsedOutput(parser.calls > 0, began, broken, answered)
 
@@ -63,7 +78,8 @@ class ParsedOutput(NamedTuple):
 
     called: bool  # it calls a tool; an undeclared one counts, as the caller can answer the call
     began: bool  # it calls a tool, or ends inside a call
-    broken: bool  # it ends inside a call, or contains one that is empty or cannot be parsed
+    broken: bool  # it ends inside a call, or contains one that is empty, cannot be parsed, or whose
+    # arguments are no object with the tool's required keys
     answered: bool  # it has content that is neither a thought nor blank
 
 

@@ -183,6 +183,44 @@ SICK: tuple[tuple[str, str, str], ...] = (
 )
 
 
+COUNTED: tuple[tuple[str, str], ...] = (
+    ("a sentence", "I have now read part {i} of the file. "),
+    ("a line", "Attempt {i} failed, so I try it once more.\n"),
+    ("two sentences", "Step {i} is complete. Now I will look at the next one. "),
+    ("a bold line", "**Step {i}:** the file is read again.\n"),
+    ("German", "Versuch {i} schlug fehl. "),
+)
+
+
+def long_data() -> Iterator[tuple[str, str]]:
+    """Return data by name that repeats itself for long, also within calls and fences."""
+    rows = "2024-01-01,0,0,0,OK\n" * 60
+    escaped = json.dumps(rows)
+    yield "rows in a call", _call(escaped)
+    yield "equal rows in a call", _call(json.dumps("a,b,c,d\n" * 90))
+    yield "rows in a fence", fenced("2024-01-01,0,0,0,OK\n" * 60)
+    yield "rows", "date,a,b,c,state\n" + "2024-01-01,0,0,0,OK\n" * 60
+    yield "items", "The list:\n\n" + "- item\n" * 120
+    yield "a zero table", "| a | b |\n|---|---|\n" + "| 0 | 0 |\n" * 70
+    yield "nulls", "[" + "null, " * 180 + "null]\n"
+    yield "a refrain", ("Down the river we go,\nHey ho, hey ho\nAll the way home\n") * 14
+    yield "statements in a fence", fenced("    total += value\n" * 120, "python")
+    yield "numbered items", "".join(f"{i}. Check the valve.\n" for i in range(1, 200))
+    yield "a log", "".join(f"[{i}] worker {i} is idle now\n" for i in range(1, 150))
+    yield "objects", "".join(f'{{"id": {i}, "name": "worker", "ok": true}}\n' for i in range(90))
+    yield "counted lines in a fence", fenced("".join(f"Line {i} of it.\n" for i in range(150)))
+    yield (
+        "counted lines in a call",
+        _call(json.dumps("".join(f"Line {i} of the file.\n" for i in range(150)))),
+    )
+    yield "fields", "".join(f"Temperature: {i} degrees\n" for i in range(150))
+
+
+def _call(content: str) -> str:
+    arguments = f'{{"path": "a.csv", "content": {content}}}'
+    return f'<tool_call>\n{{"name": "write_file", "arguments": {arguments}}}\n</tool_call>'
+
+
 def sick(beginning: str, unit: str, encode: Callable[[str], list[int]], limit: int) -> list[int]:
     """Return the ids of a loop, up to a limit."""
     copies = unit

@@ -44,6 +44,9 @@ TEXTS = {
     UNKNOWN: "<function=x>",
     MENTION: "`<tool_call>`",
     900: "\n<function=",
+    50: " all",
+    51: " done",
+    52: " Let me look at it",
 }
 WORDS = Words(
     text=lambda ids: "".join(TEXTS.get(i, "w") for i in ids),
@@ -51,7 +54,6 @@ WORDS = Words(
     tools=(Tool("w", {}),),
     hidden=frozenset({SPECIAL}),
     calls=(PREFIX,),
-    skip=(50, 51),
     colons=frozenset({COLON}),
 )
 STALL: dict[str, Any] = {"floor": 64, "tool_prefix": True, "repeat_limit": 0}

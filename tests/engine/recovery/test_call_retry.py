@@ -157,9 +157,37 @@ def test_B10_a_cancelled_output_ends_before_a_held_call() -> None:
 
 
 def test_B9_a_forced_call_that_cannot_be_parsed_is_decoded_again() -> None:
-    lead = [10, 46, 80, OPEN, 900]
-    script = [10, 46, EOS, OPEN, 10, 10, CLOSE, EOS]
+    lead = [52, 46, 80, OPEN, 900]
+    script = [52, 46, EOS, OPEN, 10, 10, CLOSE, EOS]
     device: dict[str, Any] = {"odds": lambda ids, _: 0.0}
     seen = retried(script, [*lead[:3], *RIGHT], **device)
-    assert seen.emitted == [10, 46, 80, *RIGHT]
+    assert seen.emitted == [52, 46, 80, *RIGHT]
     assert seen.notes == {"tool_prefix": 1, "call_retry": 1}
+
+
+READ = Tool("read_file", {"properties": {"path": {}}, "required": ["path"]})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "broken"),
+    [
+        ('{"path": "a.py"}', False),
+        ('{"path": "a.py", "more": [1]}', False),
+        ('"{\\"path\\": \\"a.py\\"}"', False),
+        ('{"path": }', True),
+        ('{"path": a.py}', True),
+        ("{'path': 'a.py'}", True),
+        ('{"path": "a.py",}', True),
+        ('"a.py"', True),
+        ('["a.py"]', True),
+        ("{}", True),
+        ('{"file": "a.py"}', True),
+    ],
+)
+def test_B11_arguments_are_an_object_with_the_required_keys(arguments: str, broken: bool) -> None:
+    call = f'<tool_call>\n{{"name": "read_file", "arguments": {arguments}}}\n</tool_call>'
+    words = dataclasses.replace(CALLS, text=lambda ids: call, tools=(READ,))
+    assert words.read((1,)).broken is broken
+    xml = "<tool_call>\n<function=read_file>\n</function>\n</tool_call>"
+    words = dataclasses.replace(words, text=lambda ids: xml, syntax=SYNTAXES["qwen_xml"])
+    assert words.read((1,)).broken

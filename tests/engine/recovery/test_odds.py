@@ -25,7 +25,8 @@ LEAD, CALL = 80, 81
 FIRST, SECOND = (LEAD, CALL, 900, 901), (LEAD, CALL, 900, 902, 903)
 PROBED = dataclasses.replace(WORDS, calls=(FIRST, SECOND), opening=(LEAD, CALL), close=(61,))
 ODDS = recovery(**STALL, below_floor="odds")
-LIKELY, UNLIKELY = -1.0, -12.0
+SAID = 52  # an announcement
+LIKELY, UNLIKELY = -1.0, -26.0
 
 Odds = Callable[[tuple[int, ...], int], float]
 
@@ -52,14 +53,17 @@ def is_call(seen: Outcome, script: list[int]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("script", [[10], [10, 46], [10, COLON], [10] * 100, [10] * 100 + [46]])
+@pytest.mark.parametrize(
+    "script",
+    [[SAID], [SAID, 46], [SAID, COLON], [*[10] * 99, 46, SAID], [*[10] * 99, 46, SAID, 46]],
+)
 def test_O1_an_end_becomes_a_call_where_the_target_wants_one(script: list[int]) -> None:
     """Also above the floor, where the original rules do not apply."""
     assert is_call(ended(script, LIKELY, 0.0), script)
 
 
-@pytest.mark.parametrize("script", [[10], [10, 46], [10, COLON]])
-@pytest.mark.parametrize(("lead", "call"), [(UNLIKELY, 0.0), (LIKELY, UNLIKELY), (-4.25, -4.25)])
+@pytest.mark.parametrize("script", [[SAID], [SAID, 46], [SAID, COLON]])
+@pytest.mark.parametrize(("lead", "call"), [(UNLIKELY, 0.0), (LIKELY, UNLIKELY), (-12.75, -12.75)])
 def test_O2_an_answer_stays_as_it_is_where_the_target_wants_no_call(
     script: list[int], lead: float, call: float
 ) -> None:
@@ -71,60 +75,123 @@ def test_O3_a_probe_takes_one_step_and_runs_only_where_a_call_is_likely() -> Non
     plain = {"settings": ODDS, "words": PROBED, "speculative": False}
     steps = {}
     for name, lead, call in (("never", UNLIKELY, 0.0), ("probed", LIKELY, UNLIKELY)):
-        steps[name] = run([10, 46, EOS], odds=odds(lead, call), **plain).plain_steps
+        steps[name] = run([SAID, 46, EOS], odds=odds(lead, call), **plain).plain_steps
     assert steps == {"never": 2, "probed": 3}
 
 
 @pytest.mark.parametrize(
     ("text", "between"),
     [
-        pytest.param("done.", (-4, -6), id="neutral"),
         pytest.param("Now the file:", (-7, -9), id="colon"),
         pytest.param("and then...", (-7, -9), id="ellipsis"),
         pytest.param("and then \N{EM DASH}", (-7, -9), id="dash"),
-        pytest.param("All good. Let me look at it.", (-7, -9), id="intention"),
-        pytest.param("Let me know if you need more.", (-4, -6), id="no intention"),
-        pytest.param("Which one?", (-1, -3), id="question"),
+        pytest.param("All good. Let me look at it.", (-24, -26), id="announcement"),
+        pytest.param("All good. Let me frobnicate it.", (-12, -14), id="unknown verb"),
+        pytest.param("Is it so? I'll look.", (-21, -23), id="announcement after a question"),
         pytest.param("Which one? Name it:", (-4, -6), id="question and colon"),
-        pytest.param("in\n```\nx", (-1, -3), id="open fence"),
-        pytest.param("the `x", (-1, -3), id="open backtick"),
-        pytest.param("the line `def f(x):`", (-4, -6), id="colon in code"),
+        pytest.param("Let me see:\n```\nx", (-21, -23), id="open fence"),
     ],
 )
-def test_O4_punctuation_moves_the_odds_threshold(text: str, between: tuple[float, float]) -> None:
+def test_O4_the_cue_moves_the_odds_threshold(text: str, between: tuple[float, float]) -> None:
     words = dataclasses.replace(PROBED, text=lambda ids: text if 10 in ids else "")
     enough, little = between
     assert is_call(ended([10], enough, 0.0, words=words), [10])
     assert not is_call(ended([10], little, 0.0, words=words), [10])
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "done.",
+        "Yes.",
+        "Done. The port is now 8080.",
+        "Let me know if you need more.",
+        "Which one?",
+        "in\n```\nx",
+        "the `x",
+        "the line `def f(x):`",
+        "I'll run it once you confirm.",
+        "Let me run it. All done.",
+    ],
+)
+def test_O17_without_a_cue_no_odds_suffice(text: str) -> None:
+    words = dataclasses.replace(PROBED, text=lambda ids: text if 10 in ids else "")
+    assert not is_call(ended([10], 9.0, 0.0, words=words), [10])
+
+
+MARKED = dataclasses.replace(
+    WORDS, calls=((LEAD, 81, 82, 83, 900), (LEAD, 81, 82, 83, 901)), opening=(LEAD, 81, 82, 83)
+)
+
+
+@pytest.mark.parametrize(
+    ("odds_of_marker", "called"),
+    [((0, 0, 0), True), ((-8, -8, -8), True), ((-9, -9, -9), False), ((0, 0, -26), False)],
+)
+def test_O18_all_tokens_of_a_marker_are_judged(
+    odds_of_marker: tuple[float, ...], called: bool
+) -> None:
+    table = dict(zip((LEAD, 81, 82, 83), (0.0, *odds_of_marker), strict=True))
+    seen = both([SAID, 46, EOS], ODDS, words=MARKED, odds=lambda ids, wanted: table[wanted])
+    if called:
+        assert seen.emitted[:6] == [SAID, 46, LEAD, 81, 82, 83]
+        assert seen.emitted[6] in (900, 901)
+        assert seen.notes == {"tool_prefix": 1}
+    else:
+        assert seen.emitted == [SAID, 46, EOS]
+        assert not seen.notes
+
+
+def test_O19_a_marker_is_given_up_at_its_first_unlikely_token() -> None:
+    plain = {"settings": ODDS, "words": MARKED, "speculative": False}
+    table = {LEAD: 0.0, 81: -30.0, 82: 0.0, 83: 0.0}
+    seen = run([SAID, EOS], odds=lambda ids, wanted: table[wanted], **plain)
+    assert (seen.plain_steps, seen.emitted) == (2, [SAID, EOS])
+
+
+def test_O20_a_fenced_object_that_names_a_tool_becomes_a_call_whatever_the_odds() -> None:
+    text = 'I will do it:\n```json\n{"name": "%s", "arguments": {"a": 1}}\n```'
+    for name, called in (("w", True), ("x", False)):
+        said = text % name
+        words = dataclasses.replace(PROBED, text=lambda ids, said=said: said if 10 in ids else "")
+        assert is_call(ended([10], -90.0, 0.0, words=words), [10]) is called
+
+
 def test_O5_odds_of_both_steps_add_up() -> None:
-    assert is_call(ended([10, 46], -1.5, -1.5), [10, 46])
-    assert not is_call(ended([10, 46], -3.0, -3.0), [10, 46])
+    script = [SAID, 46]
+    assert is_call(ended(script, -12.0, -12.0), script)
+    assert not is_call(ended(script, -13.0, -13.0), script)
     eager = dataclasses.replace(ODDS, call_odds=-8.0)
-    assert is_call(ended([10, 46], -3.0, -3.0, settings=eager), [10, 46])
+    assert is_call(ended(script, -13.0, -13.0, settings=eager), script)
 
 
 def test_O6_a_family_whose_calls_begin_with_their_marker_needs_no_probe() -> None:
     calls = tuple(ids[1:] for ids in (FIRST, SECOND))
     words = dataclasses.replace(PROBED, calls=calls, opening=(CALL,))
-    seen = ended([10, 46], 0.0, LIKELY, words=words)
+    seen = ended([SAID, 46], 0.0, LIKELY, words=words)
     assert seen.notes["tool_prefix"] == 1
     assert tuple(seen.emitted[2:5]) in (calls[0], calls[1][:3])
-    assert not ended([10, 46], 0.0, UNLIKELY, words=words).notes
+    assert not ended([SAID, 46], 0.0, UNLIKELY, words=words).notes
 
 
-def test_O7_without_odds_only_a_colon_makes_a_stall() -> None:
+def test_O7_without_odds_the_text_decides() -> None:
     def texts(end: str) -> Words:
         return dataclasses.replace(PROBED, text=lambda ids: end if 10 in ids else "")
 
-    for end, stalled in (("now:", True), ("now.", False), ("What? Now:", False), ("`x:`", False)):
+    for end, stalled in (
+        ("now:", True),
+        ("now.", False),
+        ("Let me see.", True),
+        ("now...", False),
+        ("What? Now:", False),
+        ("`x:`", False),
+    ):
         seen = both([10, EOS], ODDS, words=texts(end))
         assert bool(seen.notes["tool_prefix"]) is stalled, end
 
 
 def test_O8_no_room_for_a_call_leaves_the_end() -> None:
-    script = [10, 46]
+    script = [SAID, 46]
     seen = ended(script, 0.0, 0.0, max_tokens=20)
     assert seen.emitted == [*script, EOS]
     assert seen.notes == {"floor_waived": 1}
@@ -165,7 +232,7 @@ def test_O12_an_output_may_end_after_a_call() -> None:
 @pytest.mark.parametrize("reason", [Finish.CANCELLED, Finish.LENGTH])
 def test_O13_a_probe_is_never_emitted_when_the_request_ends_during_it(reason: Finish) -> None:
     policy = Policy(max_tokens=99, stop_ids=frozenset({EOS}), recovery=ODDS, words=PROBED)
-    state, _ = advance(State(), Prefilled(10, BEST, call_odds=0.0), policy)
+    state, _ = advance(State(), Prefilled(SAID, BEST, call_odds=0.0), policy)
     state, effects = advance(state, Stepped((46, EOS), next_best=BEST, call_odds=LIKELY), policy)
     assert (effects.emit, effects.replace, effects.force) == ((46,), LEAD, ())
     assert opening(state, policy) == CALL
@@ -174,13 +241,13 @@ def test_O13_a_probe_is_never_emitted_when_the_request_ends_during_it(reason: Fi
     done, effects = advance(state, Cancelled(reason), policy)
     assert effects.finish is reason
     assert (effects.emit, effects.retract) == ((), 1)
-    assert done.ids == (10, 46)
+    assert done.ids == (SAID, 46)
 
 
 def test_O14_a_lead_that_contains_an_end_token_is_not_forced() -> None:
     stops = frozenset({EOS, LEAD})
-    seen = ended([10, 46], 0.0, 0.0, stops=stops)
-    assert seen.emitted == [10, 46, EOS]
+    seen = ended([SAID, 46], 0.0, 0.0, stops=stops)
+    assert seen.emitted == [SAID, 46, EOS]
 
 
 def test_O15_the_original_rules_do_not_probe() -> None:

@@ -104,6 +104,21 @@ def test_an_output_that_just_wrote_the_skip_phrase_is_not_stalled(
     assert injected(seen.emitted) is expected
 
 
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        pytest.param([50, 51, 46, COLON], False, id="ends with it"),
+        pytest.param([50, 51, 46, 52, COLON], True, id="an announcement follows"),
+    ],
+)
+def test_only_an_output_that_ends_with_the_skip_phrase_is_complete(
+    script: list[int], expected: bool
+) -> None:
+    for below in ("rescue", "replace", "odds"):
+        seen = both([*script, EOS], recovery(**STALL, below_floor=below))
+        assert injected(seen.emitted) is expected, below
+
+
 def test_S7_a_skip_phrase_in_the_prompt_does_not_count() -> None:
     """The state machine receives output tokens only."""
     seen = run([10, COLON, EOS], RESCUE)

@@ -41,17 +41,26 @@ def test_a_replaced_end_token_is_forced() -> None:
 
 
 def test_a_forced_call_is_forced_and_its_tool_is_the_target_s_choice() -> None:
-    seen = run([10, EOS, 0, 0, 0, 903, 7, EOS], ODDS, words=PROBED, odds=odds(LIKELY, 0.0))
+    seen = run([52, EOS, 0, 0, 0, 903, 7, EOS], ODDS, words=PROBED, odds=odds(LIKELY, 0.0))
     assert seen.notes["tool_prefix"] == 1
-    assert sources(seen)[:3] == [(10, T), (LEAD, F), (CALL, F)]
+    assert sources(seen)[:3] == [(52, T), (LEAD, F), (CALL, F)]
     assert {source for _, source in sources(seen)[:4]} == {T, F}
 
 
 def test_an_end_token_that_was_probed_in_vain_is_the_target_s() -> None:
-    for script in ([10, 11, EOS], [10, EOS]):
+    for script in ([10, 46, 52, EOS], [52, EOS]):
         seen = run(script, ODDS, words=PROBED, odds=odds(LIKELY, UNLIKELY))
+        assert seen.plain_steps
         assert sources(seen)[-1] == (EOS, T)
         assert F not in {source for _, source in sources(seen)}
+
+
+def test_a_marker_of_several_tokens_that_was_probed_in_vain_leaves_no_round() -> None:
+    words = dataclasses.replace(WORDS, calls=((LEAD, 81, 82, 83, 900),), opening=(LEAD, 81, 82, 83))
+    table = {LEAD: 0.0, 81: 0.0, 82: 0.0, 83: -90.0}
+    seen = run([11, 46, 52, EOS], ODDS, words=words, odds=lambda ids, wanted: table[wanted])
+    assert [token for token, _ in sources(seen)] == seen.emitted == [11, 46, 52, EOS]
+    assert sources(seen)[-1] == (EOS, T)
 
 
 def test_a_thought_is_closed_by_force() -> None:

@@ -1,0 +1,33 @@
+"""How a language announces the speaker's own next step.
+
+Each language has regular expressions of a sentence in lower case, without quotations:
+
+* `opens`: the first person and the near future, such as "let me" or "I'll", up to the verb;
+* `acts`: verbs of actions that tools take, such as reading, running and changing;
+* `idle`: what the speaker may promise without taking an action, such as waiting or explaining;
+* `asks`: conditions and requests, such as "if you want" or "once you confirm": the sentence leaves
+  the next step to the reader.
+
+Languages without spaces, and those that put the person into the ending of the verb, have an
+expression of whole announcements instead.
+"""
+
+import re
+from typing import NamedTuple
+
+
+class Language(NamedTuple):
+    """The expressions of a language; None matches nothing."""
+
+    opens: re.Pattern[str] | None
+    acts: re.Pattern[str]
+    idle: re.Pattern[str]
+    asks: re.Pattern[str]
+    whole: re.Pattern[str] | None = None
+
+
+def language(*, acts: str, idle: str, asks: str, opens: str = "", whole: str = "") -> Language:
+    """Return a language; an empty expression matches nothing."""
+    start = re.compile(rf"(?<![\w'-])(?:{opens})\s*") if opens else None
+    compiled = (re.compile(pattern) for pattern in (acts, idle, asks))
+    return Language(start, *compiled, re.compile(whole) if whole else None)
