@@ -30,12 +30,14 @@ class EncodedPrompt:
       lead: returns the ids that the template puts after the assistant's header, such as empty
         reasoning. A past turn has to start with them. It returns None if the template renders past
         turns with another header.
+      prefix: beginning of the answer that the prompt ends with, and that the output continues.
     """
 
     ids: list[int]
     thinking: bool = False
     may_think: bool = False
     lead: Callable[[], tuple[int, ...] | None] = tuple
+    prefix: str = ""
 
 
 class ToolTurnCache:
@@ -212,7 +214,7 @@ def _continued_prompt(
     if not mark:
         raise Problem(400, "this model's chat template cannot continue a message")
     tokenizer.check_fits(before, max_length)
-    return EncodedPrompt(tokenizer.encode(before, specials=False))
+    return EncodedPrompt(tokenizer.encode(before, specials=False), prefix=last["content"] or "")
 
 
 def _lead_ids(

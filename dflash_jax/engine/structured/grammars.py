@@ -18,7 +18,7 @@ from dflash_jax.engine.structured.process import SECONDS, SHORT, GrammarTrials
 from dflash_jax.engine.structured.refusals import schema_refusal, text_refusal, usable
 from dflash_jax.engine.structured.sources import Source, schema_source, source_of
 from dflash_jax.engine.structured.worker import REFUSED, compiled, reason
-from dflash_jax.errors import RequestError, install_hint
+from dflash_jax.errors import RequestError, StructureError, install_hint
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers.bounded_schema import bounded
 from dflash_jax.tool_parsers.grammar_bounds import check_schema
@@ -47,18 +47,22 @@ class Grammars:
         """Return a grammar at its beginning; see `SamplingParams.structured`.
 
         Raises:
-          RequestError: no tokenizer, no llguidance, or a structure that is not understood, matches
-            no text, is too large, or takes too long to compile.
+          RequestError: no tokenizer or no llguidance.
+          StructureError: the structure is not understood, matches no text, is too large, takes too
+            long to compile, or does not begin with the text that the output continues.
         """
         tokenizer, trials = self._compilers()
-        source = source_of(structure)
+        try:
+            source = source_of(structure)
+        except RequestError as error:
+            raise StructureError(str(error)) from error
         try:
             trials.check(source.grammar, self.seconds, source.parts)
         except RequestError as error:
-            raise RequestError(self._explained(source, str(error))) from error
+            raise StructureError(self._explained(source, str(error))) from error
         matcher, error = compiled(tokenizer, source.grammar)
         if error is not None:
-            raise RequestError(error)
+            raise StructureError(error)
         if source.prefix:
             self._continue(matcher, tokenizer, source)
         return Grammar(matcher)
@@ -119,14 +123,15 @@ class Grammars:
         """Advance a new grammar by the text that the output continues.
 
         Raises:
-          RequestError: the text is not the beginning of any that the grammar matches.
+          StructureError: the text is not the beginning of any that the grammar matches.
         """
         text = source.prefix.lstrip() if source.kind == "json" else source.prefix
         ids = tokenizer.tokenize_str(text)
         if matcher.try_consume_tokens(ids) < len(ids) or matcher.is_error():
-            raise RequestError(
+            raise StructureError(
                 f"the last message, {source.prefix[:80]!r}, is not the beginning of an output that"
-                " follows the structure; leave it out, or begin as the structure does"
+                " follows the structure; leave it out, or begin as the structure does",
+                of_prompt=True,
             )
 
     def close(self) -> None:
