@@ -114,8 +114,10 @@ def _answer_begun(prompt: EncodedPrompt, syntax: Syntax | None) -> str:
     """Return the beginning of an answer that the prompt ends with, without reasoning before it."""
     if prompt.thinking:
         return ""
-    thought = syntax.thought if syntax else None
-    return prompt.prefix.rpartition(thought.closing)[2] if thought else prompt.prefix
+    if syntax is None or syntax.thought is None:
+        return prompt.prefix
+    _, closing, answer = prompt.prefix.rpartition(syntax.thought.closing)
+    return answer.lstrip("\n") if closing else answer
 
 
 def _around(

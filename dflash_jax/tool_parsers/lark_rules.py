@@ -7,7 +7,8 @@ that no nesting exhausts it.
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from dflash_jax.tool_parsers.derivations import Derivations
 
@@ -55,7 +56,8 @@ def lark_tokens(grammar: str) -> Iterator[LarkToken]:
     Raises:
       LarkSyntaxError: the grammar has other tokens.
     """
-    rule, depth, tokens = "", 0, list(_tokens(grammar))
+    tokens = [token for token in _tokens(grammar) if token.kind != "space"]
+    rule, depth = "", 0
     for at, token in enumerate(tokens):
         following = tokens[at + 1 : at + 2]
         if token.kind == "newline":
@@ -86,8 +88,25 @@ def _tokens(grammar: str) -> Iterator[LarkToken]:
             except (ValueError, RecursionError) as error:
                 raise LarkSyntaxError(str(error)) from error
             text += grammar[start:at]
-        if kind != "space":
-            yield LarkToken(kind, text)
+        yield LarkToken(kind, text)
+
+
+def with_schemas(grammar: str, change: Callable[[Any], Any]) -> str:
+    """Return a grammar with each JSON schema after `%json` replaced by `change(schema)`.
+
+    A grammar that is not understood stays as it is.
+    """
+    try:
+        tokens = list(_tokens(grammar))
+    except LarkSyntaxError:
+        return grammar
+    word = "%json"
+    return "".join(
+        f"{word} {json.dumps(change(json.loads(token.text.removeprefix(word))))}"
+        if token.text.startswith(word)
+        else token.text
+        for token in tokens
+    )
 
 
 def regexes(grammar: str) -> list[str]:

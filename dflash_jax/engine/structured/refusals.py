@@ -75,6 +75,7 @@ def alone(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
 def words(error: str) -> str:
     """Return an error of the compiler in plain words."""
     error = error.removeprefix(PREFIX).partition("\n  while processing")[0].strip()
+    error = error.replace(f"/$defs/{ROOT}", "")
     for pattern, said in WORDS:
         if match := re.fullmatch(pattern, error, re.DOTALL):
             return said.format(*(text.replace('"', "'").strip() for text in match.groups()))

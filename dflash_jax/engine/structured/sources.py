@@ -10,7 +10,7 @@ from dflash_jax.engine.structured.process import Part
 from dflash_jax.errors import RequestError
 from dflash_jax.tool_parsers.bounded_schema import bounded
 from dflash_jax.tool_parsers.grammar_bounds import check_lark, check_schema, parsed_schema
-from dflash_jax.tool_parsers.lark_rules import endless_rule, regexes
+from dflash_jax.tool_parsers.lark_rules import endless_rule, regexes, with_schemas
 
 KINDS = ("json", "regex", "choice", "grammar")
 OPTIONS = ("around", "prefix")  # further keys of a structure
@@ -97,7 +97,7 @@ def _answer(kind: str, value: Any) -> tuple[dict[str, Any], Mapping[str, Any] | 
             raise RequestError(f"the structure is not understood: {error}") from error
         if kind == "grammar":
             _check_grammar(value)
-            return {"lark_grammar": value}, None
+            return {"lark_grammar": with_schemas(value, _bounded)}, None
         return {"lark_grammar": f"start: {_regex(value)}"}, None
     choices = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
     if kind == "choice" and choices and all(isinstance(x, str) for x in value):
@@ -123,6 +123,10 @@ def _check_grammar(grammar: str) -> None:
             f"the grammar's rule {rule!r} derives no finite text, as each of its alternatives needs"
             " a rule that never ends; add an alternative that ends"
         )
+
+
+def _bounded(schema: Any) -> Any:
+    return bounded(schema, strict=True) if isinstance(schema, Mapping) else schema
 
 
 def _regex(pattern: str) -> str:

@@ -34,9 +34,9 @@ def compiled(tokenizer: Any, grammar: str) -> tuple[Any, str | None]:
         return matcher, f"{REFUSED}{reason(matcher)}"
     matcher.compute_bitmask()  # some errors are found only then
     if matcher.is_error():
-        empty = reason(matcher) == EMPTY
-        said = "no text matches the structure" if empty else f"{REFUSED}{reason(matcher)}"
-        return matcher, said
+        if reason(matcher) == EMPTY:
+            return matcher, "no text matches the structure; write one that some text matches"
+        return matcher, f"{REFUSED}{reason(matcher)}"
     return matcher, None
 
 
