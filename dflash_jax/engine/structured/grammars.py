@@ -164,16 +164,23 @@ class Grammar:
 
     def __init__(self, matcher: Any):
         self._matcher = matcher
+        self._gave_up: str | None = None  # why; the matcher is in use for ever then
 
     @property
     def finished(self) -> bool:
         """Whether only an end token may follow."""
-        return self._matcher.is_stopped()
+        return self._gave_up is not None or self._matcher.is_stopped()
 
     @property
     def error(self) -> str | None:
         """Why the grammar failed, or None; it is `finished` then."""
+        if self._gave_up is not None:
+            return self._gave_up
         return reason(self._matcher) if self._matcher.is_error() else None
+
+    def give_up(self, reason: str) -> None:
+        """Fail, as a mask does not come."""
+        self._gave_up = reason
 
     def leaves_no_choice(self) -> bool:
         """Return whether the grammar allows a single token here."""
@@ -182,13 +189,16 @@ class Grammar:
 
     def accept(self, ids: Sequence[int]) -> None:
         """Advance by emitted tokens."""
-        self._matcher.consume_tokens(list(ids))
+        if self._gave_up is None:
+            self._matcher.consume_tokens(list(ids))
 
     def fill(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
         """Write a row's masks, uint32 [T, W]: position i follows the first i drafts.
 
         Positions after a draft the grammar forbids are not written, as they cannot be reached.
         """
+        if self._gave_up is not None:
+            return
         walked = 0
         for place, row in enumerate(masks):
             self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
