@@ -15,6 +15,8 @@ from dflash_jax.tool_parsers.finite_schema import LISTS, MAPPINGS, SCHEMAS, Fini
 FORMATS = {"date-time": 35, "time": 24, "date": None, "duration": 40, "email": 254,
            "hostname": 253, "ipv4": None, "ipv6": None, "uuid": None, "uri": 2048,
            "unknown": None}  # fmt: skip
+LENGTHS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+MOST_LENGTH = 2**31  # no output is longer
 SPACE = r"( |\n {0,16})?"  # between JSON tokens
 COMBINING = ("$ref", "anyOf", "oneOf")  # constraints next to these apply to the same value
 ANNOTATIONS = frozenset(["title", "description", "default", "examples", "$defs", "definitions",
@@ -85,6 +87,9 @@ class _Bounds:
                 found[key] = [self._schema(x, f"{place}/{i}") for i, x in enumerate(value)]
             elif key in MAPPINGS and isinstance(value, Mapping):
                 found[key] = {name: self._schema(x, f"{place}/{name}") for name, x in value.items()}
+            elif key in LENGTHS and numbers.is_number(value) and value % 1 == 0:
+                if not (key.startswith("max") and value > MOST_LENGTH):
+                    found[key] = int(value)
             elif key != "format" or not self._ignored_format(value):
                 found[key] = value
         if "multipleOf" in found:

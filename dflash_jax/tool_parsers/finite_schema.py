@@ -7,6 +7,7 @@ and numbers, but no recursion without an end: a model would write brackets until
 
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from dflash_jax.tool_parsers.derivations import Derivations
 
@@ -37,8 +38,13 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def resolved(schema: Any, reference: str) -> Any:
-    """Return the value that a reference within the schema points to, or None."""
-    for step in reference.removeprefix("#").split("/")[1:]:
+    """Return the value that a reference within the schema points to, or None.
+
+    References by `$id` and `$anchor` are not followed.
+    """
+    if reference != "#" and not reference.startswith("#/"):
+        return None
+    for step in unquote(reference.removeprefix("#")).split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, Mapping):
             schema = schema.get(name)

@@ -177,14 +177,18 @@ def _xml(tool: Tool, quote: Quote) -> str:
 
 
 def _gemma4(tool: Tool, quote: Quote) -> str:
-    def value(schema: Any) -> str:
+    def value(name: str, schema: Any) -> str:
         if texts := _enum_texts(schema):
             return "(" + " | ".join(quote(QUOTE + text + QUOTE) for text in texts) + ")"
-        kind = schema.get("type") if isinstance(schema, Mapping) else None
-        kinds = {"string": "quoted", "integer": "INTEGER", "number": "NUMBER", "boolean": "truth"}
-        return kinds.get(kind, "value") if isinstance(kind, str) else "value"
+        kinds = kinds_of(tool, name)
+        if kinds and kinds <= {"integer", "number", "boolean", "null"}:  # written as in JSON
+            return _json(tool, _parameter_schema(tool, name))
+        return "quoted" if kinds == {"string"} else "value"
 
-    pairs = [(f"{quote(name + ':')} {value(x)}", needed) for name, x, needed in _parameters(tool)]
+    pairs = [
+        (f"{quote(name + ':')} {value(name, schema)}", needed)
+        for name, schema, needed in _parameters(tool)
+    ]
     needed = ' "," '.join(pair for pair, required in pairs if required)
     others = [pair for pair, required in pairs if not required]
     if needed:
@@ -238,7 +242,6 @@ def _rules(syntax: Syntax, quote: Quote) -> list[str]:
         'object: "{" (KEY ":" value ("," KEY ":" value)*)? "}"',
         "KEY: /[A-Za-z0-9_]{1,64}/",
         "BARE: /[^<]*/",
-        "INTEGER: /-?(0|[1-9][0-9]{0,17})/",
         "NUMBER: /-?(0|[1-9][0-9]{0,17})([.][0-9]{1,17})?/",
     ]
 

@@ -7,7 +7,7 @@ hold are moved inwards to one that it can, so that no output is outside of the s
 import math
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeGuard
 
 from dflash_jax.errors import RequestError
 
@@ -18,7 +18,7 @@ FRACTION = 1e-10  # numbers are multiples of it: the smallest power of ten that 
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Return whether a JSON value is a number; booleans are none."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 

@@ -39,6 +39,7 @@ FRACTION = {"multipleOf": 1e-10}
         ({"type": "number", "minimum": 1e-300}, {"minimum": 1e-10, "maximum": MOST} | FRACTION),
         ({"type": "string", "minimum": "x"}, {}),
         ({"type": "string", "format": "date-time"}, {"maxLength": 35}),
+        ({"type": "string", "minLength": 2.0, "maxLength": 5.0}, {"minLength": 2, "maxLength": 5}),
     ],
 )  # fmt: skip
 def test_bounds_are_added_where_the_schema_has_none(
@@ -70,6 +71,7 @@ def test_bounds_are_added_where_the_schema_has_none(
          "no finite value fits the JSON schema, because of #/properties/a"),
         ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "because of #/items"),
         ({"anyOf": [{"$ref": "#"}, False, {"enum": []}]}, "no finite value"),
+        ({"$ref": "#/$defs/a%20b", "$defs": {"a b": {"$ref": "#"}}}, "no finite value"),
     ],
 )  # fmt: skip
 def test_schemas_that_cannot_be_followed_exactly_or_never_end_are_refused(
@@ -90,6 +92,16 @@ def test_parts_without_a_finite_value_are_never_chosen() -> None:
     found = bounded(schema)
     assert found["properties"]["a"] is False
     assert found["properties"]["c"] == {"anyOf": [False, {"const": 1}]}
+
+
+def test_lengths_that_no_output_has_are_no_bounds() -> None:
+    found = bounded({"type": "array", "items": {"type": "null"}, "maxItems": 2**64 - 1})
+    assert "maxItems" not in found
+
+
+def test_references_by_name_are_left_to_the_compiler() -> None:
+    anchored = {"$ref": "#node", "$defs": {"n": {"$anchor": "node", "type": "null"}}}
+    assert bounded(anchored)["$ref"] == "#node"
 
 
 @pytest.fixture(scope="module")

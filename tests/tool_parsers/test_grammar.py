@@ -299,3 +299,20 @@ def test_calls_without_an_end_are_refused_by_name(family: str) -> None:
     text = call_grammar(SYNTAXES[family], tools, ToolChoice("required"), SPECIALS)
     assert "aa:" not in text
     assert "parameter=aa" not in text
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_numbers_of_calls_follow_their_schema(tokenizer: Tokenizer, family: str) -> None:
+    properties = {
+        "n": {"type": "integer", "minimum": 3, "maximum": 40},
+        "x": {"enum": [1.5, None]},
+        "b": {"$ref": "#/$defs/B"},
+    }
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    tool = Tool("read", schema | {"$defs": {"B": {"type": "boolean"}}})
+    grammar = call_grammar(SYNTAXES[family], [tool], ToolChoice("required"), SPECIALS)
+    good = {"n": 12, "x": 1.5, "b": True}
+    assert matches(tokenizer, grammar, said(family, good))
+    assert matches(tokenizer, grammar, said(family, good | {"x": None}))
+    for wrong in ({"n": 2}, {"n": 41}, {"x": 1.25}, {"b": 0}):
+        assert not matches(tokenizer, grammar, said(family, good | wrong)), wrong

@@ -114,6 +114,8 @@ class Grammars:
         """Return why a structure is refused, in words of the request."""
         if not error.startswith(REFUSED):
             return error
+        if source.kind == "json" and source.schema is None:
+            return schema_refusal({}, error, lambda _: None)
         if source.schema is None:
             return text_refusal(source.kind, error)
         attempt = self._attempt(self._compilers()[1], strict=True)
