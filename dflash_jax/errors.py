@@ -28,6 +28,18 @@ class RequestError(DFlashError):
     """A request that cannot be served: empty, too long, out of range."""
 
 
+class StructureError(RequestError):
+    """An output structure that cannot be followed.
+
+    Attributes:
+      of_prompt: the structure can be followed, but not after the text that the output continues.
+    """
+
+    def __init__(self, message: str, *, of_prompt: bool = False):
+        super().__init__(message)
+        self.of_prompt = of_prompt
+
+
 class PromptTooLongError(RequestError):
     """A prompt whose characters alone show that it cannot fit, found before it is encoded."""
 

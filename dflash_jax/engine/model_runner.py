@@ -34,6 +34,7 @@ from dflash_jax.engine.recovery.trace import CallTime
 from dflash_jax.engine.scheduler import SchedulerOutput
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.structured.grammars import Grammar
+from dflash_jax.engine.structured.mask_thread import MaskThread
 from dflash_jax.plan import Plan
 from dflash_jax.state import RowStep, StepOutput, read_output
 
@@ -78,6 +79,7 @@ class ModelRunner:
         self._multi_step = {x: is_multi_step(plan, x) for x in STEP_VARIANTS}
         self.state: Any = executor.empty_state()
         self.prefixes = self._make_prefixes(executor.params)
+        self._masks = MaskThread()
         self._logits = LogitsProcessor(target.vocab_size, executor.empty_logits_state)
         # Kept on the device, because sending a number in every call takes 0.1 ms.
         self._num_steps = executor.put([np.int32(n) for n in range(plan.steps_per_call + 1)])
@@ -287,9 +289,13 @@ class ModelRunner:
         width = self.plan.plain_width if step == Step.PLAIN else self.plan.block
         shape = (rows, 1 if prefill else width, mask_words(self.target.vocab_size))
         masks = np.full(shape, 2**32 - 1, np.uint32)
-        for place, (row, grammar) in grammars.items():
-            if grammar:
-                grammar.fill(masks[place], drafts[row].tolist())
+        self._masks.fill(
+            [
+                (grammar, masks[place], drafts[row].tolist())
+                for place, (row, grammar) in grammars.items()
+                if grammar
+            ]
+        )
         return step, dataclasses.replace(inputs, masks=masks)
 
     def _make_prefixes(self, params: Params) -> PrefixStore | None:

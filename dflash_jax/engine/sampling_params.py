@@ -69,7 +69,8 @@ class SamplingParams:
       prompt_logprobs: the same for the prompt, which is then computed in full, twice.
       structured: what the text must follow: {"json": a schema}, {"regex": a pattern},
         {"choice": texts} or {"grammar": a Lark grammar}. A Lark grammar under the additional key
-        "around" describes the whole output and refers to the structure as `@answer`. Needs the
+        "around" describes the whole output and refers to the structure as `@answer`. Text under the
+        key "prefix" ends the prompt, and is the beginning of what follows the structure. Needs the
         extra `structured`.
       seed: of random numbers; without one, each request draws a new one. With one, a request
         drafts even where that does not pay off, as its tokens depend on it.

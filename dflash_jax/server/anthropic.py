@@ -118,6 +118,8 @@ def _tools(
                 param=f"tools[{at}].type",
             )
         inner = {"name": tool.get("name"), "description": tool.get("description", "")}
+        if tool.get("strict") is True:
+            inner["strict"] = True
         inner["parameters"] = tool.get("input_schema") or {"type": "object", "properties": {}}
         given.append({"type": "function", "function": inner})
         places.append(f"tools[{at}]")

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from dflash_jax.server.access import allowed_hosts
 from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_messages
-from dflash_jax.server.background import read_body
+from dflash_jax.server.background import in_thread, read_body
 from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat
 from dflash_jax.server.completions import CompletionRequest, CompletionWriter, decode_completion
 from dflash_jax.server.connection import (
@@ -32,6 +32,7 @@ from dflash_jax.server.information import InfoRoutes
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Handler, Middleware, Settings, log_error
 from dflash_jax.server.models import ServedModel, ServedModels
+from dflash_jax.server.output_grammar import usable_tools
 from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.response_store import ResponseStore
@@ -168,6 +169,9 @@ class Server:
         if self._settings.metrics:
             request = dataclasses.replace(request, metrics=True, timings=True)
         model = self.models.named(request.model)
+        if request.declared_tools:
+            grammars = model.engine.grammars
+            request = await in_thread(usable_tools, request, grammars, long=True, param="tools")
         return model, request, await prepare(model, request)
 
     async def _track(self, generation: Generation) -> AsyncGenerator[ReplyEvents]:

@@ -150,7 +150,7 @@ def common_arguments(
     return {
         "model": body.model,
         "options": options,
-        "grammar": output_grammar(body, output_format, where),
+        **output_grammar(body, output_format, where),
         "stop": stop_strings(body.stop),
         "stream": bool(body.stream),
         "recovery": parse_recovery(body.recovery),
@@ -263,18 +263,14 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 GRAMMAR_KINDS = ("json", "regex", "choice", "grammar")
 
 
-def output_grammar(body: CommonFields, output_format: Any, where: str) -> tuple[str, Any] | None:
-    """Return the output grammar: one of GRAMMAR_KINDS and its value, or None.
+def output_grammar(body: CommonFields, output_format: Any, where: str) -> dict[str, Any]:
+    """Return the output grammar, one of GRAMMAR_KINDS and its value or None, and its field's name.
 
     Raises:
       Problem: more than one grammar, or an unknown kind.
     """
-    candidates = [
-        ("json", body.guided_json),
-        ("regex", body.guided_regex),
-        ("choice", body.guided_choice),
-        ("grammar", body.guided_grammar),
-    ]
+    candidates = [(kind, getattr(body, f"guided_{kind}"), f"guided_{kind}")
+                  for kind in GRAMMAR_KINDS]  # fmt: skip
     structured = body.structured_outputs or {}
     wanted = {key for key, value in structured.items() if value not in (None, False)}
     if others := sorted(wanted - set(GRAMMAR_KINDS)):
@@ -282,13 +278,16 @@ def output_grammar(body: CommonFields, output_format: Any, where: str) -> tuple[
             400, f"structured_outputs has no {others[0]!r}; known are {', '.join(GRAMMAR_KINDS)}",
             param=f"structured_outputs.{others[0]}",
         )  # fmt: skip
-    candidates += [(key, structured[key]) for key in wanted]
+    candidates += [(key, structured[key], f"structured_outputs.{key}") for key in wanted]
     if output_format is not None:
-        candidates.append(response_format(output_format, where))
-    given = [(kind, value) for kind, value in candidates if value is not None]
+        candidates.append((*response_format(output_format, where), where))
+    given = [candidate for candidate in candidates if candidate[1] is not None]
     if len(given) > 1:
         raise Problem(400, f"{len(given)} output grammars were given; give one of them")
-    return given[0] if given else None
+    if not given:
+        return {"grammar": None}
+    [(kind, value, field)] = given
+    return {"grammar": (kind, value), "grammar_field": field}
 
 
 def response_format(given: Any, where: str) -> tuple[str, Any]:

@@ -15,7 +15,7 @@ from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.request import CancelReason as Reason
 from dflash_jax.engine.result import Piece, Result
 from dflash_jax.engine.sampling_params import SamplingParams
-from dflash_jax.errors import RequestError
+from dflash_jax.errors import RequestError, StructureError
 from dflash_jax.server.background import LONG_PROMPT, in_thread
 from dflash_jax.server.conversation import parse_tool_calls
 from dflash_jax.server.errors import (
@@ -27,7 +27,7 @@ from dflash_jax.server.errors import (
 )
 from dflash_jax.server.jobs import Job
 from dflash_jax.server.models import ServedModel
-from dflash_jax.server.output_grammar import grammar_around, required_call_grammar
+from dflash_jax.server.output_grammar import structure_of, structure_problem
 from dflash_jax.server.prompt import (
     EncodedPrompt,
     chat_prompt,
@@ -126,14 +126,8 @@ class Generation:
         counts = [request.prompt_logprobs, request.logprobs if request.echo else None]
         if counts := [n for n in counts if n is not None]:
             options["prompt_logprobs"] = max(counts)
-        # A required call leaves no content, so that `request.grammar` does not apply.
-        if request.tool_choice.kind in ("required", "named"):
-            calls = required_call_grammar(request, prompt, self.model.syntax, engine.tokenizer)
-            options["structured"] = {"grammar": calls}
-        elif request.grammar is not None:
-            kind, value = request.grammar
-            around = grammar_around(request, prompt, self.model.syntax, engine.tokenizer)
-            options["structured"] = {kind: value} | ({"around": around} if around else {})
+        if structure := structure_of(request, prompt, self.model.syntax, engine.tokenizer):
+            options["structured"] = structure
         if len(str(options.get("structured", ""))) > MOST_GRAMMAR:
             raise Problem(
                 400, f"the output grammar or the tools are longer than {MOST_GRAMMAR} characters",
@@ -275,6 +269,8 @@ class Generation:
                 reply = self.replies[index]
                 if isinstance(end, Exception):
                     failed = True
+                    if isinstance(end, StructureError):
+                        raise structure_problem(end, self.request)
                     raise to_problem(end, self.request.api)
                 if pieces and self.first_token is None:
                     self.first_token = time.perf_counter()

@@ -166,12 +166,14 @@ class InfoRoutes:
         for model in self._models:
             if model.worker.error is not None:
                 raise Problem(500, f"{model.name}: {model.worker.error}", code="engine_failed")
+            model.check_turns()
         return json_response({"status": "ok"})
 
     async def _ready(self, raw_request: Request) -> Response:
         self._middleware.check_open()
         for model in self._models:
             _ = model.engine
+            model.check_turns()
         return json_response({"status": "ready"})
 
     async def _show_metrics(self, raw_request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Literal
 
@@ -25,6 +26,23 @@ def compilation_order(engine: Engine, warm: Warm) -> tuple[tuple[Variant, ...], 
     served = [x for x in Variant if x is not Variant.CONSTRAINED or engine.grammars.available]
     first = tuple(variant for variant in COMPILED_FIRST[warm] if variant in served)
     return first, [] if warm == "none" else [x for x in served if x not in first]
+
+
+class TurnClock:
+    """Measures how long the engine's thread has been busy with one turn; for any thread."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+
+    def begin(self, *, busy: bool = True) -> None:
+        """Begin a turn, or wait for work if not busy."""
+        self._began = time.monotonic() if busy else None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the current turn began; 0 while there is no work."""
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
 
 
 class EngineRestarts:

@@ -14,6 +14,7 @@ from dflash_jax.server.protocol import Problem
 from dflash_jax.server.worker import Worker
 from dflash_jax.tool_parsers import Syntax, syntax_of
 
+STALLED_S = 120.0  # seconds of one step, after which health checks fail; steps take less than one
 ANY = "any"
 NO_NAME = (None, "", ANY, "dummy")  # Hugging Face's client sends "dummy" for none
 
@@ -69,6 +70,21 @@ class ServedModel:
         if engine is None or not self.worker.ready.is_set():
             raise not_ready(engine.compiled if engine else None, self.worker.first)
         return engine
+
+    def check_turns(self) -> None:
+        """Check that the engine still makes turns, once it was ready.
+
+        Raises:
+          Problem: 503, its current turn takes longer than `STALLED_S`.
+        """
+        seconds = self.worker.turn.seconds if self.worker.ready.is_set() else 0.0
+        if seconds > STALLED_S:
+            raise Problem(
+                503,
+                f"{self.name}: a step of the engine has taken {seconds:.0f} s so far, and requests"
+                f" wait; expected at most {STALLED_S:g} s: restart the server",
+                code="engine_stalled",
+            )
 
     @functools.cached_property
     def fingerprint(self) -> str:

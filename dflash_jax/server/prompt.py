@@ -32,6 +32,7 @@ class EncodedPrompt:
       lead: returns the ids that the template puts after the assistant's header, such as empty
         reasoning. A past turn has to start with them. It returns None if the template renders past
         turns with another header.
+      prefix: beginning of the answer that the prompt ends with, and that the output continues.
     """
 
     ids: list[int]
@@ -39,6 +40,7 @@ class EncodedPrompt:
     may_think: bool = False
     warnings: tuple[str, ...] = ()
     lead: Callable[[], tuple[int, ...] | None] = tuple
+    prefix: str = ""
 
 
 class ToolTurnCache:
@@ -230,7 +232,8 @@ def _continued_prompt(
         raise Problem(400, "this model's chat template cannot continue a message")
     tokenizer.check_fits(before, max_length)
     ids = tokenizer.encode(before, specials=False)
-    return EncodedPrompt(ids, _inside(thought, before, text), warnings=tuple(warnings))
+    inside = _inside(thought, before, text)
+    return EncodedPrompt(ids, inside, warnings=tuple(warnings), prefix=content)
 
 
 def _inside(thought: Thought | None, prompt: str, continued: str) -> bool:

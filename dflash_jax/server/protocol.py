@@ -104,6 +104,7 @@ class GenerationRequest:
       client_tools: those that are no plain functions for the client, by the name that is called.
       options: arguments of `Engine.submit` that the client set.
       grammar: structured output: a kind ("json", "regex", "choice" or "grammar") and its value.
+      grammar_field: name of the request field that the grammar comes from.
       template_kwargs: variables of the chat template.
       recovery: recovery rules of this request; None takes the server's.
       thinking_budget: most tokens of reasoning before it is closed.
@@ -135,6 +136,7 @@ class GenerationRequest:
     parallel_tool_calls: bool = True
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     grammar: tuple[str, Any] | None = None
+    grammar_field: str | None = None
     template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     continue_final_message: bool = False
     recovery: Recovery | None = None

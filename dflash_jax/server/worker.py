@@ -1,10 +1,9 @@
 """The thread that owns an engine, and its communication with the event loop.
 
 The thread blocks on its command queue while no request runs, and polls it between engine steps
-otherwise, so a cancellation takes effect within one block or prompt chunk. The output of a step is
-sent to the event loop in one call. `StructureThreads` compile grammars and a `BackgroundCompiler`
-compiles programs; a request enters the engine's queue once both are ready, and delays no other
-request before that.
+otherwise, so a cancellation takes effect within one block or prompt chunk. `StructureThreads`
+compile grammars and a `BackgroundCompiler` compiles programs; a request enters the engine's queue
+once both are ready, and delays no other request before that.
 """
 
 import asyncio
@@ -50,6 +49,7 @@ class Worker:
       first: variants whose programs are compiled before `ready`; empty until the engine is loaded.
       ready: set once the server can answer requests; cleared while its hosts start again.
       restarts: loads the engine again when its hosts failed.
+      turn: measures the thread's current turn.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Worker:
     ):
         self._make, self._name, self._warm = make, name, warm
         self._compiler = compiler or BackgroundCompiler()
-        self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._loop, self.turn = asyncio.get_running_loop(), lifecycle.TurnClock()
         self._jobs: list[Job] = []  # in the engine; for the thread only
         self._waiting: list[Job] = []  # for programs to be compiled; for the thread only
         self._failures = 0
@@ -133,8 +133,11 @@ class Worker:
             return
         self._compile(self.engine)
         while not self._stopping:
+            self.turn.begin(busy=bool(self._jobs))
             if not self._jobs:
-                self._commands.get()()
+                command = self._commands.get()
+                self.turn.begin()
+                command()
             while not self._stopping:
                 try:
                     self._commands.get_nowait()()

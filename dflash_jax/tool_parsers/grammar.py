@@ -7,68 +7,17 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from dflash_jax.errors import RequestError
+from dflash_jax.tool_parsers.bounded_schema import bounded
+from dflash_jax.tool_parsers.finite_schema import FiniteSchema, endless, relocated
 from dflash_jax.tool_parsers.gemma4 import QUOTE
 from dflash_jax.tool_parsers.harmony import ASSISTANT, FINAL
 from dflash_jax.tool_parsers.syntax import Syntax
 from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice, kinds_of
 
 Quote = Callable[[str], str]
-DEFINITIONS = ("$defs", "definitions")  # where a schema's references point
-FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid",
-           "uri", "unknown")  # string formats that llguidance supports  # fmt: skip
-LITERALS = ("const", "enum", "default", "examples")  # keywords with values, not schemas
-MOST_INTEGER = 2**53 - 1
-LITERAL_NUMBERS = frozenset(["const", "enum", "multipleOf"])
-SPACE = r"( |\n {0,16})?"  # between JSON tokens; bounded so that output cannot loop in it
-
-
-def bounded(schema: Mapping[str, Any], *, strict: bool = False) -> dict[str, Any]:
-    """Return a JSON schema with bounds on white space and integers, where it has none itself.
-
-    Args:
-      strict: the compiler refuses keywords that a grammar cannot express, such as "uniqueItems",
-        instead of ignoring them.
-    """
-    guidance = {"whitespace_pattern": SPACE, "lenient": not strict}
-    return {"x-guidance": guidance, **_adapted(schema, strict=strict)}
-
-
-def _adapted(schema: Any, *, strict: bool) -> Any:
-    """Return the schema with bounded integers; if strict, without unsupported formats.
-
-    Such formats are hints like "password".
-    """
-    if isinstance(schema, list):
-        return [_adapted(inner, strict=strict) for inner in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    found = {
-        key: inner if key in LITERALS else _adapted(inner, strict=strict)
-        for key, inner in schema.items()
-        if not strict or key != "format" or not isinstance(inner, str) or inner in FORMATS
-    }
-    return found | _integer_bounds(found)
-
-
-def _integer_bounds(schema: Mapping[str, Any]) -> dict[str, int]:
-    """Return bounds that a schema of integers lacks: those of JSON's common numbers (RFC 7493).
-
-    Without any, output could loop in digits.
-    """
-    kinds = schema.get("type")
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    if "integer" not in kinds or "number" in kinds or not LITERAL_NUMBERS.isdisjoint(schema):
-        return {}
-    low, high = (
-        next((schema[n] for n in names if isinstance(schema.get(n), int | float)), None)
-        for names in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"))
-    )
-    bounds = {}
-    if low is None and (high is None or high > -MOST_INTEGER):
-        bounds["minimum"] = -MOST_INTEGER
-    if high is None and (low is None or low < MOST_INTEGER):
-        bounds["maximum"] = MOST_INTEGER
-    return bounds
+WHOLE = "parameters"  # a definition with those of the tool, for references between them
+MOST_CALLS = 64  # of one output
 
 
 def call_grammar(
@@ -91,6 +40,9 @@ def call_grammar(
       thoughts: the output may start with reasoning.
       parallel: allow more than one call.
       answer: also allow the rule `answer` in place of calls.
+
+    Raises:
+      RequestError: the arguments of a tool cannot be followed, or have no finite value.
     """
     allowed = [tool for tool in tools if choice.kind != "named" or tool.name == choice.name]
 
@@ -100,7 +52,7 @@ def call_grammar(
 
     calls = " | ".join(_CALLS[syntax.name](tool, quote) for tool in allowed)
     more_than_one = parallel and syntax.name in ("hermes", "qwen_xml", "gemma4")
-    start = "call (/\\n/ call)*" if more_than_one else "call"
+    start = f"call (/\\n/ call){{0,{MOST_CALLS - 1}}}" if more_than_one else "call"
     start = f"({start} | {_answer(syntax, quote)})" if answer else start
     opened, thought = _thought(syntax, quote, thinking=thinking, thoughts=thoughts)
     lines = [f"start: {opened} {start}", f"call: {calls}", *thought, *_rules(syntax, quote)]
@@ -145,7 +97,8 @@ def _thought(
     return body if thinking else f"({opening} {body})?", [*rules, *THOUGHT]
 
 
-THOUGHT = [r"TEXT: /(.|\n)*/", r"BLANK: /\n*/"]
+# The blank is bounded, as a model could write nothing else until its limit.
+THOUGHT = [r"TEXT: /(.|\n)*/", r"BLANK: /\n{0,2}/"]
 
 
 def _terminals(text: str, specials: Collection[str]) -> str:
@@ -162,7 +115,31 @@ def _terminals(text: str, specials: Collection[str]) -> str:
 
 
 def _schema(tool: Tool) -> str:
-    return f"%json {json.dumps(bounded(tool.parameters or {'type': 'object'}))}"
+    return _json(tool, tool.parameters or {"type": "object"})
+
+
+def _json(tool: Tool, schema: Mapping[str, Any]) -> str:
+    """Return a schema of a tool as a part of a rule.
+
+    Raises:
+      RequestError: a number cannot be followed exactly, or no finite value fits the schema.
+    """
+    try:
+        return f"%json {json.dumps(bounded(schema))}"
+    except RequestError as error:
+        raise RequestError(f"the tool {tool.name!r}: {error}") from error
+
+
+def _parameter_schema(tool: Tool, name: str) -> Mapping[str, Any]:
+    """Return the schema of one parameter with the definitions that its references need."""
+    schema = tool.properties[name]
+    if not isinstance(schema, Mapping):
+        return {}
+    if '"$ref"' not in json.dumps(schema):
+        return schema
+    moved = relocated(tool.parameters, "#", f"#/$defs/{WHOLE}")
+    path = "/properties/" + name.replace("~", "~0").replace("/", "~1")
+    return {"$ref": f"#/$defs/{WHOLE}{path}", "$defs": {WHOLE: moved}}
 
 
 def _hermes(tool: Tool, quote: Quote) -> str:
@@ -183,14 +160,13 @@ def _harmony(tool: Tool, quote: Quote) -> str:
 
 def _xml(tool: Tool, quote: Quote) -> str:
     end = quote("\n</parameter>\n")
-    shared = {key: tool.parameters[key] for key in DEFINITIONS if key in tool.parameters}
 
     def value(name: str, schema: Any) -> str:
         if texts := _enum_texts(schema):
             return "(" + " | ".join(map(quote, texts)) + f") {end}"
         if "string" in (kinds_of(tool, name) or ("string",)):  # strings are written verbatim
             return "parameter"
-        return f"%json {json.dumps(bounded(shared | schema))} {end}"
+        return f"{_json(tool, _parameter_schema(tool, name))} {end}"
 
     blocks = []
     for name, schema, required in _parameters(tool):
@@ -201,14 +177,18 @@ def _xml(tool: Tool, quote: Quote) -> str:
 
 
 def _gemma4(tool: Tool, quote: Quote) -> str:
-    def value(schema: Any) -> str:
+    def value(name: str, schema: Any) -> str:
         if texts := _enum_texts(schema):
             return "(" + " | ".join(quote(QUOTE + text + QUOTE) for text in texts) + ")"
-        kind = schema.get("type") if isinstance(schema, Mapping) else None
-        kinds = {"string": "quoted", "integer": "INTEGER", "number": "NUMBER", "boolean": "truth"}
-        return kinds.get(kind, "value") if isinstance(kind, str) else "value"
+        kinds = kinds_of(tool, name)
+        if kinds and kinds <= {"integer", "number", "boolean", "null"}:  # written as in JSON
+            return _json(tool, _parameter_schema(tool, name))
+        return "quoted" if kinds == {"string"} else "value"
 
-    pairs = [(f"{quote(name + ':')} {value(x)}", needed) for name, x, needed in _parameters(tool)]
+    pairs = [
+        (f"{quote(name + ':')} {value(name, schema)}", needed)
+        for name, schema, needed in _parameters(tool)
+    ]
     needed = ' "," '.join(pair for pair, required in pairs if required)
     others = [pair for pair, required in pairs if not required]
     if needed:
@@ -220,10 +200,23 @@ def _gemma4(tool: Tool, quote: Quote) -> str:
 
 
 def _parameters(tool: Tool) -> list[tuple[str, Any, bool]]:
-    """Return (name, schema, required) of the parameters in declaration order."""
+    """Return (name, schema, required) of the parameters in declaration order.
+
+    Optional parameters without a finite value are left out.
+
+    Raises:
+      RequestError: a required parameter has no finite value.
+    """
+    finite = FiniteSchema(tool.parameters)
+    if not finite.ends(tool.parameters):
+        raise RequestError(f"the tool {tool.name!r}: {endless(finite)}")
     required = tool.parameters.get("required")
     required = required if isinstance(required, list) else []
-    return [(name, schema, name in required) for name, schema in tool.properties.items()]
+    return [
+        (name, schema, name in required)
+        for name, schema in tool.properties.items()
+        if schema is not False and finite.ends(schema)
+    ]
 
 
 def _enum_texts(schema: Any) -> list[str]:
@@ -247,9 +240,8 @@ def _rules(syntax: Syntax, quote: Quote) -> list[str]:
         'truth: "true" | "false"',
         'list: "[" (value ("," value)*)? "]"',
         'object: "{" (KEY ":" value ("," KEY ":" value)*)? "}"',
-        "KEY: /[A-Za-z0-9_]+/",
+        "KEY: /[A-Za-z0-9_]{1,64}/",
         "BARE: /[^<]*/",
-        "INTEGER: /-?(0|[1-9][0-9]{0,17})/",
         "NUMBER: /-?(0|[1-9][0-9]{0,17})([.][0-9]{1,17})?/",
     ]
 

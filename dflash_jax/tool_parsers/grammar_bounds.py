@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dflash_jax.errors import RequestError
+from dflash_jax.tool_parsers.finite_schema import resolved
 
 MAX_DEPTH = 100  # nesting of lists and mappings in a JSON schema
 MAX_REFERENCES = 100  # length of a chain of references in a JSON schema
@@ -36,7 +37,7 @@ def check_schema(schema: Any) -> None:
             if value in followed:
                 continue
             followed.add(value)
-            value, level = _at(schema, value), 1
+            value, level = resolved(schema, value), 1
         depth, chain = max(depth, level), max(chain, references)
         place = None
         if isinstance(value, Mapping):
@@ -99,19 +100,6 @@ def _embedded(grammar: str) -> Iterator[Any]:
             raise _too_deep("is nested too deeply to be read") from error
         except ValueError:
             continue  # the compiler reports the error
-
-
-def _at(schema: Any, reference: str) -> Any:
-    """Return the value that a reference within the schema points to, or None."""
-    for step in reference.removeprefix("#").split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(schema, Mapping):
-            schema = schema.get(name)
-        elif isinstance(schema, list) and name.isdecimal() and int(name) < len(schema):
-            schema = schema[int(name)]
-        else:
-            return None
-    return schema
 
 
 def _check_multiple(number: Any) -> None:

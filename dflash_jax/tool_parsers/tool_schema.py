@@ -33,10 +33,12 @@ class Tool:
 
     Attributes:
       parameters: JSON schema of the arguments.
+      strict: arguments have to follow the whole schema.
     """
 
     name: str
     parameters: Mapping[str, Any]
+    strict: bool = False
 
     @property
     def first_parameter(self) -> str | None:
@@ -83,7 +85,8 @@ def tools_of(declared: Any) -> tuple[Tool, ...]:
         name = body.get("name")
         schema = body.get("parameters", body.get("input_schema"))
         if isinstance(name, str) and name:
-            by_name.setdefault(name, Tool(name, schema if isinstance(schema, Mapping) else {}))
+            schema = schema if isinstance(schema, Mapping) else {}
+            by_name.setdefault(name, Tool(name, schema, body.get("strict") is True))
     return tuple(by_name.values())
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import threading
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from dflash_jax import Recovery
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.structured import mask_thread
+from dflash_jax.engine.structured.grammars import Grammar
 from dflash_jax.errors import RequestError
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import force_acceptance, scripted_engine, set_script
@@ -151,9 +154,9 @@ def test_structured_rows_do_not_affect_other_rows(
         ({"xml": "x"}, "expected a mapping with one of json, regex, choice, grammar"),
         ({"json": SCHEMA, "regex": "a"}, "expected a mapping with one of"),
         ("json", "structured is 'json'; expected a mapping"),
-        ({"json": {"type": "nothing"}}, "the structure is not understood"),
-        ({"json": {"type": "array", "uniqueItems": True}}, "the structure is not understood"),
-        ({"regex": "("}, "the structure is not understood"),
+        ({"json": {"type": "nothing"}}, "not supported at #: the type 'nothing' is unknown"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "at #: the keyword 'uniqueItems' is"),
+        ({"regex": "("}, "the regular expression is not understood: unclosed group"),
         ({"regex": 3}, "structured regex is 3; expected a text"),
         ({"choice": "ab"}, "structured choice is 'ab'; expected a list of texts"),
         ({"choice": 5}, "structured choice is 5; expected a list of texts"),
@@ -179,9 +182,49 @@ def test_a_grammar_that_exceeds_its_limits_fails_its_request(byte_engine: Engine
         handle.result()
     assert other.result().token_ids == alone
     assert not byte_engine.busy
-    endless = {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}
-    with pytest.raises(RequestError, match="nothing can follow the structure"):
-        byte_engine.submit(PROMPT, max_tokens=4, structured=endless)
+
+
+class Stuck:
+    """A matcher that computes no mask until it is released."""
+
+    def __init__(self, matcher: Any):
+        self._matcher, self.released = matcher, threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def unsafe_compute_mask_ptr(self, *given: int) -> None:
+        assert self.released.wait(60)
+        self._matcher.unsafe_compute_mask_ptr(*given)
+
+
+def test_a_grammar_without_masks_fails_its_request_and_no_other(
+    byte_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"max_tokens": 12, "structured": {"regex": "[a-f]{12}"}}
+    alone = byte_engine.generate(PROMPT, **options).token_ids
+    monkeypatch.setattr(mask_thread, "SECONDS", 0.3)
+    matchers = []
+    make = byte_engine.grammars.make
+
+    def stuck(structure: Any) -> Grammar:
+        grammar = make(structure)
+        if structure["regex"] == "x+":
+            matchers.append(Stuck(grammar._matcher))
+            grammar._matcher = matchers[-1]
+        return grammar
+
+    monkeypatch.setattr(byte_engine.grammars, "make", stuck)
+    hostile = byte_engine.submit(PROMPT, max_tokens=12, structured={"regex": "x+"})
+    others = [byte_engine.submit(PROMPT, **options) for _ in range(2)]
+    while not all(handle.done for handle in (hostile, *others)):
+        byte_engine.advance()
+    with pytest.raises(RequestError, match=r"gave up after 0 .* masks took longer than 0.3 s"):
+        hostile.result()
+    for handle in others:
+        assert handle.result().token_ids == alone
+    matchers[0].released.set()
+    assert byte_engine.generate(PROMPT, **options).token_ids == alone
 
 
 def test_a_model_without_tokenizer_refuses_structures(tiny: Engine) -> None:

@@ -1,5 +1,6 @@
 """Compile grammars of calls that are decoded again, in a thread while the row waits."""
 
+import dataclasses
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -8,6 +9,7 @@ from dflash_jax.engine.request import Request
 from dflash_jax.engine.structured.grammars import Grammar, Grammars
 from dflash_jax.engine.vocabulary import calls_grammar
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tool_parsers.tool_schema import Tool
 
 Build = Callable[[tuple[Variant, ...]], object]  # compiles missing programs
 
@@ -25,6 +27,13 @@ class CallGrammars:
 
     def _make(self, request: Request) -> Grammar:
         assert self._tokenizer is not None
-        grammar = self.grammars.make({"grammar": calls_grammar(request.words, self._tokenizer)})
+        tools = tuple(map(self._usable, request.words.tools))
+        words = dataclasses.replace(request.words, tools=tools)
+        grammar = self.grammars.make({"grammar": calls_grammar(words, self._tokenizer)})
         self._build((Variant.CONSTRAINED, Variant.FORCED_TOKENS))
         return grammar
+
+    def _usable(self, tool: Tool) -> Tool:
+        """Return a tool without values in its schema that grammars do not support."""
+        schema, _, _ = self.grammars.usable_schema(tool.parameters)
+        return dataclasses.replace(tool, parameters=schema)

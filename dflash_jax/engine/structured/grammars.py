@@ -6,22 +6,22 @@ so that speculative output equals the output of constrained decoding token by to
 """
 
 import importlib.util
-import json
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from dflash_jax.engine.sampling_params import Structure
-from dflash_jax.engine.structured.process import SECONDS, GrammarTrials
-from dflash_jax.engine.structured.worker import compiled, reason
-from dflash_jax.errors import RequestError, install_hint
+from dflash_jax.engine.structured.process import SECONDS, SHORT, GrammarTrials
+from dflash_jax.engine.structured.refusals import schema_refusal, text_refusal, usable
+from dflash_jax.engine.structured.sources import Source, schema_source, source_of
+from dflash_jax.engine.structured.worker import REFUSED, compiled, reason
+from dflash_jax.errors import RequestError, StructureError, install_hint
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.tool_parsers.grammar import bounded
-from dflash_jax.tool_parsers.grammar_bounds import check_lark, check_schema, parsed_schema
-
-KINDS = ("json", "regex", "choice", "grammar")
+from dflash_jax.tool_parsers.bounded_schema import bounded
+from dflash_jax.tool_parsers.grammar_bounds import check_schema
 
 
 class Grammars:
@@ -47,14 +47,24 @@ class Grammars:
         """Return a grammar at its beginning; see `SamplingParams.structured`.
 
         Raises:
-          RequestError: no tokenizer, no llguidance, or a structure that is not understood, is too
-            large, or takes too long to compile.
+          RequestError: no tokenizer or no llguidance.
+          StructureError: the structure is not understood, matches no text, is too large, takes too
+            long to compile, or does not begin with the text that the output continues.
         """
-        source, tokenizer, trials = self._read(structure)
-        trials.check(source, self.seconds)
-        matcher, error = compiled(tokenizer, source)
+        tokenizer, trials = self._compilers()
+        try:
+            source = source_of(structure)
+        except RequestError as error:
+            raise StructureError(str(error)) from error
+        try:
+            trials.check(source.grammar, self.seconds, source.parts)
+        except RequestError as error:
+            raise StructureError(self._explained(source, str(error))) from error
+        matcher, error = compiled(tokenizer, source.grammar)
         if error is not None:
-            raise RequestError(error)
+            raise StructureError(error)
+        if source.prefix:
+            self._continue(matcher, tokenizer, source)
         return Grammar(matcher)
 
     def decide(self, structure: Structure) -> bool:
@@ -63,18 +73,76 @@ class Grammars:
         A structure that `make` refuses takes no time.
         """
         try:
-            source, _, trials = self._read(structure)
-            return trials.decide(source, self.seconds)
+            _, trials = self._compilers()
+            source = source_of(structure)
+            return trials.decide(source.grammar, self.seconds, source.parts)
         except RequestError:
             return True
+
+    def usable_schema(
+        self, schema: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], list[tuple[str, str, str]], tuple[str, str] | None]:
+        """Return a tool's schema without values that grammars do not support; see `usable`.
+
+        It takes about `SHORT` seconds at most, after which the rest of the schema is taken as
+        supported.
+
+        Raises:
+          RequestError: grammars cannot be compiled here, or the schema has no finite value.
+        """
+        _, trials = self._compilers()
+        check_schema(schema)
+        bounded(schema)
+        return usable(schema, self._attempt(trials, strict=False))
+
+    def _attempt(self, trials: GrammarTrials, *, strict: bool) -> Callable[..., str | None]:
+        """Return a function that returns why a schema is refused, or None, for about a second."""
+        end = time.monotonic() + SHORT
+
+        def attempt(schema: Mapping[str, Any]) -> str | None:
+            if (left := end - time.monotonic()) <= 0:
+                return None
+            try:
+                source = schema_source(schema, strict=strict)
+            except RequestError:
+                return None  # as part of the whole schema, it was understood
+            return trials.verdict(source, left)
+
+        return attempt
+
+    def _explained(self, source: Source, error: str) -> str:
+        """Return why a structure is refused, in words of the request."""
+        if not error.startswith(REFUSED):
+            return error
+        if source.kind == "json" and source.schema is None:
+            return schema_refusal({}, error, lambda _: None)
+        if source.schema is None:
+            return text_refusal(source.kind, error)
+        attempt = self._attempt(self._compilers()[1], strict=True)
+        return schema_refusal(source.schema, error, attempt)
+
+    def _continue(self, matcher: Any, tokenizer: Any, source: Source) -> None:
+        """Advance a new grammar by the text that the output continues.
+
+        Raises:
+          StructureError: the text is not the beginning of any that the grammar matches.
+        """
+        text = source.prefix.lstrip() if source.kind == "json" else source.prefix
+        ids = tokenizer.tokenize_str(text)
+        if matcher.try_consume_tokens(ids) < len(ids) or matcher.is_error():
+            raise StructureError(
+                f"the last message, {source.prefix[:80]!r}, is not the beginning of an output that"
+                " follows the structure; leave it out, or begin as the structure does",
+                of_prompt=True,
+            )
 
     def close(self) -> None:
         """End the processes that try grammars; `make` and `decide` start them again."""
         if self._shared is not None:
             self._shared[1].close()
 
-    def _read(self, structure: Structure) -> tuple[str, Any, GrammarTrials]:
-        """Return a structure in llguidance's form, its view of the tokenizer, and the trials."""
+    def _compilers(self) -> tuple[Any, GrammarTrials]:
+        """Return llguidance's view of the tokenizer, and the trials; raises as `make` does."""
         if self._tokenizer is None:
             raise RequestError("structured output needs a tokenizer, and this model ships none")
         if not self._eos:
@@ -85,23 +153,12 @@ class Grammars:
             raise RequestError(
                 f"structured output needs llguidance; {install_hint('structured')}"
             ) from error
-        around = structure.get("around") if isinstance(structure, Mapping) else None
-        if around is not None:
-            structure = {kind: value for kind, value in structure.items() if kind != "around"}
-        source = _source(structure, llguidance.LLMatcher)
-        if around is not None:
-            check_lark(around)
-            answer = {"lark_grammar": source}
-            if source.startswith("{"):
-                [answer] = json.loads(source)["grammars"]
-            grammars = [{"lark_grammar": around}, answer | {"name": "answer"}]
-            source = json.dumps({"grammars": grammars})
         with self._lock:
             if self._shared is None:
                 text = self._tokenizer.core.to_str()
                 view = llguidance.LLTokenizer(text, n_vocab=self._vocab, eos_token=self._eos)
                 self._shared = view, GrammarTrials(text, self._vocab, self._eos)
-            return source, self._shared[0], self._shared[1]
+            return self._shared
 
 
 class Grammar:
@@ -109,16 +166,23 @@ class Grammar:
 
     def __init__(self, matcher: Any):
         self._matcher = matcher
+        self._gave_up: str | None = None  # why; the matcher is in use for ever then
 
     @property
     def finished(self) -> bool:
         """Whether only an end token may follow."""
-        return self._matcher.is_stopped()
+        return self._gave_up is not None or self._matcher.is_stopped()
 
     @property
     def error(self) -> str | None:
         """Why the grammar failed, or None; it is `finished` then."""
+        if self._gave_up is not None:
+            return self._gave_up
         return reason(self._matcher) if self._matcher.is_error() else None
+
+    def give_up(self, reason: str) -> None:
+        """Fail, as a mask does not come."""
+        self._gave_up = reason
 
     def leaves_no_choice(self) -> bool:
         """Return whether the grammar allows a single token here."""
@@ -127,13 +191,16 @@ class Grammar:
 
     def accept(self, ids: Sequence[int]) -> None:
         """Advance by emitted tokens."""
-        self._matcher.consume_tokens(list(ids))
+        if self._gave_up is None:
+            self._matcher.consume_tokens(list(ids))
 
     def fill(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
         """Write a row's masks, uint32 [T, W]: position i follows the first i drafts.
 
         Positions after a draft the grammar forbids are not written, as they cannot be reached.
         """
+        if self._gave_up is not None:
+            return
         walked = 0
         for place, row in enumerate(masks):
             self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
@@ -142,34 +209,3 @@ class Grammar:
             walked += 1
         if walked:
             self._matcher.rollback(walked)
-
-
-def _source(structure: Any, matcher: Any) -> str:
-    """Return a structure as a grammar of llguidance."""
-    if not isinstance(structure, Mapping) or len(structure) != 1 or set(structure) - set(KINDS):
-        raise RequestError(
-            f"structured is {structure!r}; expected a mapping with one of {', '.join(KINDS)}"
-        )
-    ((kind, value),) = structure.items()
-    if kind == "json" and isinstance(value, str | Mapping):
-        try:
-            schema = parsed_schema(value) if isinstance(value, str) else value
-            check_schema(schema)
-            schema = bounded(schema, strict=True) if isinstance(schema, Mapping) else schema
-            return matcher.grammar_from_json_schema(json.dumps(schema))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise RequestError(f"the JSON schema is not understood: {error}") from error
-    if kind in ("regex", "grammar") and isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the structure is not understood: {error}") from error
-        if kind == "regex":
-            return matcher.grammar_from_regex(value)
-        check_lark(value)
-        return matcher.grammar_from_lark(value)
-    choices = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-    if kind == "choice" and choices and all(isinstance(x, str) for x in value):
-        return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, value)))
-    expected = {"json": "a schema", "choice": "a list of texts"}.get(kind, "a text")
-    raise RequestError(f"structured {kind} is {value!r}; expected {expected}")

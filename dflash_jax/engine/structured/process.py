@@ -25,6 +25,7 @@ SECONDS = 30.0  # a grammar may take, by default
 SHORT = 1.0  # seconds of a short trial; only hostile grammars take longer
 ALREADY_DEAD = 1.0  # seconds within which a process that something else ended is noticed
 START_SECONDS = 120.0  # the process may take to read the tokenizer
+Part = tuple[str, str]  # a name for errors, and a grammar
 UNKNOWN = ""  # verdict on a grammar that was not tried
 KEPT = 256  # grammars whose verdict is remembered
 
@@ -48,24 +49,28 @@ class GrammarTrials:
         self._lock = threading.Lock()
         self._verdicts: collections.OrderedDict[bytes, str | None] = collections.OrderedDict()
 
-    def decide(self, grammar: str, seconds: float) -> bool:
+    def decide(self, grammar: str, seconds: float, parts: Sequence[Part] = ()) -> bool:
         """Try a grammar for `SHORT` seconds at most; return whether `check` will take no longer.
 
-        The grammar is in llguidance's own form, and may take `seconds` in all.
+        The grammar is in llguidance's own form, and may take `seconds` in all. Arguments are those
+        of `check`.
         """
         key = _key(grammar)
         if self._known(key) != UNKNOWN:
             return True
         try:
-            self._remember(key, self._short.attempt(grammar, min(SHORT, seconds)))
+            self._remember(key, self._short.attempt(grammar, min(SHORT, seconds), parts))
         except TimeoutError:
             if seconds > SHORT:
                 return False
             self._remember(key, _too_slow(seconds))
         return True
 
-    def check(self, grammar: str, seconds: float) -> None:
+    def check(self, grammar: str, seconds: float, parts: Sequence[Part] = ()) -> None:
         """Try a grammar unless that was done before.
+
+        Args:
+          parts: names and grammars of parts to try by themselves, as they are reached only later.
 
         Raises:
           RequestError: it is not understood, takes longer than `seconds`, or ends the process.
@@ -73,12 +78,23 @@ class GrammarTrials:
         key = _key(grammar)
         if (verdict := self._known(key)) == UNKNOWN:
             try:
-                verdict = self._long.attempt(grammar, seconds)
+                verdict = self._long.attempt(grammar, seconds, parts)
             except TimeoutError:
                 verdict = _too_slow(seconds)
             self._remember(key, verdict)
         if verdict is not None:
             raise RequestError(verdict)
+
+    def verdict(self, grammar: str, seconds: float) -> str | None:
+        """Return why a grammar is refused after a short trial; None if it is not, or unknown."""
+        key = _key(grammar)
+        if (verdict := self._known(key)) == UNKNOWN:
+            try:
+                verdict = self._short.attempt(grammar, seconds)
+            except TimeoutError:
+                return None
+            self._remember(key, verdict)
+        return verdict
 
     def close(self) -> None:
         """End the processes, in the middle of a trial too; the next trial starts them again."""
@@ -113,8 +129,8 @@ class GrammarProcess:
         self._finalizer: Any = None
         self._closed = 0  # times
 
-    def attempt(self, grammar: str, seconds: float) -> str | None:
-        """Compile a grammar in the process; return why it is refused, or None.
+    def attempt(self, grammar: str, seconds: float, parts: Sequence[Part] = ()) -> str | None:
+        """Compile a grammar and its parts in the process; return why it is refused, or None.
 
         Raises:
           TimeoutError: it takes longer.
@@ -128,7 +144,7 @@ class GrammarProcess:
                     self._start()
                 begun = time.monotonic()
                 try:
-                    return self._exchange(grammar, seconds)
+                    return self._exchange([grammar, *parts], seconds)
                 except EOFError as error:
                     if closed != self._closed:
                         raise RequestError(

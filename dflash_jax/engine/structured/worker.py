@@ -1,19 +1,23 @@
 """Compiles grammars; as a script, the process that tries a user's grammar before the engine does.
 
-The process reads one JSON object a line: first the tokenizer, then grammars. It answers each with a
-line. It imports no other module of the package, and so no jax. It ends when its input ends, also in
-the middle of a grammar, so that it never survives the process that started it.
+The process reads one JSON object a line: first the tokenizer, then grammars, each alone or
+in a list with its parts. It answers each with a line. It imports no other module of the package,
+and so no jax. It ends when its input ends, also in the middle of a grammar, so that it never
+survives the process that started it.
 """
 
 import json
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 MEMORY = 512 * 2**20  # bytes a grammar may take, by default
 STACK = 2**20  # bytes; smaller than any thread's of the engine, so that no grammar overflows there
+REFUSED = "the structure is not understood: "
+EMPTY = "NoExtensionBias"  # llguidance's error where no text may follow
 LEXER_FUEL = 250_000  # bounds a mask to about 0.2 s; llguidance's default of 10**6 lets it take 2 s
 
 
@@ -27,11 +31,26 @@ def compiled(tokenizer: Any, grammar: str) -> tuple[Any, str | None]:
     limits = llguidance.LLParserLimits(initial_lexer_fuel=LEXER_FUEL)
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
-        return matcher, f"the structure is not understood: {reason(matcher)}"
+        return matcher, f"{REFUSED}{reason(matcher)}"
     matcher.compute_bitmask()  # some errors are found only then
     if matcher.is_error():
-        return matcher, f"nothing can follow the structure: {reason(matcher)}"
+        if reason(matcher) == EMPTY:
+            return matcher, "no text matches the structure; write one that some text matches"
+        return matcher, f"{REFUSED}{reason(matcher)}"
     return matcher, None
+
+
+def tried(tokenizer: Any, grammar: str, parts: Sequence[Sequence[str]]) -> str | None:
+    """Return why a grammar cannot be used, if it cannot.
+
+    Args:
+      parts: names and grammars of parts that are reached only later. Each has to match some text.
+    """
+    for name, part in parts:
+        _, error = compiled(tokenizer, part)
+        if error is not None:
+            return error.replace("the structure", name, 1)
+    return compiled(tokenizer, grammar)[1]
 
 
 def reason(matcher: Any) -> str:
@@ -55,13 +74,15 @@ def main() -> None:
     threading.stack_size(STACK)
     _reply(None)
     for line in requests:  # a thread compiles, so that this one sees the end of the input
-        threading.Thread(target=_try, args=(tokenizer, json.loads(line)), daemon=True).start()
+        given = json.loads(line)
+        grammars = given if isinstance(given, list) else [given]
+        threading.Thread(target=_try, args=(tokenizer, *grammars), daemon=True).start()
     os._exit(0)
 
 
-def _try(tokenizer: Any, grammar: str) -> None:
+def _try(tokenizer: Any, grammar: str, *parts: Sequence[str]) -> None:
     try:
-        _, error = compiled(tokenizer, grammar)
+        error = tried(tokenizer, grammar, parts)
     except Exception as failure:  # such as text that is not valid Unicode
         error = f"the structure is not understood: {failure}"
     _reply(error)
