@@ -1,6 +1,5 @@
 """OpenAI's /v1/responses, as far as agents use it: request decoding, responses, stream events."""
 
-import functools
 import time
 from typing import Any
 
@@ -73,11 +72,9 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
     items = parsed.input
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
-    added, conversation = len(items), _conversation(parsed)
-    items = store.resolve_input(parsed.previous_response_id, items, conversation)
-    keep = parsed.store is not False
-    record = functools.partial(
-        store.record, given=items, keep=keep, conversation=conversation, added=added
+    conversation, keep = _conversation(parsed), parsed.store is not False
+    turn = store.begin_turn(
+        items, previous=parsed.previous_response_id, conversation=conversation, keep=keep
     )
     text = parsed.text or {}
     common = common_arguments(parsed, unknown, text.get("format"), "text.format")
@@ -103,7 +100,7 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
     logprobs = parsed.top_logprobs or LOGPROBS in (parsed.include or ())
     return GenerationRequest(
         api="responses",
-        messages=parse_messages(messages_from_responses(parsed.instructions, items)),
+        messages=parse_messages(messages_from_responses(parsed.instructions, turn.items)),
         tools=tools,
         declared_tools=declared,
         tool_choice=choice,
@@ -112,7 +109,7 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
         max_tokens=parsed.max_output_tokens,
         logprobs=(parsed.top_logprobs or 0) if logprobs else None,
         echoed_fields=_echoed(parsed),
-        store=record if keep or conversation else None,
+        store=turn.record if keep or conversation else None,
         **common | {"warnings": tuple(warnings)},
     )
 
