@@ -23,6 +23,7 @@ from dflash_jax.server.completions import CompletionRequest, CompletionWriter, d
 from dflash_jax.server.connection import (
     ClientDisconnected,
     EventStreamResponse,
+    JsonPieces,
     drain_events,
     unless_disconnected,
 )
@@ -126,9 +127,9 @@ class Server:
                 len(self._running), seconds,
             )  # fmt: skip
         self._middleware.draining = True
-        asyncio.get_running_loop().call_later(seconds, self._cancel_running)
+        asyncio.get_running_loop().call_later(seconds, self._end_running)
 
-    def _cancel_running(self) -> None:
+    def _end_running(self) -> None:
         for generation in list(self._running):
             generation.cancel("shutdown")
 
@@ -142,6 +143,7 @@ class Server:
             except ClientDisconnected:
                 self._metrics.cancelled("disconnect", "tokenisation")
                 raise
+            self._middleware.check_open()  # again: reading may take seconds
             model, request, prompts, options = parsed
             limits = [t for t in (request.timeout, self._settings.timeout) if t is not None]
             generation = Generation(
@@ -160,7 +162,7 @@ class Server:
             self._record(generation, writer.id)
             size = generation.answer_size
             text = await by_size(size, lambda: encode(writer.to_json()))
-            return Response(text, media_type="application/json")
+            return JsonPieces([text])
 
         return handler
 

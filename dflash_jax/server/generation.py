@@ -109,11 +109,12 @@ class Generation:
     def cancel(self, reason: Reason) -> None:
         """End all outputs. After a deadline, the tokens generated so far are the response.
 
-        At a deadline or shutdown, a request whose programs or grammar are still being compiled
-        has no output, and is refused.
+        A request whose programs or grammar are still being compiled at the deadline has no output,
+        and is refused. So is every request at shutdown: a client would take a cut answer for one.
         """
         pending = any(job.pending for job in self._jobs)
-        if reason == "shutdown" and (pending or self.waits_for):
+        if reason == "shutdown":
+            self.cancelled = self.cancelled or (reason, self.phase)
             self._refuse(shutting_down())
             return
         if reason == "deadline" and self.waits_for:

@@ -1,6 +1,5 @@
 """Routes of stored responses and of /v1/conversations. Every API key has stores of its own."""
 
-import functools
 from typing import Any
 
 import msgspec
@@ -8,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dflash_jax.server.background import in_thread
-from dflash_jax.server.connection import json_response
+from dflash_jax.server.connection import JsonPieces, json_response
 from dflash_jax.server.conversation_store import StoredItem
 from dflash_jax.server.message_formats import messages_from_responses
 from dflash_jax.server.middleware import Handler, Middleware
@@ -16,7 +15,7 @@ from dflash_jax.server.protocol import Problem, decode
 from dflash_jax.server.response_store import ResponseStore, ResponseStores
 from dflash_jax.server.writer import encode
 
-LIST = b'{"object":"list","data":[%b],"has_more":false,"first_id":%b,"last_id":%b}'
+HEAD, TAIL = b'{"object":"list","data":[', b'],"has_more":false,"first_id":%b,"last_id":%b}'
 
 
 class ConversationBody(msgspec.Struct):
@@ -53,16 +52,16 @@ class StoredRoutes:
             return json_response({"id": response_id, "object": "response", "deleted": True})
         if raw_request.query_params.get("stream", "false").lower() not in ("false", "0"):
             raise Problem(400, "a kept response is not streamed; leave it out", param="stream")
-        return _as_json(store.get(response_id))
+        return JsonPieces([store.get(response_id)])
 
     async def _create(self, raw_request: Request) -> Response:
         body, store = await self._middleware.body(raw_request), self._store(raw_request)
 
-        def create() -> bytes:
+        def create() -> list[bytes]:
             parsed = _parse(body)
-            return encode(store.conversations.create(parsed.items or [], parsed.metadata))
+            return [encode(store.conversations.create(parsed.items or [], parsed.metadata))]
 
-        return _as_json(await in_thread(create, long=True))
+        return JsonPieces(await in_thread(create, long=True))
 
     async def _conversation(self, raw_request: Request) -> Response:
         conversation_id = raw_request.path_params["conversation_id"]
@@ -71,7 +70,7 @@ class StoredRoutes:
             conversations.delete(conversation_id)
             gone = {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
             return json_response(gone)
-        return _as_json(conversations.get(conversation_id))
+        return JsonPieces([conversations.get(conversation_id)])
 
     async def _items(self, raw_request: Request) -> Response:
         conversation_id = raw_request.path_params["conversation_id"]
@@ -80,17 +79,17 @@ class StoredRoutes:
             conversations.get(conversation_id)  # before the body is read
             body = await self._middleware.body(raw_request)
 
-            def extend() -> bytes:
+            def extend() -> list[bytes]:
                 return _list(conversations.extend(conversation_id, _parse(body).items or []))
 
-            return _as_json(await in_thread(extend, long=True))
+            return JsonPieces(await in_thread(extend, long=True))
         newest_first = raw_request.query_params.get("order", "desc") == "desc"
 
-        def show() -> bytes:
+        def show() -> list[bytes]:
             items = conversations.items(conversation_id)
             return _list(items[::-1] if newest_first else items)
 
-        return _as_json(await in_thread(show))
+        return JsonPieces(await in_thread(show))
 
 
 def _parse(body: bytes) -> ConversationBody:
@@ -104,10 +103,8 @@ def _parse(body: bytes) -> ConversationBody:
     return parsed
 
 
-def _list(items: list[StoredItem]) -> bytes:
-    """Return the list object of items, without decoding them."""
+def _list(items: list[StoredItem]) -> list[bytes]:
+    """Return the pieces of the list object of items, without decoding them."""
     first, last = (encode(items[at][0] if items else None) for at in (0, -1))
-    return LIST % (b",".join(data for _, data in items), first, last)
-
-
-_as_json = functools.partial(Response, media_type="application/json")
+    data = [piece for _, item in items for piece in (b",", item)]
+    return [HEAD, *data[1:], TAIL % (first, last)]
