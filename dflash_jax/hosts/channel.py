@@ -11,12 +11,17 @@ import hmac
 import secrets
 import socket
 import threading
+import time
 
 from dflash_jax.errors import HostError
 
 MOST_BYTES = 2**32  # of a frame
 NONCE, PROOF = 32, 32  # bytes
 HANDSHAKE_S = 10.0  # seconds in which a connection has to prove that it has the token
+
+
+class WrongTokenError(HostError):
+    """The other end of a connection proved another token."""
 
 
 class Channel:
@@ -26,6 +31,7 @@ class Channel:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._socket, self._sending = connection, threading.Lock()
+        self._deadline: float | None = None  # of the proof
 
     def send(self, data: bytes) -> None:
         """Send a frame; waits while the other end reads nothing.
@@ -58,26 +64,32 @@ class Channel:
         """Prove to the other end that this one has the token, and let it prove the same.
 
         Raises:
-          HostError: the other end has another token, or does not answer in time.
+          WrongTokenError: the other end has another token.
+          HostError: it does not answer in time, or closes the connection.
         """
         roles = (b"front", b"worker") if front else (b"worker", b"front")
         nonce = secrets.token_bytes(NONCE)
-        self._socket.settimeout(HANDSHAKE_S)
+        self._deadline = time.monotonic() + HANDSHAKE_S
         try:
             self.send(nonce)
             other = self.receive(NONCE)
+            if len(other) != NONCE:
+                raise OSError(f"its nonce has {len(other)} bytes; expected {NONCE}")
             self.send(_proof(token, roles[0], nonce, other))
             proof = self.receive(PROOF)
+            self._socket.settimeout(None)
         except (OSError, EOFError) as error:
             raise HostError(f"a connection did not prove that it has the token ({error})") from None
         if not hmac.compare_digest(proof, _proof(token, roles[1], other, nonce)):
-            raise HostError("a connection has another token")
-        self._socket.settimeout(None)
+            raise WrongTokenError("a connection has another token")
+        self._deadline = None
 
     def _read(self, length: int) -> bytearray:
         data = bytearray(length)
         view, at = memoryview(data), 0
         while at < length:
+            if self._deadline is not None:  # for all bytes together: they may come one by one
+                self._socket.settimeout(max(self._deadline - time.monotonic(), 0.001))
             count = self._socket.recv_into(view[at:])
             if not count:
                 raise EOFError("the connection was closed")

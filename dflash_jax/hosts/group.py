@@ -7,7 +7,6 @@ import itertools
 import logging
 import queue
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ import numpy as np
 from dflash_jax.errors import ComputeError, HostError
 from dflash_jax.hosts import messages
 from dflash_jax.hosts.channel import Channel
+from dflash_jax.hosts.joining import JoiningPort
 from dflash_jax.hosts.launch import Launcher, WorkerProcess
 from dflash_jax.hosts.link import WorkerLink
 
@@ -25,6 +25,7 @@ log = logging.getLogger("dflash_jax.hosts")
 PING_S = 1.0  # seconds between two pings
 MISSED = 5  # pings without an answer after which a worker counts as dead
 MISSED_BUSY = 60  # the same while workers start, load or compile
+ACCEPT_S = 0.2  # seconds between two looks at processes that start
 START_S = 180.0  # seconds in which workers have to start and to join each other
 LOAD_S = 1800.0  # seconds in which they have to load the models
 GRACE_S = 0.2  # seconds after an error in which the process that caused it is seen to have ended
@@ -64,7 +65,7 @@ class HostGroup:
         self._closed = threading.Event()
         self._processes: list[WorkerProcess] = []
         self._links: list[WorkerLink] = []
-        self._channels: list[Channel] = []  # of all connections, accepted or refused
+        self._channels: list[Channel] = []  # of the workers
         try:
             with self._patience():
                 self.coordinator = self._start()
@@ -77,19 +78,14 @@ class HostGroup:
     def _start(self) -> str:
         """Start and connect all workers; return the address at which worker 0 coordinates."""
         deadline = time.monotonic() + START_S
-        with socket.create_server((self._launcher.address, 0), backlog=64) as server:
-            front = "{}:{}".format(*server.getsockname()[:2])
+        with JoiningPort(self._launcher.address, self._token, self.hosts) as port:
             for index in range(self.hosts):
-                self._processes.append(self._launcher.start(index, front, self._token))
-            found: dict[int, tuple[Channel, messages.Hello]] = {}
-            while len(found) < self.hosts:
-                self._check_start(deadline, found)
-                server.settimeout(0.2)
-                with contextlib.suppress(TimeoutError):
-                    connection, _ = server.accept()
-                    threading.Thread(
-                        target=self._greet, args=(connection, found), daemon=True
-                    ).start()
+                self._processes.append(self._launcher.start(index, port.address, self._token))
+            while len(port.joined) < self.hosts:
+                self._check_start(deadline, port.joined)
+                port.accept(ACCEPT_S)
+        found = port.joined
+        self._channels = [channel for channel, _ in found.values()]
         if len({hello.versions for _, hello in found.values()}) > 1:
             named = "; ".join(f"host {i}: {found[i][1].versions}" for i in sorted(found))
             raise HostError(f"hosts have different versions ({named}); install the same on each")
@@ -110,23 +106,6 @@ class HostGroup:
                 f"hosts {missing} did not connect within {START_S:g} s; see their logs, and let"
                 f" them reach {self._launcher.address}"
             )
-
-    def _greet(
-        self, connection: socket.socket, found: dict[int, tuple[Channel, messages.Hello]]
-    ) -> None:
-        """Add a connection to those found, if it proves that it is a worker's."""
-        connection.settimeout(None)
-        channel = Channel(connection)
-        self._channels.append(channel)
-        try:
-            channel.authenticate(self._token, front=True)
-            hello = messages.decode_reply(channel.receive())
-        except (HostError, OSError, EOFError, ValueError) as error:
-            log.warning("a connection was refused: %s", error)
-            channel.close()
-            return
-        if isinstance(hello, messages.Hello) and 0 <= hello.index < self.hosts:
-            found.setdefault(hello.index, (channel, hello))
 
     def ask(self, entry: messages.Entry, seconds: float) -> list[Any]:
         """Send an entry to all workers; return the reply of each.

@@ -13,6 +13,7 @@ import queue
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,14 +27,14 @@ from dflash_jax.compiler.settings import isolated_jax_config, untraced
 from dflash_jax.device import default_device, free_memory
 from dflash_jax.errors import HostError
 from dflash_jax.hosts import messages
-from dflash_jax.hosts.channel import Channel
+from dflash_jax.hosts.channel import Channel, WrongTokenError
 from dflash_jax.hosts.launch import TOKEN, free_port
 from dflash_jax.hosts.messages import from_key, pack, unpack
 from dflash_jax.loading import open_pair
 from dflash_jax.plan import Plan
 from dflash_jax.version import __version__
 
-CONNECT_S = 30.0  # seconds
+CONNECT_S, RETRY_S = 30.0, 0.1  # seconds in which, and after which, a worker connects again
 JOIN_S = 120  # seconds in which all workers have to join
 
 
@@ -204,15 +205,34 @@ def configs_digest(configs: Any) -> bytes:
     return hashlib.sha256(repr(configs).encode()).digest()
 
 
+def connect(front: str, token: str) -> Channel:
+    """Return a connection to the front, on which both ends proved the token.
+
+    Strangers may fill the front's port, so a connection that was closed is made again.
+
+    Raises:
+      HostError, OSError: the front has another token, or closes every connection.
+    """
+    host, _, port = front.rpartition(":")
+    end = time.monotonic() + CONNECT_S
+    while True:
+        channel = Channel(socket.create_connection((host, int(port)), timeout=CONNECT_S))
+        try:
+            channel.authenticate(token, front=False)
+            return channel
+        except HostError as error:
+            channel.close()
+            if isinstance(error, WrongTokenError) or time.monotonic() > end:
+                raise
+            time.sleep(RETRY_S)
+
+
 def main() -> None:
     """Connect to the front, and execute its log."""
     front, index, address = sys.argv[1:]
     token = os.environ.pop(TOKEN, "")
-    host, _, port = front.rpartition(":")
     try:
-        connection = socket.create_connection((host, int(port)), timeout=CONNECT_S)
-        channel = Channel(connection)
-        channel.authenticate(token, front=False)
+        channel = connect(front, token)
     except (OSError, HostError) as error:
         sys.exit(f"dflash-jax: host {index} cannot reach its server at {front}: {error}")
     HostWorker(channel, int(index), address).run()

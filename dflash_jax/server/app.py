@@ -14,32 +14,34 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.server.access import allowed_hosts
 from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_messages
-from dflash_jax.server.background import in_thread, read_body
+from dflash_jax.server.background import by_size, in_thread, read_body
 from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat
 from dflash_jax.server.completions import CompletionRequest, CompletionWriter, decode_completion
 from dflash_jax.server.connection import (
     ClientDisconnected,
     EventStreamResponse,
+    JsonPieces,
     drain_events,
-    json_response,
     unless_disconnected,
 )
-from dflash_jax.server.conversation_store import ConversationRoutes
 from dflash_jax.server.generation import Generation, ReplyEvents, prepare
-from dflash_jax.server.information import InfoRoutes
+from dflash_jax.server.information import InfoRoutes, Reader
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Handler, Middleware, Settings, log_error
 from dflash_jax.server.models import ServedModel, ServedModels
 from dflash_jax.server.output_grammar import usable_tools
 from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest, Problem
-from dflash_jax.server.response_store import ResponseStore
+from dflash_jax.server.response_store import ResponseStores
 from dflash_jax.server.responses import ResponsesRequest, decode_responses
 from dflash_jax.server.responses_writer import ResponsesWriter
+from dflash_jax.server.sampling_options import sampling_params
+from dflash_jax.server.stored_routes import StoredRoutes
 from dflash_jax.server.web_page import WebPage
-from dflash_jax.server.writer import ResponseWriter, keepalive_event
+from dflash_jax.server.writer import ResponseWriter, encode, keepalive_event
 
 log = logging.getLogger("dflash_jax.server")
 requests = logging.getLogger("dflash_jax.server.requests")  # one line per output
@@ -78,30 +80,30 @@ class Server:
         self._settings, self._metrics = settings, Metrics()
         self._middleware = Middleware(settings, self._metrics, self.models)
         self._running: set[Generation] = set()
-        self._store = ResponseStore()
+        stores = ResponseStores(len(settings.api_keys), lambda: self._middleware.max_body)
         parameters = {path: kind.__struct_fields__ for path, kind in BODIES.items()}
         shared = self.models, self._middleware, settings, self._metrics
         information = InfoRoutes(*shared, parameters)
-        read_responses = functools.partial(decode_responses, store=self._store)
+
+        def read_responses(raw_request: Request) -> Callable[[bytes], GenerationRequest]:
+            return functools.partial(decode_responses, store=stores.of(raw_request.state.owner))
+
         posts = information.posts | {
-            "/v1/chat/completions": self._generation_handler(decode_chat),
-            "/v1/completions": self._generation_handler(decode_completion),
-            "/v1/responses": self._generation_handler(read_responses),
+            "/v1/chat/completions": self._generation_handler(lambda _: decode_chat),
+            "/v1/completions": self._generation_handler(lambda _: decode_completion),
+            "/v1/responses": self._generation_handler(read_responses, stored=True),
             "/v1/responses/input_tokens": information.token_counter(
-                read_responses, object="response.input_tokens"
+                read_responses, stored=True, object="response.input_tokens"
             ),
-            "/v1/messages": self._generation_handler(decode_messages),
+            "/v1/messages": self._generation_handler(lambda _: decode_messages),
         }
         wrap_handler = self._middleware.wrap_handler
         routes = [Route(path, wrap_handler(f), methods=["POST"]) for path, f in posts.items()]
         routes += [Route(p, wrap_handler(f), methods=["GET"]) for p, f in information.gets.items()]
         for path, page in WebPage().gets.items() if settings.ui else ():
             routes.append(Route(path, wrap_handler(page, needs_key=False), methods=["GET"]))
-        conversations = ConversationRoutes(self._store.conversations, self._middleware).handlers
-        for path, (handler, methods) in conversations.items():
+        for path, (handler, methods) in StoredRoutes(stores, self._middleware).handlers.items():
             routes.append(Route(path, wrap_handler(handler), methods=methods))
-        stored = wrap_handler(self._stored_response)
-        routes.append(Route("/v1/responses/{response_id}", stored, methods=["GET", "DELETE"]))
         handlers: Any = {404: self._middleware.no_route, 405: self._middleware.no_route}
         keys = bool(settings.api_keys)
         hosts = allowed_hosts(bound, settings.allowed_hosts, has_keys=keys)
@@ -127,26 +129,29 @@ class Server:
                 len(self._running), seconds,
             )  # fmt: skip
         self._middleware.draining = True
-        asyncio.get_running_loop().call_later(seconds, self._cancel_running)
+        asyncio.get_running_loop().call_later(seconds, self._end_running)
 
-    def _cancel_running(self) -> None:
+    def _end_running(self) -> None:
         for generation in list(self._running):
             generation.cancel("shutdown")
 
-    def _generation_handler(self, read: Callable[[bytes], GenerationRequest]) -> Handler:
+    def _generation_handler(self, reader: Reader, *, stored: bool = False) -> Handler:
         async def handler(raw_request: Request) -> Response:
             body = await self._middleware.body(raw_request)
             self._middleware.check_open()
+            reading = self._parse(reader(raw_request), body, stored=stored)
             try:
-                parsed = await unless_disconnected(self._parse(read, body), raw_request.receive)
+                parsed = await unless_disconnected(reading, raw_request.receive)
             except ClientDisconnected:
                 self._metrics.cancelled("disconnect", "tokenisation")
                 raise
-            model, request, prompts = parsed
+            self._middleware.check_open()  # again: reading may take seconds
+            model, request, prompts, options = parsed
             limits = [t for t in (request.timeout, self._settings.timeout) if t is not None]
             generation = Generation(
-                model, request, prompts, min(limits, default=None),
+                model, request, prompts, options, min(limits, default=None),
                 compile_wait=self._settings.compile_wait, request_id=raw_request.state.id,
+                body_size=len(body),
             )  # fmt: skip
             writer = WRITERS[request.api](generation)
             events = self._track(generation)
@@ -157,22 +162,29 @@ class Server:
                 return EventStreamResponse(generation, chunks)
             await unless_disconnected(drain_events(events), raw_request.receive)
             self._record(generation, writer.id)
-            return json_response(writer.to_json())
+            size = generation.answer_size
+            text = await by_size(size, lambda: encode(writer.to_json()))
+            return JsonPieces([text])
 
         return handler
 
     async def _parse(
-        self, read: Callable[[bytes], GenerationRequest], body: bytes
-    ) -> tuple[ServedModel, GenerationRequest, list[EncodedPrompt]]:
-        """Return the model, the request and its prompts."""
-        request = await read_body(read, body)
+        self, read: Callable[[bytes], GenerationRequest], body: bytes, *, stored: bool
+    ) -> tuple[ServedModel, GenerationRequest, list[EncodedPrompt], list[SamplingParams]]:
+        """Return the model, the request, its prompts and their options."""
+        request = await read_body(read, body, stored=stored)
         if self._settings.metrics:
             request = dataclasses.replace(request, metrics=True, timings=True)
         model = self.models.named(request.model)
         if request.declared_tools:
             grammars = model.engine.grammars
             request = await in_thread(usable_tools, request, grammars, long=True, param="tools")
-        return model, request, await prepare(model, request)
+        prompts = await prepare(model, request)
+
+        def options() -> list[SamplingParams]:
+            return [sampling_params(model, request, prompt) for prompt in prompts]
+
+        return model, request, prompts, await by_size(len(body), options)
 
     async def _track(self, generation: Generation) -> AsyncGenerator[ReplyEvents]:
         """Yield the generation's events, and keep it in `_running` until they end."""
@@ -196,7 +208,7 @@ class Server:
     ) -> AsyncGenerator[bytes]:
         """Yield the chunks of a stream. Closing the generator cancels the outputs."""
         try:
-            yield writer.start()
+            yield await by_size(generation.answer_size, writer.start)
             if generation.waits_for:
                 yield keepalive_event(generation.request.api, generation.status)
             async for update in events:
@@ -204,7 +216,7 @@ class Server:
                     yield keepalive_event(generation.request.api, generation.status)
                 elif chunk := writer.events(*update):
                     yield chunk
-            yield writer.close()
+            yield await by_size(generation.answer_size, writer.close)
             self._record(generation, writer.id)
         except Problem as problem:
             self._metrics.failed(problem.status)
@@ -213,16 +225,6 @@ class Server:
             yield writer.error(problem)
         finally:
             await events.aclose()
-
-    async def _stored_response(self, raw_request: Request) -> Response:
-        """Handle GET and DELETE of a stored response."""
-        response_id = raw_request.path_params["response_id"]
-        if raw_request.method == "DELETE":
-            self._store.delete(response_id)
-            return json_response({"id": response_id, "object": "response", "deleted": True})
-        if raw_request.query_params.get("stream", "false").lower() not in ("false", "0"):
-            raise Problem(400, "a kept response is not streamed; leave it out", param="stream")
-        return json_response(self._store.get(response_id))
 
     def _record(self, generation: Generation, response_id: str) -> None:
         """Record metrics and log one line per output."""

@@ -61,9 +61,21 @@ async def in_thread(
         raise Problem(400, str(error), param=param, code="context_length_exceeded") from None
 
 
-async def read_body(read: Callable[[bytes], T], body: bytes) -> T:
-    """Return `read(body)`, called in a thread if the body is large."""
-    return await in_thread(read, body, long=True) if len(body) > LARGE_BODY else read(body)
+async def by_size(size: int, function: Callable[..., T], *arguments: Any) -> T:
+    """Return the result of a function, called in a thread if it handles many bytes."""
+    large = size > LARGE_BODY
+    return await in_thread(function, *arguments, long=True) if large else function(*arguments)
+
+
+async def read_body(read: Callable[[bytes], T], body: bytes, *, stored: bool = False) -> T:
+    """Return `read(body)`, called in a thread if the body is large.
+
+    Args:
+      stored: the body may refer to stored items, which can be large even if it is small.
+    """
+    if stored and len(body) <= LARGE_BODY:
+        return await in_thread(read, body)
+    return await by_size(len(body), read, body)
 
 
 MOST_SLOW = 4  # requests with slow grammars that may wait

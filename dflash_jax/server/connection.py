@@ -1,82 +1,18 @@
-"""HTTP connections and responses of clients that may disconnect at any time."""
+"""Responses of clients that may disconnect at any time."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Iterator
 from typing import Any
 
-import h11
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dflash_jax.server.generation import Generation
-from dflash_jax.server.protocol import Problem
+from dflash_jax.server.http_connection import allow_comments
 from dflash_jax.server.writer import encode
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.02, 5.0  # seconds between two probes
-COMMENTS = "dflash_jax.comments"  # in a scope's state: the response is server-sent events
-
-
-def allow_comments(scope: Any) -> None:
-    """Mark the response to this ASGI scope as server-sent events, which may contain comments."""
-    scope.setdefault("state", {})[COMMENTS] = True
-
-
-class Connection(H11Protocol):
-    """An HTTP/1.1 connection that serves clients which closed their sending side.
-
-    Such a client cannot be distinguished from one that left until data is sent: the latter's system
-    answers with a reset, after which writing fails. So the server periodically sends data without
-    meaning: an informational response, or a comment.
-    """
-
-    _half_closed = False  # the client has closed its sending side
-
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether to keep the connection open: a complete request is being answered."""
-        cycle = self.cycle
-        if cycle is None or cycle.more_body or cycle.response_complete:
-            return False
-        if not cycle.response_started and cycle.scope["http_version"] == "1.0":
-            return False  # HTTP/1.0 has no informational responses
-        if not self._half_closed:
-            self._half_closed = True
-            self._probe(FIRST_PAUSE)
-        return True
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer invalid HTTP with an error object, and close the connection."""
-        problem = Problem(400, "the request is not valid HTTP", code="invalid_http")
-        body = encode(problem.to_json())
-        length = str(len(body)).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", length),
-                   (b"connection", b"close")]  # fmt: skip
-        answer = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
-        events = (answer, h11.Data(data=body), h11.EndOfMessage())
-        free = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)  # else a response has started
-        for event in events if free else ():
-            self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
-
-    def _probe(self, pause: float) -> None:
-        cycle = self.cycle
-        if self.transport.is_closing() or cycle.response_complete:
-            return
-        nothing: h11.Event | None = None
-        if not cycle.response_started:
-            nothing = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
-        elif COMMENTS in cycle.scope["state"]:
-            nothing = h11.Data(data=b":\n\n")
-        if nothing is not None:
-            self.transport.write(self.conn.send(nothing) or b"")
-        self.loop.call_later(pause, self._probe, min(2 * pause, LONGEST_PAUSE))
-
-    def on_response_complete(self) -> None:
-        """Close the connection of a client that sends nothing more."""
-        super().on_response_complete()
-        if self._half_closed and self.cycle.response_complete:
-            self.transport.close()
+BLOCK = 2**16  # bytes of a large response that are sent at once
 
 
 class ClientDisconnected(Exception):
@@ -146,3 +82,39 @@ class EventStreamResponse(Response):
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Return a JSON response."""
     return Response(encode(value), status, headers, "application/json")
+
+
+class JsonPieces(Response):
+    """JSON that is sent block by block, so that a slow client holds one block in memory.
+
+    Args:
+      pieces: the parts of the text.
+    """
+
+    def __init__(self, pieces: list[bytes]):
+        self._pieces, self._length = pieces, sum(map(len, pieces))
+        headers = {"content-length": str(self._length)}
+        super().__init__(headers=headers, media_type="application/json")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        left = self._length
+        for block in _blocks(self._pieces):
+            left -= len(block)
+            await send({"type": "http.response.body", "body": block, "more_body": left > 0})
+            if left:
+                await asyncio.sleep(0)  # `send` returns at once while the client reads fast
+
+
+def _blocks(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the pieces in blocks of about `BLOCK` bytes."""
+    block = bytearray()
+    for piece in pieces:
+        for at in range(0, len(piece), BLOCK):
+            block += piece[at : at + BLOCK]
+            if len(block) >= BLOCK:
+                yield bytes(block)
+                block.clear()
+    if block:
+        yield bytes(block)

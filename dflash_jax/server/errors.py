@@ -29,6 +29,11 @@ def queue_full() -> Problem:
     return Problem(503, "the queue is full; try again", code="queue_full", retry_s=1)
 
 
+def too_busy() -> Problem:
+    """Return the error of a connection for which there is no room."""
+    return Problem(503, "too many connections; try again", code="too_busy", retry_s=1)
+
+
 def shutting_down() -> Problem:
     """Return the error of a request that arrives, or has to wait, while the server drains."""
     return Problem(503, "the server is shutting down", code="draining", retry_s=5)

@@ -2,21 +2,18 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import math
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
 
 from dflash_jax.compiler.keys import Variant
-from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.request import CancelReason as Reason
 from dflash_jax.engine.result import Piece, Result
 from dflash_jax.engine.sampling_params import SamplingParams
-from dflash_jax.errors import RequestError, StructureError
-from dflash_jax.server.background import LONG_PROMPT, in_thread
+from dflash_jax.errors import StructureError
+from dflash_jax.server.background import LONG_PROMPT, by_size, in_thread
 from dflash_jax.server.conversation import parse_tool_calls
 from dflash_jax.server.errors import (
     queue_full,
@@ -27,21 +24,19 @@ from dflash_jax.server.errors import (
 )
 from dflash_jax.server.jobs import Job
 from dflash_jax.server.models import ServedModel
-from dflash_jax.server.output_grammar import structure_of, structure_problem
+from dflash_jax.server.output_grammar import structure_problem
 from dflash_jax.server.prompt import (
     EncodedPrompt,
     chat_prompt,
     message_size,
-    resolve_max_tokens,
     text_prompts,
 )
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
 from dflash_jax.tool_parsers.events import Event
 
-COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions
 COMPILING_KEEPALIVE_S = 5.0  # seconds between comments in a stream that waits for programs
-MOST_GRAMMAR = 2**18  # characters; larger grammars would block other requests for seconds
+BYTES_PER_ENTRY = 50  # of a token or an alternative in a response
 
 
 ReplyUpdate = tuple[int, list[Piece], Result | Exception | None]
@@ -54,10 +49,12 @@ class Generation:
     Iterate over `events` once; `replies` are complete afterwards.
 
     Args:
+      options: those of each prompt.
       timeout: seconds after which outputs end with the tokens generated so far.
       compile_wait: seconds after which a request that is not streamed is refused if its programs
         are still being compiled.
       request_id: the id in the response headers.
+      body_size: bytes of the request, parts of which the response may repeat.
 
     Attributes:
       cancelled: why the request ended early, and in which phase; None if it did not.
@@ -71,13 +68,15 @@ class Generation:
         model: ServedModel,
         request: GenerationRequest,
         prompts: list[EncodedPrompt],
+        options: list[SamplingParams],
         timeout: float | None,
         *,
         compile_wait: float = math.inf,
         request_id: str = "",
+        body_size: int = 0,
     ):
         self.model, self.request, self.prompts = model, request, prompts
-        self.request_id = request_id
+        self.request_id, self._body_size = request_id, body_size
         self.started = time.perf_counter()
         self.first_token: float | None = None
         self.cancelled: tuple[Reason, str] | None = None
@@ -85,8 +84,7 @@ class Generation:
         self.replies: list[Reply] = []
         self._jobs: list[Job] = []
         self._updates: asyncio.Queue[ReplyUpdate] = asyncio.Queue()
-        for prompt in prompts:
-            params = self._params(engine, prompt)
+        for prompt, params in zip(prompts, options, strict=True):
             for copy in range(request.n):
                 index = len(self.replies)
                 reply = Reply(
@@ -108,54 +106,6 @@ class Generation:
         for job in self._jobs:
             model.worker.submit(job)
 
-    def _params(self, engine: Engine, prompt: EncodedPrompt) -> SamplingParams:
-        """Return the options of the request for the engine.
-
-        Raises:
-          Problem: no engine could serve them.
-        """
-        request = self.request
-        defaults = self.model.defaults
-        options: dict[str, Any] = {"temperature": defaults.temperature} | request.options
-        if request.stop:
-            options["stop"] = request.stop
-        if request.return_token_sources:
-            options["trace"] = True
-        if request.logprobs is not None:
-            options["logprobs"] = request.logprobs
-        counts = [request.prompt_logprobs, request.logprobs if request.echo else None]
-        if counts := [n for n in counts if n is not None]:
-            options["prompt_logprobs"] = max(counts)
-        if structure := structure_of(request, prompt, self.model.syntax, engine.tokenizer):
-            options["structured"] = structure
-        if len(str(options.get("structured", ""))) > MOST_GRAMMAR:
-            raise Problem(
-                400, f"the output grammar or the tools are longer than {MOST_GRAMMAR} characters",
-                code="grammar_too_large",
-            )  # fmt: skip
-        default = defaults.max_tokens or (
-            COMPLETION_MAX_TOKENS if request.api == "completions" else 0
-        )
-        most = resolve_max_tokens(prompt.ids, request, engine.plan.max_length, default)
-        recovery = request.recovery or (
-            defaults.with_tools if request.declared_tools else defaults.recovery
-        )
-        if request.thinking_budget is not None and request.thinking_budget < most:
-            recovery = dataclasses.replace(recovery, answer_reserve=most - request.thinking_budget)
-        if recovery != OFF:
-            options["recovery"] = recovery
-        if request.declared_tools:
-            choice = (
-                {"name": request.tool_choice.name}
-                if request.tool_choice.name
-                else request.tool_choice.kind
-            )
-            options |= {"tools": request.tools, "tool_choice": choice}
-        try:
-            return SamplingParams(**options, max_tokens=most)
-        except RequestError as error:
-            raise to_problem(error, request.api) from error
-
     @property
     def _end_ids(self) -> frozenset[int]:
         """Return the end tokens that are no text: all, or all but those that the request keeps."""
@@ -172,11 +122,12 @@ class Generation:
     def cancel(self, reason: Reason) -> None:
         """End all outputs. After a deadline, the tokens generated so far are the response.
 
-        At a deadline or shutdown, a request whose programs or grammar are still being compiled
-        has no output, and is refused.
+        A request whose programs or grammar are still being compiled at the deadline has no output,
+        and is refused. So is every request at shutdown: a client would take a cut answer for one.
         """
         pending = any(job.pending for job in self._jobs)
-        if reason == "shutdown" and (pending or self.waits_for):
+        if reason == "shutdown":
+            self.cancelled = self.cancelled or (reason, self.phase)
             self._refuse(shutting_down())
             return
         if reason == "deadline" and self.waits_for:
@@ -237,6 +188,14 @@ class Generation:
             return "output"
         return "prompt" if self.progress[0] else "queued"
 
+    @property
+    def answer_size(self) -> int:
+        """Return the approximate number of bytes of the whole response."""
+        prompt_tokens = sum(len(prompt.ids) for prompt in self.prompts) * self.request.n
+        tokens = prompt_tokens + sum(len(reply.ids) for reply in self.replies)
+        alternatives = max(self.request.logprobs or 0, self.request.prompt_logprobs or 0)
+        return self._body_size + BYTES_PER_ENTRY * tokens * (1 + alternatives)
+
     async def _next_update(self, pause: float | None) -> ReplyUpdate | None:
         """Return the next update, or None if none arrives for `pause` seconds."""
         try:
@@ -279,7 +238,8 @@ class Generation:
                     self.model.worker.cancel(self._jobs[index])
                 if end is not None:
                     left -= 1
-                    events += reply.finish(end)
+                    size = BYTES_PER_ENTRY * len(reply.ids)  # it may parse all of them again
+                    events += await by_size(size, reply.finish, end)
                     called = reply.calls and reply.finish_reason == "tool_calls"
                     if called and not reply.shortened:  # a shortened answer differs from its ids
                         with contextlib.suppress(Problem):  # caching is optional

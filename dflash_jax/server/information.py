@@ -26,6 +26,8 @@ from dflash_jax.server.unsupported_fields import check_unknown_fields
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.version import __version__
 
+Reader = Callable[[Request], Callable[[bytes], GenerationRequest]]
+
 
 class TokenizeRequest(msgspec.Struct):
     """Body of POST /tokenize, with the fields of llama.cpp (`content`) and vLLM (`prompt`)."""
@@ -75,7 +77,7 @@ class InfoRoutes:
         """Return the handlers of POST by path."""
         return {
             "/v1/messages/count_tokens": self.token_counter(
-                functools.partial(decode_messages, counting=True)
+                lambda _: functools.partial(decode_messages, counting=True)
             ),
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
@@ -93,16 +95,18 @@ class InfoRoutes:
             "/props": self._props,
         }
 
-    def token_counter(self, read: Callable[[bytes], GenerationRequest], **fields: Any) -> Handler:
+    def token_counter(self, read: Reader, *, stored: bool = False, **fields: Any) -> Handler:
         """Return a handler that counts the prompt tokens of a request.
 
         Args:
-          read: decodes the body.
+          read: returns a function that decodes the body.
+          stored: the body may refer to stored items.
           fields: what the response has in addition to `input_tokens`.
         """
 
         async def handler(raw_request: Request) -> Response:
-            request = await read_body(read, await self._middleware.body(raw_request))
+            body = await self._middleware.body(raw_request)
+            request = await read_body(read(raw_request), body, stored=stored)
             [prompt] = await prepare(self._models.named(request.model), request)
             return json_response(fields | {"input_tokens": len(prompt.ids)})
 

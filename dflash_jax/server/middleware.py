@@ -112,10 +112,11 @@ class Middleware:
 
         async def answer(request: Request) -> Response:
             request.state.id = request_id = new_id("req_")
+            request.state.owner = 0
             try:
                 self._check_headers(request)
-                if needs_key:
-                    self._check_key(request)
+                if needs_key and self._settings.api_keys:
+                    request.state.owner = self._owner(request)
                 return _with_request_id(await handler(request), request_id)
             except Problem as problem:
                 if problem.status >= 500 and request.scope["path"] not in OPEN_PATHS:
@@ -230,20 +231,26 @@ class Middleware:
                 code="unsupported_content_type",
             )
 
-    def _check_key(self, request: Request) -> None:
-        if not self._settings.api_keys or request.scope["path"] in OPEN_PATHS:
-            return
+    def _owner(self, request: Request) -> int:
+        """Return the number of the request's API key, which owns what the request stores.
+
+        Raises:
+          Problem: 401, the key is missing or wrong.
+        """
+        if request.scope["path"] in OPEN_PATHS:
+            return 0
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else ""
         given = (given or request.headers.get("x-api-key", "")).encode()
         good = [hmac.compare_digest(given, key.encode()) for key in self._settings.api_keys]
-        if not any(good):
-            raise Problem(
-                401,
-                "the API key is missing or wrong; send it in the header Authorization: Bearer KEY,"
-                " or x-api-key: KEY",
-                code="invalid_api_key",
-            )
+        if True in good:
+            return good.index(True)
+        raise Problem(
+            401,
+            "the API key is missing or wrong; send it in the header Authorization: Bearer KEY,"
+            " or x-api-key: KEY",
+            code="invalid_api_key",
+        )
 
 
 def _check_framing(headers: Headers, version: str) -> None:

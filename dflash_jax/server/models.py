@@ -16,6 +16,7 @@ from dflash_jax.tool_parsers import Syntax, syntax_of
 
 STALLED_S = 120.0  # seconds of one step, after which health checks fail; steps take less than one
 ANY = "any"
+LONGEST_NAME = 512  # characters; responses repeat the name in every chunk
 NO_NAME = (None, "", ANY, "dummy")  # Hugging Face's client sends "dummy" for none
 
 
@@ -141,7 +142,8 @@ class ServedModels:
         by_name = {model.name: model for model in self}
         if model := by_name.get(name or "", by_name.get(self._aliases.get(name or "", ""))):
             return model
-        if name in NO_NAME or self._any_name:
+        name = name and name[: LONGEST_NAME + 1]
+        if name in NO_NAME or (self._any_name and len(name) <= LONGEST_NAME):
             return max(self, key=lambda m: m.last_used_ms)
         raise Problem(
             404,

@@ -1,85 +1,86 @@
 """Stored responses, which later requests retrieve or refer to by response or item id."""
 
-import json
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from dflash_jax.server.conversation_store import ConversationStore
+import msgspec
+
+from dflash_jax.server.conversation import check_messages
+from dflash_jax.server.conversation_store import (
+    ConversationStore,
+    Item,
+    StoredItem,
+    new_items,
+)
 from dflash_jax.server.protocol import Problem
 
-Item = dict[str, Any]
+MOST_BYTES = 2**25  # of the responses of one owner, and of its conversations
+MOST_TOTAL = 2**28  # of the responses of all owners, and of their conversations
+encode, decode = msgspec.json.encode, msgspec.json.decode
 
 
 class StoredResponse(NamedTuple):
-    """A response and its conversation, as JSON: Python objects take six times the memory."""
+    """A response and its conversation, as JSON: Python objects take up to 20 times the memory."""
 
-    conversation: bytes  # input and output items, a list
+    items: list[bytes]  # input and output items; shared with the responses before it
     response: bytes
     item_ids: list[str]  # of the output items
 
     @property
     def size(self) -> int:
         """Bytes of JSON."""
-        return len(self.conversation) + len(self.response)
+        return sum(map(len, self.items)) + len(self.response)
 
 
 class ResponseStore:
-    """Responses in memory; the oldest are dropped first.
+    """The responses and conversations of one owner, in memory. Thread-safe.
+
+    The oldest responses are dropped first. Items are decoded one by one, when a request refers to
+    them, so methods that take or return many of them should be called in a thread.
 
     Args:
-      max_bytes: limit for all stored responses with their input, as JSON.
+      max_bytes: limit for all stored responses with their input, as JSON, and for conversations.
+      max_input: returns the limit in bytes for what one request refers to.
 
     Attributes:
       conversations: what `conversation` of a request refers to.
     """
 
-    def __init__(self, max_bytes: int = 2**25):
-        self._max_bytes, self._size = max_bytes, 0
+    def __init__(
+        self, max_bytes: int = MOST_BYTES, max_input: Callable[[], int] = lambda: MOST_BYTES
+    ):
+        self._max_bytes, self._max_input, self._size = max_bytes, max_input, 0
+        self._lock = threading.RLock()
         self._stored: dict[str, StoredResponse] = {}  # by response id
-        self._response_of_item: dict[str, str] = {}  # response ids, by the ids of output items
-        self.conversations = ConversationStore()
+        self._items: dict[str, bytes] = {}  # output items, by their ids
+        self.conversations = ConversationStore(max_bytes)
 
-    def record(
-        self,
-        response: dict[str, Any],
-        given: list[Item],
-        *,
-        keep: bool = True,
-        conversation: str | None = None,
-        added: int = 0,
-    ) -> None:
-        """Store a finished response, and extend its conversation.
+    @property
+    def size(self) -> int:
+        """Bytes of JSON of all responses and conversations."""
+        return self._size + self.conversations.size
 
-        Args:
-          given: the input items, those of the conversation included.
-          keep: store the response itself.
-          conversation: id of the conversation to extend.
-          added: number of input items that were new in this request.
-        """
-        if conversation is not None:
-            new = given[len(given) - added :]
-            self.conversations.extend(conversation, [*new, *response["output"]])
-        if keep:
-            self.put(response, given)
+    def put(self, response: dict[str, Any], given: Iterable[bytes]) -> None:
+        """Store a response and its input items; one that is larger than the store is not kept."""
+        output = {item["id"]: encode(item) for item in response["output"]}
+        stored = StoredResponse([*given, *output.values()], encode(response), list(output))
+        if stored.size > self._max_bytes:
+            return
+        with self._lock:
+            self._stored[response["id"]] = stored
+            self._size += stored.size
+            self._items |= output
+            while self._size > self._max_bytes:
+                self.delete(next(iter(self._stored)))
 
-    def put(self, response: dict[str, Any], given: list[Item]) -> None:
-        """Store a response and its input items."""
-        output = response["output"]
-        stored = StoredResponse(
-            _to_json([*given, *output]), _to_json(response), [item["id"] for item in output]
-        )
-        self._stored[response["id"]] = stored
-        self._size += stored.size
-        self._response_of_item |= dict.fromkeys(stored.item_ids, response["id"])
-        while self._size > self._max_bytes:
-            self.delete(next(iter(self._stored)))
-
-    def get(self, response_id: str) -> dict[str, Any]:
-        """Return a response as it was sent.
+    def get(self, response_id: str) -> bytes:
+        """Return a response as it was sent, as JSON.
 
         Raises:
           Problem: 404, it is not stored.
         """
-        return _from_json(self._find(response_id).response)
+        return self._find(response_id).response
 
     def delete(self, response_id: str) -> None:
         """Remove a response.
@@ -87,11 +88,12 @@ class ResponseStore:
         Raises:
           Problem: 404, it is not stored.
         """
-        stored = self._find(response_id)
-        del self._stored[response_id]
-        self._size -= stored.size
-        for item in stored.item_ids:
-            del self._response_of_item[item]
+        with self._lock:
+            stored = self._find(response_id)
+            del self._stored[response_id]
+            self._size -= stored.size
+            for item in stored.item_ids:
+                del self._items[item]
 
     def _find(self, response_id: str) -> StoredResponse:
         stored = self._stored.get(response_id)
@@ -101,40 +103,119 @@ class ResponseStore:
             )
         return stored
 
-    def resolve_input(
-        self, previous: str | None, items: list[Item], conversation: str | None = None
-    ) -> list[Item]:
-        """Return a request's input items with everything before them, and references resolved.
+    def begin_turn(
+        self,
+        items: Sequence[Item],
+        *,
+        previous: str | None = None,
+        conversation: str | None = None,
+        keep: bool = True,
+    ) -> "Turn":
+        """Return a request's input with everything that it refers to.
 
         Args:
+          items: the input items of the request.
           previous: id of the response that the items follow.
           conversation: id of the conversation that they follow.
+          keep: store the response.
 
         Raises:
-          Problem: a response or item is not stored.
+          Problem: a response or item is not stored, or the request refers to too much.
         """
+        with self._lock:
+            before = self._before(previous, conversation)
+            referenced = {
+                at: self._referenced(str(item.get("id")), f"input[{at}]")
+                for at, item in enumerate(items)
+                if item.get("type") == "item_reference"
+            }
+        pulled = [*before, *referenced.values()]
+        self._check_input(pulled, len(before) + len(items))
+        decoded = {data: decode(data) for data in set(pulled)}  # each once
+        given = [decoded[referenced[at]] if at in referenced else x for at, x in enumerate(items)]
+        turn = Turn(self, [*(decoded[data] for data in before), *given], conversation, keep)
+        if keep or conversation:
+            new = [referenced[at] if at in referenced else encode(x) for at, x in enumerate(items)]
+            turn.stored = [*before, *new]
+            turn.new = new_items(given) if conversation else []
+        if conversation:
+            self.conversations.check_room(conversation, turn.new)
+        return turn
+
+    def _before(self, previous: str | None, conversation: str | None) -> list[bytes]:
+        """Return the items before those of a request."""
         if previous and previous not in self._stored:
             raise Problem(
                 400, f"the response {previous!r} is not kept here; send the whole input",
                 param="previous_response_id", code="previous_response_not_found",
             )  # fmt: skip
-        before = _from_json(self._stored[previous].conversation) if previous else []
         if conversation is not None:
-            before = self.conversations.items(conversation)
-        return before + [self._resolve(item, f"input[{at}]") for at, item in enumerate(items)]
+            return [data for _, data in self.conversations.items(conversation)]
+        return self._stored[previous].items if previous else []
 
-    def _resolve(self, item: Item, where: str) -> Item:
-        if item.get("type") != "item_reference":
-            return item
-        response_id = self._response_of_item.get(item_id := str(item.get("id")))
-        if response_id is None:
-            raise Problem(404, f"the item {item_id!r} is not kept here; send it whole", param=where)
-        return next(x for x in self.get(response_id)["output"] if x["id"] == item_id)
+    def _referenced(self, item_id: str, where: str) -> bytes:
+        if item_id not in self._items:
+            raise Problem(
+                404, f"the item {item_id[:100]!r} is not kept here; send it whole", param=where
+            )
+        return self._items[item_id]
+
+    def _check_input(self, pulled: Sequence[bytes], count: int) -> None:
+        """Refuse a request that refers to more than a body may have.
+
+        Args:
+          pulled: the items that it refers to, repeated ones as often as they are.
+          count: number of all input items.
+        """
+        size, most = sum(map(len, pulled)), self._max_input()
+        if size > most:
+            raise Problem(
+                400,
+                f"the request refers to stored items of {size} bytes; at most {most} are read, as"
+                " in a body: start a new conversation, or the server with a larger --max-body",
+                param="input", code="stored_input_too_large",
+            )  # fmt: skip
+        check_messages(range(count), "input")
 
 
-def _to_json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+class Turn:
+    """The input of a request, and where its response is recorded.
+
+    Attributes:
+      items: the input items with everything before them, and references resolved.
+      stored: the same as JSON, if the response is recorded.
+      new: the items to add to the conversation, by id.
+    """
+
+    def __init__(
+        self, store: ResponseStore, items: list[Item], conversation: str | None, keep: bool
+    ):
+        self.items = items
+        self.stored: list[bytes] = []
+        self.new: list[StoredItem] = []
+        self._store, self._conversation, self._keep = store, conversation, keep
+
+    def record(self, response: dict[str, Any]) -> None:
+        """Store the finished response, and extend its conversation."""
+        if self._conversation is not None:
+            added = [*self.new, *new_items(response["output"])]
+            self._store.conversations.append(self._conversation, added)
+        if self._keep:
+            self._store.put(response, self.stored)
 
 
-def _from_json(text: bytes) -> Any:
-    return json.loads(text.decode("utf-8", "surrogatepass"))
+class ResponseStores:
+    """One store per owner, which is an API key: nobody sees, continues or evicts what others keep.
+
+    Args:
+      owners: number of API keys; one owner without keys.
+      max_input: as in `ResponseStore`.
+    """
+
+    def __init__(self, owners: int, max_input: Callable[[], int]):
+        most = min(MOST_BYTES, MOST_TOTAL // max(owners, 1))
+        self._stores = [ResponseStore(most, max_input) for _ in range(max(owners, 1))]
+
+    def of(self, owner: int) -> ResponseStore:
+        """Return the store of an owner, which `Middleware` numbers."""
+        return self._stores[owner]

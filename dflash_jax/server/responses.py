@@ -1,6 +1,5 @@
 """Request decoding of OpenAI's /v1/responses, as far as agents use it."""
 
-import functools
 from typing import Any
 
 from dflash_jax.server.conversation import parse_messages
@@ -59,11 +58,9 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
     items = parsed.input
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
-    added, conversation = len(items), _conversation(parsed)
-    items = store.resolve_input(parsed.previous_response_id, items, conversation)
-    keep = parsed.store is not False
-    record = functools.partial(
-        store.record, given=items, keep=keep, conversation=conversation, added=added
+    conversation, keep = _conversation(parsed), parsed.store is not False
+    turn = store.begin_turn(
+        items, previous=parsed.previous_response_id, conversation=conversation, keep=keep
     )
     text = parsed.text or {}
     common = common_arguments(parsed, unknown, text.get("format"), "text.format")
@@ -76,7 +73,7 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
     wanted = responses_choice(parsed.tool_choice, given)
     tools, declared, choice = parse_tools(given.functions, wanted, given.places)
     warnings += given.warnings
-    messages = messages_from_responses(parsed.instructions, items, warnings)
+    messages = messages_from_responses(parsed.instructions, turn.items, warnings)
     messages = parse_messages(messages, warnings)
     template, more = reasoning_options(parsed.chat_template_kwargs, reasoning=parsed.reasoning)
     warnings += more
@@ -93,7 +90,7 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
         max_tokens=parsed.max_output_tokens,
         logprobs=(parsed.top_logprobs or 0) if logprobs else None,
         echoed_fields=_echoed(parsed),
-        store=record if keep or conversation else None,
+        store=turn.record if keep or conversation else None,
         **common | {"warnings": tuple(warnings)},
     )
 

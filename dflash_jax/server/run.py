@@ -20,8 +20,16 @@ from dflash_jax.compiler.background import BackgroundCompiler
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
 from dflash_jax.server.app import Server
-from dflash_jax.server.connection import Connection
+from dflash_jax.server.connection_limit import (
+    ACCEPTED_AT_ONCE,
+    QUEUED,
+    BoundedConnections,
+    most_connections,
+)
+from dflash_jax.server.errors import shutting_down
+from dflash_jax.server.http_connection import Connection
 from dflash_jax.server.lifecycle import Warm
+from dflash_jax.server.log_limit import limit_logs, report_loop_error
 from dflash_jax.server.middleware import Settings
 from dflash_jax.server.models import RequestDefaults, ServedModel
 from dflash_jax.server.worker import Worker
@@ -52,18 +60,36 @@ class ServerConfig:
 
 
 class _DrainingServer(uvicorn.Server):
-    """Drains on the first signal, then ends normally; a second signal ends it at once."""
+    """Drains on the first signal, then ends normally.
+
+    A second signal ends running requests with an error, and a third one the server at once.
+    """
 
     def __init__(self, config: uvicorn.Config, routes: Server, drain: float):
         super().__init__(config)
-        self._routes, self._drain = routes, drain
+        self.server_state = self._connections = BoundedConnections(most_connections())
+        self._routes, self._drain, self._signals = routes, drain, 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, with a longer queue of connections than are accepted at once."""
+        await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(QUEUED)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for running requests; refuse those whose body has not come."""
+        for connection in list(self._connections.receiving):
+            connection.refuse(shutting_down())
+        end = asyncio.get_running_loop().call_later(self._drain, self._connections.evict_unread)
+        await super().shutdown(sockets)
+        end.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         if not _in_main_thread():
             yield
             return
-        loop, signals = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+        loop, signals = asyncio.get_running_loop(), _ending_signals()
         for number in signals:
             loop.add_signal_handler(number, self.handle_exit, number, None)
         try:
@@ -73,10 +99,10 @@ class _DrainingServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        if self.should_exit:
-            self.force_exit = True
-        self._routes.drain(self._drain)
+        self._signals += 1
+        self._routes.drain(self._drain if self._signals == 1 else 0)
         self.should_exit = True
+        self.force_exit = self._signals > 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +138,8 @@ async def serve(
       RequestError: the address cannot be bound.
       DFlashError: a model could not be loaded.
     """
+    limit_logs()
+    asyncio.get_running_loop().set_exception_handler(report_loop_error)
     sockets = _bind(listening.host, listening.port)  # first, since loading takes long
     bound = [listening.host, *(each.getsockname()[0] for each in sockets)]
     server = new_server(engines, listening, bound, compiler or BackgroundCompiler())
@@ -124,6 +152,7 @@ async def serve(
         h11_max_incomplete_event_size=64 * 1024,
         loop="asyncio",
         lifespan="off",
+        backlog=ACCEPTED_AT_ONCE,
         timeout_keep_alive=75,  # longer than clients reuse idle connections
         log_level="warning",
         access_log=False,
@@ -189,6 +218,13 @@ def _bind(host: str, port: int) -> list[socket.socket]:
         f"cannot listen on {host}, port {port}: {why}; give an address of this machine as --host,"
         " and a free port (--port 0 takes one)"
     ) from error
+
+
+def _ending_signals() -> list[int]:
+    """Return the signals that end the server; SIGHUP only if nohup does not ignore it."""
+    hangup = getattr(signal, "SIGHUP", None)  # not on Windows
+    handled = hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([hangup] if handled else [])]
 
 
 def _in_main_thread() -> bool:

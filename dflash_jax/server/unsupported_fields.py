@@ -1,5 +1,6 @@
 """Fields and paths of other servers that are refused by name instead of ignored."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,6 +62,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "xtc_probability": (0,),
 }
+MOST_WARNINGS, LONGEST_NAME = 64, 100  # responses repeat the names of unknown fields
 MEDIA_FIELDS = ("audio", "modalities")
 MEDIA_PATHS = ("/v1/audio", "/v1/embeddings", "/v1/images", "/v1/realtime", "/v1/videos")
 ALTERNATIVES = {
@@ -97,7 +99,7 @@ def check_path(path: str) -> None:
 
 
 def check_unknown_fields(unknown: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a warning for each unknown field.
+    """Return a warning for each unknown field, up to MOST_WARNINGS.
 
     Raises:
       Problem: 400, a field is known from other servers and would change the output.
@@ -108,4 +110,8 @@ def check_unknown_fields(unknown: Mapping[str, Any]) -> tuple[str, ...]:
                 raise text_only(name, name)
             instead = f"; use {ALTERNATIVES[name]}" if name in ALTERNATIVES else ""
             raise Problem(400, f"{name} is not supported here{instead}", param=name)
-    return tuple(f"the unknown field {name!r} was ignored" for name in unknown)
+    named = itertools.islice(unknown, MOST_WARNINGS)
+    warnings = [f"the unknown field {name[:LONGEST_NAME]!r} was ignored" for name in named]
+    if (more := len(unknown) - MOST_WARNINGS) > 0:
+        warnings.append(f"{more} more unknown fields were ignored")
+    return tuple(warnings)

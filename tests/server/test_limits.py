@@ -386,8 +386,8 @@ def test_kept_responses_take_little_more_memory_than_is_allowed() -> None:
         for number in range(1000):
             item = {"id": f"msg_{number}", "content": [{"type": "output_text", "text": "x" * 50}]}
             answer = {"id": f"resp_{number}", "output": [item], "usage": {"input_tokens": number}}
-            kept.put(answer, [{"role": "user", "content": "y" * 50}])
-        assert kept.get("resp_999") == answer
+            kept.put(answer, [json.dumps({"role": "user", "content": "y" * 50}).encode()])
+        assert json.loads(kept.get("resp_999")) == answer
         assert taken() < 3 * 200_000
     with pytest.raises(Problem, match="not kept"):
         kept.get("resp_0")

@@ -13,7 +13,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.server import conversation_store
 from dflash_jax.server.chat import decode_chat
 from dflash_jax.server.completions import decode_completion
-from dflash_jax.server.conversation_store import ConversationStore
+from dflash_jax.server.conversation_store import ConversationStore, new_items
 from dflash_jax.server.infill import FAMILIES, infill_ids
 from dflash_jax.server.middleware import Settings
 from dflash_jax.server.output_grammar import grammar_around
@@ -133,10 +133,10 @@ def test_the_oldest_conversations_are_dropped_first() -> None:
     assert [len(store.items(i)) for i in (ids[0], ids[2])] == [2, 1]
     with pytest.raises(Problem, match="not kept here"):
         store.items(ids[1])
-    store.extend(ids[1], [{"role": "user", "content": "late"}])  # as by a response that ran
+    store.append(ids[1], new_items([{"role": "user", "content": "late"}]))  # of a late response
     for i in (ids[0], ids[2]):
         store.delete(i)
-    assert store._size == 0
+    assert store.size == 0
     assert conversation_store.new_id("conv_") != ids[0]
 
 
@@ -154,7 +154,7 @@ def test_conversations_that_are_kept_nowhere_do_not_keep_the_response() -> None:
     record = decode_responses(json.dumps(body).encode(), store).store
     assert record is not None
     record({"id": "resp_1", "output": [{"id": "msg_1", "type": "message"}]})
-    assert [item["id"] for item in store.conversations.items(made)][1] == "msg_1"
+    assert [item_id for item_id, _ in store.conversations.items(made)][1] == "msg_1"
     with pytest.raises(Problem, match="not kept here"):
         store.get("resp_1")
 

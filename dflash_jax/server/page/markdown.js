@@ -7,15 +7,18 @@
 import { element } from "./dom.js";
 
 const DEEPEST = 16; // levels of nested blocks or emphasis; text beyond that stays as it is
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`]*)$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)(?:\s+#+)?\s*$/;
+// No pattern has two adjacent repetitions that match the same characters: time would be quadratic.
+const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})\s(.*)$/;
 const RULE = /^ {0,3}(?:(?:\*\s*){3,}|(?:-\s*){3,}|(?:_\s*){3,})$/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?:( {1,4})(?=\S)|\s*$| )/;
 const QUOTE = /^ {0,3}> ?/;
-const DELIMITERS = /^ {0,3}\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
+const DELIMITER = /^:?-+:?$/;
 const LINK =
-  /\[((?:\\.|[^[\]\\])*)\]\(\s*<?([^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?:\s+"[^"]*")?\s*\)/y;
-const ADDRESS = /https?:[^\s<>"'`|]+/y;
+  /\[((?:\\.|[^[\]\\])*)\]\(\s{0,9}<?([^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)*)>?(?:\s{1,9}"[^"]*")?\s{0,9}\)/y;
+const LONGEST_ADDRESS = 2048; // characters; each place where one may start is read as far
+const ADDRESS = /https?:\/\/[^\s<>"'`|]{1,2048}/y;
+const AFTER_ADDRESS = ".,;:!?)]*_~"; // not part of an address at its end
 const PUNCTUATION = /[!-/:-@[-`{-~]/;
 const WORD = /[\p{L}\p{N}_]/u;
 
@@ -42,7 +45,7 @@ function blocks(parent, lines, depth) {
       const heading = element(`h${Math.min(marks.length + 2, 6)}`, {
         class: `level-${marks.length}`,
       });
-      inline(heading, title, 0);
+      inline(heading, withoutClosing(title.trim()), 0);
       parent.append(heading);
       at += 1;
     } else if (RULE.test(line)) {
@@ -55,10 +58,19 @@ function blocks(parent, lines, depth) {
   }
 }
 
+/** Return a heading without the marks that may close it. */
+function withoutClosing(title) {
+  let end = title.length;
+  while (title[end - 1] === "#") end -= 1;
+  return end && /\s/.test(title[end - 1]) ? title.slice(0, end).trimEnd() : title;
+}
+
 function startsTable(lines, at) {
   const next = lines[at + 1];
-  if (!lines[at].includes("|") || next === undefined || !DELIMITERS.test(next)) return false;
-  return cells(lines[at]).length === cells(next).length;
+  if (!lines[at].includes("|") || !/^ {0,3}[|:-]/.test(next ?? "")) return false;
+  const sides = cells(next);
+  const delimits = sides.every((side) => DELIMITER.test(side));
+  return delimits && cells(lines[at]).length === sides.length;
 }
 
 function startsBlock(lines, at) {
@@ -149,12 +161,14 @@ function table(parent, lines, at) {
   });
   const row = (line, tag) => {
     const node = element("tr");
-    const found = cells(line);
-    sides.forEach((side, i) => {
-      const cell = element(tag, { class: side, scope: tag === "th" ? "col" : null });
-      inline(cell, found[i] ?? "", 0);
+    const found = cells(line).slice(0, sides.length);
+    found.forEach((text, i) => {
+      const cell = element(tag, { class: sides[i], scope: tag === "th" ? "col" : null });
+      inline(cell, text, 0);
       node.append(cell);
     });
+    const missing = sides.length - found.length; // one cell: rows may be many and short
+    if (missing) node.append(element(tag, { colspan: missing }));
     return node;
   };
   const body = element("tbody");
@@ -232,8 +246,10 @@ function inline(parent, text, depth) {
     if (sign === "h" && !WORD.test(text[at - 1] ?? "")) {
       ADDRESS.lastIndex = at;
       const [found] = ADDRESS.exec(text) ?? [""];
-      const bare = found.replace(/[.,;:!?)\]*_~]+$/, "");
-      if (/^https?:\/\/./.test(bare) && webAddress(bare)) {
+      let end = found.length;
+      while (AFTER_ADDRESS.includes(found[end - 1] ?? " ")) end -= 1;
+      const bare = found.slice(0, end);
+      if (bare && found.length < LONGEST_ADDRESS && webAddress(bare)) {
         flush();
         const node = anchor(webAddress(bare));
         node.append(bare);
