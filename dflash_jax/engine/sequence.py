@@ -82,7 +82,7 @@ class Sequence:
         if call_grammars is None and recovery.call_retry:
             recovery = dataclasses.replace(recovery, call_retry=False)
         self.policy = controller.Policy(
-            max_tokens=request.params.max_tokens,
+            max_tokens=request.max_tokens,
             stop_ids=request.stop_ids,
             speculative=request.speculative,
             prompt_tokens=len(request.prompt),
@@ -145,6 +145,11 @@ class Sequence:
         """Count seconds before the request was queued as `Stats.compile_s`; moves its deadline."""
         self.stats.compile_s += seconds
         self.deadline += seconds
+
+    def learn(self, break_even: speculation.BreakEven) -> None:
+        """Decide about drafting by a break-even that was measured while the request ran."""
+        if not self.policy.fixed:
+            self.policy = dataclasses.replace(self.policy, break_even=break_even)
 
     def start(self, row: int | None = None) -> None:
         """Note that the request was given a row."""
