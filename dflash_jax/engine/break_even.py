@@ -3,7 +3,6 @@
 import itertools
 import math
 import time
-from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -13,14 +12,12 @@ from dflash_jax.compiler.programs import is_multi_step
 from dflash_jax.compiler.settings import untraced
 from dflash_jax.decode.inputs import DecodeInputs, PrefillInputs
 from dflash_jax.engine.model_runner import ModelRunner
-from dflash_jax.engine.recovery.speculation import TRIAL, AcceptanceHistory, BreakEven
+from dflash_jax.engine.recovery.speculation import BreakEven
 from dflash_jax.engine.scheduler import make_rules, steps_of_call
-from dflash_jax.engine.sequence import Sequence
 from dflash_jax.state import read_output
 
 DECODE_STEPS = (Step.SPECULATIVE, Step.PLAIN)
 POSITIONS = (0, 128, 512, 1024, 2048)  # tokens in the caches when steps are timed
-CERTAIN = 0.75  # of a block: requests that commit this many tokens per round gain by drafting
 SAMPLES = 2  # of each step while requests run
 FURTHER, MARGIN = 2, 256  # a measurement serves up to this multiple of its position, and past it
 PREFILL_STEPS = 4  # tokens of a prompt chunk are fed in the time of as many plain steps, or faster
@@ -85,20 +82,16 @@ class BreakEvenMeter:
         self.value = BreakEven()  # until it is measured
         self.enabled = False  # whether requests may start a measurement
 
-    def measure(self, running: Iterable[Sequence], history: AcceptanceHistory) -> bool:
-        """Measure if a running request's gain by drafting is in doubt; return whether it did.
+    def measure(self, place: int) -> bool:
+        """Measure if nothing is known about a position; return whether it did.
 
         Only the engine's turn may call this.
 
         Args:
-          history: acceptance of earlier requests.
+          place: tokens in the longest row whose gain by drafting is in doubt.
         """
-        if not self.enabled or jax.process_count() > 1:
-            return False
-        doubted = [x for x in running if self._doubts(x, history)]
-        place = max((len(x.request.prompt) + x.state.num_decided for x in doubted), default=0)
         known = self.value.positions
-        if not doubted or (known and place <= FURTHER * known[-1] + MARGIN):
+        if jax.process_count() > 1 or (known and place <= FURTHER * known[-1] + MARGIN):
             return False
         variant = next((v for v in (Variant.GREEDY, Variant.SAMPLED) if self._compiled(v)), None)
         if variant is None:
@@ -111,20 +104,6 @@ class BreakEvenMeter:
         ratio = max([ratio, *self.value.lengths])  # a longer context makes no step cheaper
         self.value = BreakEven((*known, place), (*self.value.lengths, ratio))
         return True
-
-    def _doubts(self, sequence: Sequence, history: AcceptanceHistory) -> bool:
-        """Whether a request drafts with an acceptance that may not pay off."""
-        drafting = sequence.state.drafting
-        if sequence.policy.fixed or not sequence.settings.speculates or not sequence.prefilled:
-            return False
-        if drafting.rounds >= TRIAL:
-            length = drafting.length
-        elif history.requests >= TRIAL:
-            length = history.length
-        else:
-            return False
-        block = min(sequence.request.params.block_size or math.inf, self._runner.plan.block)
-        return length < CERTAIN * block
 
     def _compiled(self, variant: Variant) -> bool:
         made = self._runner.executables

@@ -96,7 +96,14 @@ class EngineCore:
             self._process(step)
             if step.work.prefill and [x.work.num_steps > 1 for x in self.in_flight] == [True]:
                 break  # give out the prompts' first tokens before waiting for several steps
-        if self.meter.measure(self.scheduler.running, self.acceptance):
+        if self.meter.enabled:
+            self._measure()
+
+    def _measure(self) -> None:
+        """Measure what drafting gains if that is in doubt for a request."""
+        running, block = self.scheduler.running, self._plan.block
+        doubted = [x.num_tokens for x in running if x.doubts_drafting(self.acceptance, block)]
+        if doubted and self.meter.measure(max(doubted)):
             with self._lock:
                 for sequence in self.scheduler.running:
                     sequence.learn(self.meter.value)

@@ -18,7 +18,7 @@ from dflash_jax.decode.pair import Params
 from dflash_jax.engine import break_even
 from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.generation import RequestMethods
-from dflash_jax.engine.handle import AsyncDriver, RequestHandle
+from dflash_jax.engine.handle import AsyncDriver, RequestHandle, Stream
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.prefix.cache import PrefixCache
 from dflash_jax.engine.recovery.speculation import BreakEven
@@ -86,6 +86,31 @@ class Engine(RequestMethods):
     def explain(self, *, compile: bool = False) -> Explanation:
         """Return the report of `dflash-jax explain` about the engine; it prints as a table."""
         return explain_here(self.target, self.drafter, self.plan, compile=compile)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cancel: CancelCell | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Stream:
+        """Generate piece by piece.
+
+        Args:
+          prompt: a text, or token ids. A text is encoded as it is; see `chat_ids` for templates.
+          params: options of the request.
+          cancel: a cell by which any thread may end the request. Unlike `Stream.close`, it also
+            keeps the prompt out of the prefix cache.
+          options: fields of `dj.SamplingParams`; they take precedence over `params`.
+
+        Raises:
+          RequestError: the arguments cannot be served; the message says why.
+          QueueFullError: as many requests wait as the plan allows.
+          ComputeError: while iterating, if logits stop being finite or the device fails twice.
+        """
+        handle = self.submit(prompt, params, cancel=cancel, **options)
+        return Stream(handle, self.advance, self.cancel)
 
     def warm_up(self, *, measure: bool = False, **kinds: bool) -> float:
         """Compile the greedy programs, and others if asked; return the seconds it took.

@@ -39,6 +39,17 @@ class RequestMethods(abc.ABC):
         """Queue a request."""
 
     @abc.abstractmethod
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cancel: CancelCell | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Stream:
+        """Generate piece by piece."""
+
+    @abc.abstractmethod
     def advance(self) -> None:
         """Run one turn."""
 
@@ -99,31 +110,6 @@ class RequestMethods(abc.ABC):
             for sequence in sequences:
                 self.core.cancel(sequence)
         return [sequence.result() for sequence in sequences]
-
-    def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        cancel: CancelCell | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> Stream:
-        """Generate piece by piece.
-
-        Args:
-          prompt: a text, or token ids. A text is encoded as it is; see `chat_ids` for templates.
-          params: options of the request.
-          cancel: a cell by which any thread may end the request. Unlike `Stream.close`, it also
-            keeps the prompt out of the prefix cache.
-          options: fields of `dj.SamplingParams`; they take precedence over `params`.
-
-        Raises:
-          RequestError: the arguments cannot be served; the message says why.
-          QueueFullError: as many requests wait as the plan allows.
-          ComputeError: while iterating, if logits stop being finite or the device fails twice.
-        """
-        handle = self.submit(prompt, params, cancel=cancel, **options)
-        return Stream(handle, self.advance, self.cancel)
 
     def astream(
         self,

@@ -25,6 +25,7 @@ from dflash_jax.tokenizer import Tokenizer
 
 _STOPPED = controller.Cancelled(controller.Finish.STOP)
 _numbers = itertools.count(1)
+CERTAIN = 0.75  # of a block: requests that commit this many tokens per round gain by drafting
 
 
 class RowSettings(NamedTuple):
@@ -145,6 +146,25 @@ class Sequence:
         """Count seconds before the request was queued as `Stats.compile_s`; moves its deadline."""
         self.stats.compile_s += seconds
         self.deadline += seconds
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output so far."""
+        return len(self.request.prompt) + self.state.num_decided
+
+    def doubts_drafting(self, history: speculation.AcceptanceHistory, block: int) -> bool:
+        """Return whether the request drafts, but may not gain by it.
+
+        Args:
+          history: acceptance of earlier requests.
+          block: of the plan.
+        """
+        if self.policy.fixed or not self.settings.speculates or not self.prefilled:
+            return False
+        own, block = self.state.drafting, min(self.request.params.block_size or block, block)
+        if own.rounds >= speculation.TRIAL:
+            return own.length < CERTAIN * block
+        return history.requests >= speculation.TRIAL and history.length < CERTAIN * block
 
     def learn(self, break_even: speculation.BreakEven) -> None:
         """Decide about drafting by a break-even that was measured while the request ran."""

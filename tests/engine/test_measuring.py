@@ -10,6 +10,7 @@ from dflash_jax import Plan
 from dflash_jax.engine import break_even
 from dflash_jax.engine.break_even import Stopwatch
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.recovery import speculation
 from dflash_jax.engine.recovery.speculation import NO_HISTORY, TRIAL, BreakEven
 from dflash_jax.testing import (
     force_acceptance,
@@ -58,7 +59,7 @@ def test_measuring_changes_no_token(monkeypatch: pytest.MonkeyPatch, name: str) 
     plain = [engine.generate(p, max_tokens=NEW, speculative=False).token_ids for p in prompts]
     monkeypatch.setattr(break_even, "FURTHER", 0)  # measures after every step
     monkeypatch.setattr(break_even, "MARGIN", 0)
-    monkeypatch.setattr(break_even, "TRIAL", 1)
+    monkeypatch.setattr(speculation, "TRIAL", 1)
     engine.break_even, engine.measures_drafting = BreakEven(), True
     results = engine.generate_many(prompts, max_tokens=NEW)
     assert [result.token_ids for result in results] == plain
