@@ -23,7 +23,7 @@ from dflash_jax.converters.hf import ADAPTER, ADAPTER_ADVICE, ShardedSafetensors
 from dflash_jax.converters.hf_quantised import dequantised, quantization
 from dflash_jax.converters.load import Params, Progress, load
 from dflash_jax.converters.names import huggingface, speculators
-from dflash_jax.converters.packed import stored_specs
+from dflash_jax.converters.packed import stored_specs, unpacked_kinds
 from dflash_jax.converters.taps import AUTO
 from dflash_jax.converters.tree_source import CheckpointSource
 from dflash_jax.errors import CheckpointError, ConfigError
@@ -86,6 +86,10 @@ class StoredModel:
     def stored(self) -> dict[str, Spec]:
         """Return how the file packs the matrices that can be used as they are, by path."""
         return stored_specs(self.tensors, self.config)
+
+    def unpacked_kinds(self, specs: Mapping[str, Spec]) -> frozenset[str]:
+        """Return the quantised types of the matrices that are not in `specs`, or only in part."""
+        return unpacked_kinds(self.tensors, self.config, specs)
 
     def companions(self) -> dict[str, str | Path]:
         """Return tokenizer and generation files by name, as rebuilt texts or existing paths.

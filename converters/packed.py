@@ -23,6 +23,7 @@ from dflash_jax.quant.layouts import (
     FLOAT,
     KINDS,
     MATRICES,
+    STACKS,
     STORED,
     TABLE,
     Arrays,
@@ -36,6 +37,8 @@ from dflash_jax.quant.layouts import (
 )
 
 PACKED_SOURCES = (GgufFile, GroupedSource)  # sources with codes that products can use
+UNQUANTISED = frozenset({"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"})
+BETTER_NAMES = {"U8": "MXFP4"}  # types of safetensors that say nothing
 Fill = Callable[[Slot, Any], np.ndarray]  # reads a parameter in a dtype; None is the usual one
 
 
@@ -50,6 +53,28 @@ def stored_specs(found: Canonical, config: AttentionConfig) -> dict[str, Spec]:
             if any(kinds):
                 chosen["/".join(slot.path)] = _spec(slot, kinds)
     return chosen
+
+
+def unpacked_kinds(
+    found: Canonical, config: AttentionConfig, specs: Mapping[str, Spec]
+) -> frozenset[str]:
+    """Return the quantised types of the file's matrices that are not kept packed.
+
+    Args:
+      specs: how parameters are packed, by path.
+    """
+    kinds = set()
+    for slot in families.slots(config):
+        if slot.path[-1] not in MATRICES | STACKS | {TABLE}:
+            continue
+        spec = specs.get("/".join(slot.path), (1, ((FLOAT, 0),)))
+        packed = [kind for kind, _ in spec[1]]
+        packed *= len(slot.parts) if len(packed) == 1 else 1
+        for part, kind in zip(slot.parts, packed, strict=True):
+            origin = found.origins.get(part.name)
+            if origin is not None and origin.names and not kind:
+                kinds.add(found.kind(part.name))
+    return frozenset(BETTER_NAMES.get(kind, kind) for kind in kinds - UNQUANTISED)
 
 
 def read(

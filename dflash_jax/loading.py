@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeVar
 import jax
 
 from dflash_jax import published
-from dflash_jax.checkpoint import is_checkpoint
 from dflash_jax.compiler.cache import CompilationCache, use_compilation_cache
 from dflash_jax.compiler.models import model_axes, weight_specs
 from dflash_jax.compiler.placement import device_mesh, param_shardings, place
@@ -23,9 +22,6 @@ from dflash_jax.config import (
     DrafterConfig,
     TargetConfig,
     check_pair,
-    drafter_config,
-    read_json,
-    read_target_config,
 )
 from dflash_jax.device import default_device
 from dflash_jax.engine.engine import Engine
@@ -48,6 +44,11 @@ from dflash_jax.utils.sources import SHIPPED, Source, locate, own_drafter
 Config = TargetConfig | DrafterConfig
 AnyConfig = TypeVar("AnyConfig", TargetConfig, DrafterConfig)
 AUTO = "auto"
+KEEPS_PACKED = ("auto", "packed")  # values of `Plan.weights` that keep blocks of files
+UNPACKED = (
+    "are unpacked to {}: no kernels of this device and plan multiply them as the file stores them;"
+    " weights='int8' or 'int4' take less memory"
+)
 OWN = "own"  # the drafter that is shipped with the target
 
 
@@ -66,6 +67,7 @@ def load(
 
     Programs are compiled when a request first needs them, or all at once by `warm_up`, and cached
     on disk: the next process with the same models and plan starts in a fraction of the time.
+    Requests stop drafting where that loses, see `Engine.measures_drafting`.
 
     Args:
       target: a Hugging Face directory, a dflash_jax checkpoint, a .gguf file, a hub id, "tiny"
@@ -100,7 +102,13 @@ def load(
     pair = open_pair(target, drafter, taps_at=plan.taps_at, **chosen)
     if note := wide_block(plan.block, pair.configs[1]):
         warnings.warn(note, stacklevel=2)
-    return pair.engine(plan, progress=is_shown(progress))
+    engine = pair.engine(plan, progress=is_shown(progress))
+    engine.measures_drafting = True
+    return engine
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=5)
 
 
 class OpenModel(Protocol):
@@ -122,23 +130,31 @@ class OpenModel(Protocol):
     def stored(self) -> dict[str, Spec]:
         """Return how the file packs its matrices, by path."""
 
+    def unpacked_kinds(self, specs: Mapping[str, Spec]) -> frozenset[str]:
+        """Return the quantised types of matrices that are not packed by `specs`."""
+
     def companions(self) -> dict[str, str | Path]:
         """Return the files of the tokenizer by name, each a path or its text."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OpenPair:
-    """A target and its drafter, opened and checked, with weights still on disk."""
+    """A target and its drafter, opened and checked, with weights still on disk.
+
+    Attributes:
+      report: receives notes about how the weights are loaded.
+    """
 
     target: OpenModel
     drafter: OpenModel | None
     tokenizer: Tokenizer | None
+    report: Callable[[str], None] = _warn
 
     @property
     def configs(self) -> tuple[TargetConfig, DrafterConfig | None]:
         """Configs of the two models."""
-        drafter = _as(DrafterConfig, self.drafter.config) if self.drafter else None
-        return _as(TargetConfig, self.target.config), drafter
+        drafter = expect(DrafterConfig, self.drafter.config) if self.drafter else None
+        return expect(TargetConfig, self.target.config), drafter
 
     @isolated_jax_config()
     @fewer_collections()
@@ -157,7 +173,7 @@ class OpenPair:
 
     def _engine(self, plan: Plan, *, progress: bool) -> Engine:
         target, drafter = self.configs
-        plan = resolve_here(self.with_stored(plan), target, drafter)
+        plan = self.planned(plan)
         params = self.weights(plan)
         mesh = device_mesh(plan)
         axes = model_axes(target, drafter)
@@ -165,25 +181,32 @@ class OpenPair:
         params = params if plan.two_devices else place(params, where)
         return Engine(target, drafter, params, plan, tokenizer=self.tokenizer, progress=progress)
 
+    def planned(self, plan: Plan) -> Plan:
+        """Return the plan, completed for these models and the default device.
+
+        Quantised matrices that are to be unpacked are reported, unless the plan asks for that.
+
+        Raises:
+          PlanError: the plan does not fit the models or the memory.
+        """
+        made = resolve_here(self.with_stored(plan), *self.configs)
+        if plan.weights in KEEPS_PACKED and (note := self._unpacked(made)):
+            self.report(note)
+        return made
+
     def weights(self, plan: Plan) -> dict[str, Any]:
         """Return the weights of both models by role, as a completed plan stores them."""
-        specs = weight_specs(plan, *self.configs)
         native = plan.weight_layout == "interleaved"
-        params = {}
-        for role, model in self._models.items():
-            start = role + "/"
-            own = {
-                path.removeprefix(start): how
-                for path, how in specs.items()
-                if path.startswith(start)
-            }
-            params[role] = model.load(plan.dtype, specs=own, native=native)
+        params = {
+            role: model.load(plan.dtype, specs=self._specs(plan, role), native=native)
+            for role, model in self._models.items()
+        }
         set_weight_layout(params, plan.weight_layout)
         return with_kernel(params, plan.kernels != "xla")
 
     def with_stored(self, plan: Plan) -> Plan:
-        """Return the plan, with the files' block formats if it keeps packed weights."""
-        if plan.weights != "packed":
+        """Return the plan, with the files' block formats if it may keep packed weights."""
+        if plan.weights not in KEEPS_PACKED:
             return plan
         stored = {
             f"{role}/{path}": how
@@ -191,6 +214,19 @@ class OpenPair:
             for path, how in model.stored().items()
         }
         return dataclasses.replace(plan, stored=tuple(sorted(stored.items())))
+
+    def _specs(self, plan: Plan, role: str) -> dict[str, Spec]:
+        """Return how a completed plan packs the parameters of one model, by path."""
+        specs, start = weight_specs(plan, *self.configs).items(), role + "/"
+        return {path.removeprefix(start): how for path, how in specs if path.startswith(start)}
+
+    def _unpacked(self, plan: Plan) -> str:
+        """Return a note about quantised matrices that are unpacked, or nothing."""
+        notes = []
+        for role, model in self._models.items():
+            if kinds := model.unpacked_kinds(self._specs(plan, role)):
+                notes.append(f"the {role}'s matrices in {', '.join(sorted(kinds))}")
+        return f"{' and '.join(notes)} {UNPACKED.format(plan.dtype)}" if notes else ""
 
     @property
     def _models(self) -> dict[str, OpenModel]:
@@ -212,7 +248,7 @@ def open_pair(
 
     target_path = locate(target, "target")
     model = open_model(target_path, role="target", lora=_adapter(lora))
-    drafter_path = _drafter_path(drafter, target, _as(TargetConfig, model.config))
+    drafter_path = locate_drafter(drafter, target, expect(TargetConfig, model.config))
     drafter_model = (
         open_model(drafter_path, role="drafter", taps=layer_ids) if drafter_path else None
     )
@@ -249,24 +285,8 @@ def _adapter(source: Source | None) -> Path | None:
     return None if source is None else locate(source, "adapter")
 
 
-def describe(
-    target: Source, drafter: Source | None = OWN, *, taps_at: str = AUTO
-) -> tuple[TargetConfig, DrafterConfig | None]:
-    """Return the configs of a matching pair, whose weights need not exist.
-
-    Arguments and errors are those of `load`.
-    """
-    target_config = _as(TargetConfig, _config(locate(target, "target"), read_target_config))
-    drafter_path = _drafter_path(drafter, target, target_config)
-    if drafter_path is None:
-        return target_config, None
-    drafter_config = _as(DrafterConfig, _config(drafter_path, _read_drafter))
-    check_pair(target_config, drafter_config, taps_at=taps_at)
-    return target_config, drafter_config
-
-
-def _drafter_path(drafter: Source | None, target: Source, config: TargetConfig) -> Path | None:
-    """Return the path of a target's drafter; None for no drafter."""
+def locate_drafter(drafter: Source | None, target: Source, config: TargetConfig) -> Path | None:
+    """Return the path of a target's drafter, see `load`; None for no drafter."""
     if drafter == AUTO:
         drafter = own_drafter(target) or published.choose(target, config).drafter
     if drafter == OWN:
@@ -280,28 +300,12 @@ def _drafter_path(drafter: Source | None, target: Source, config: TargetConfig) 
     return None if drafter is None else locate(drafter, "drafter")
 
 
-def _config(path: Path, read: Callable[[Path], Config]) -> Config:
-    """Return the config of a .gguf file, of a folder with weights, or of a bare config.json."""
-    if path.is_dir() and not is_checkpoint(path) and not list(path.glob("*.safetensors")):
-        return read(path)
-    from dflash_jax.converters.models import open_model
+def expect(kind: type[AnyConfig], config: Config) -> AnyConfig:
+    """Return a config of the expected kind.
 
-    return open_model(path).config
-
-
-def _read_drafter(directory: Path) -> DrafterConfig:
-    """Return the config of a drafter's config.json, in the published or speculators' layout."""
-    from dflash_jax.converters.names import speculators
-
-    where = str(directory / "config.json")
-    fields = read_json(directory / "config.json")
-    if speculators.is_speculators(fields):
-        fields, _ = speculators.published_fields(fields, where=where)
-    config = drafter_config(fields, where)
-    return dataclasses.replace(config, own_head=bool(config.draft_vocab_size))
-
-
-def _as(kind: type[AnyConfig], config: Config) -> AnyConfig:
+    Raises:
+      ConfigError: it is of the other one.
+    """
     if not isinstance(config, kind):
         raise ConfigError(
             f"a {kind.__name__} was expected, but the files describe a {type(config).__name__};"
@@ -342,5 +346,5 @@ def load_target(
     with announced(f"dflash_jax: loading {model.path}", shown=shown):
         params = jax.device_put(model.load(dtype))
     chosen = _tokenizer(model, model.path, tokenizer)
-    config = _as(TargetConfig, model.config)
+    config = expect(TargetConfig, model.config)
     return TargetModel(config, params, dtype, tokenizer=chosen, progress=shown)

@@ -26,7 +26,7 @@ from dflash_jax.show import plan_html, plan_text
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPES = get_args(Dtype)
-Weights = Literal["float", "int8", "int4", "packed"]
+Weights = Literal["auto", "float", "int8", "int4", "packed"]
 Kernels = Literal["auto", "xla", "pallas", "native"]
 Activations = Literal["auto", "int8", "float"]
 KvDtype = Literal["auto", "int8"]
@@ -74,16 +74,15 @@ class Plan:
         automatic=True,
     )
     weights: Weights = plan_field(
-        "float",
+        "auto",
         "format of weight matrices: float (as in dtype), int8 or int4 (quantised on loading), or"
-        " packed (as in the file: Q8_0, Q4_0, Q4_1, Q4_K, Q6_K, AWQ, GPTQ, compressed-tensors)",
+        " packed (as in the file: Q8_0, Q4_0, Q4_1, Q4_K, Q6_K, AWQ, GPTQ, compressed-tensors);"
+        " by default packed where the file has such blocks and there are kernels, else float",
         "cache",
-        details="With int4, head and drafter are int8. Packed weights are multiplied without"
-        " being unpacked in memory.",
+        details="With int4, head and drafter are int8. Packed ones are never unpacked in memory.",
+        automatic=True,
     )
-    stored: Stored = plan_field(
-        (), "block formats of packed matrices; filled in by `load`", "cache"
-    )
+    stored: Stored = plan_field((), "formats of packed matrices; filled in by `load`", "cache")
     weight_layout: WeightLayout = plan_field(
         "auto",
         "memory layout of matrices: interleaved (for native kernels), or of float matrices"

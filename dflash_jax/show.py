@@ -133,6 +133,19 @@ def plan_text(plan: "Plan") -> str:
     )
 
 
+def precision(plan: "Plan") -> str:
+    """Return in what numbers a completed plan computes, such as "float32" or "int8 weights".
+
+    Packed weights are named with the formats of their blocks.
+    """
+    if plan.weights == "float":
+        return plan.dtype
+    kinds = {kind for _, (_, parts) in plan.stored for kind, _ in parts if kind}
+    named = f" ({', '.join(sorted(kinds))})" if plan.weights == "packed" else ""
+    by = " and activations" if plan.weights != "packed" and plan.activations == "int8" else ""
+    return f"{plan.weights} weights{by}{named}, {plan.dtype}"
+
+
 def _choices(plan: "Plan") -> list[tuple[str, str, str]]:
     fields = dataclasses.fields(plan)
     return [(f.name, str(getattr(plan, f.name)), f.metadata["plan"].help) for f in fields]

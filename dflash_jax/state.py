@@ -103,7 +103,7 @@ class RowRules:
     top_k: Int[Array, " B"]  # 0 is off
     top_p: Float[Array, " B"]  # 1 is off
     min_p: Float[Array, " B"]  # minimum probability relative to the most probable token; 0 is off
-    seed: UInt32[Array, " B"]
+    seed: UInt32[Array, "B 2"]  # high word, low word
     # Tokens among which `RowStep.next_best` is chosen, padded with -1; a row that begins with -1
     # has the whole vocabulary.
     choices: Int[Array, "B N"] | None = None

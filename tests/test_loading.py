@@ -18,9 +18,10 @@ from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
 from dflash_jax import device
+from dflash_jax.cli.describe import describe
 from dflash_jax.device import free_memory
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError, RequestError
-from dflash_jax.loading import describe, locate, open_pair
+from dflash_jax.loading import locate, open_pair
 
 WEIGHTS = "model.safetensors"
 

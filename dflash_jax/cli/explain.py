@@ -93,21 +93,21 @@ def _tools_note(target: str) -> str | None:
 
 def _planned(options: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
     """Return target, drafter, resolved plan, and the device of the rooflines."""
-    from dflash_jax import loading
-    from dflash_jax.compiler import resolve
+    from dflash_jax.cli.describe import describe, have_weights
+    from dflash_jax.compiler.resolve import resolve, resolve_here
     from dflash_jax.compiler.roofline import DEVICES, find_device
     from dflash_jax.device import default_device
 
     if options.device and options.device not in DEVICES:
         raise RequestError(f"device {options.device!r} is unknown; known: {', '.join(DEVICES)}")
-    target, drafter = loading.describe(
-        options.target, chosen_drafter(options), taps_at=options.taps_at
-    )
-    plan = chosen_plan(options)
-    if plan.weights == "packed":
-        plan = open_pair(options).with_stored(plan)
+    plan, drafts = chosen_plan(options), chosen_drafter(options)
+    if plan.weights == "packed" or have_weights(options.target, drafts):
+        pair = open_pair(options)
+        (target, drafter), plan = pair.configs, pair.with_stored(plan)
+    else:
+        target, drafter = describe(options.target, drafts, taps_at=options.taps_at)
     if not options.device:
-        plan = loading.resolve_here(plan, target, drafter)
+        plan = resolve_here(plan, target, drafter)
         return target, drafter, plan, find_device(default_device().device_kind)
     device = DEVICES[options.device]
     platform = "cpu" if device.name == "CPU" else "gpu"

@@ -18,7 +18,7 @@ from dflash_jax.cli.options import (
 )
 from dflash_jax.cli.terminal import bracketed, columns, has_colours, note
 from dflash_jax.errors import RequestError
-from dflash_jax.show import legend, marked
+from dflash_jax.show import legend, marked, precision
 from dflash_jax.utils.command import INTERRUPTED
 
 
@@ -88,6 +88,7 @@ def run(options: argparse.Namespace) -> int:
         quiet=options.json,
         check=check_fits,
         sampled=options.temperature > 0,
+        measure=not options.compare,
     )
     if options.compare:
         return _compare(engine, prompt, options)
@@ -157,7 +158,7 @@ def _compare(engine: Any, prompt: list[int], options: argparse.Namespace) -> int
     )
     print(
         f"tokens {verdict}; speculative is {comparison.speedup:.2f}x as fast as"
-        f" {labels[comparison.baseline]!r}, {engine.plan.dtype}"
+        f" {labels[comparison.baseline]!r}, {precision(engine.plan)}"
     )
     if not options.quiet:
         note(statistics(result, engine.compile_s, timed=False))

@@ -66,7 +66,7 @@ def _refused(options: argparse.Namespace, plan: Plan) -> dict[str, bool]:
         "--model": bool(options.model),
         "--prefix-folder": bool(plan.prefix_folder),
         "--target-device and --drafter-device": plan.two_devices,
-        "--weights other than float": plan.weights != "float",
+        "--weights other than float": plan.weights not in ("auto", "float"),
         "--kernels native": plan.kernels == "native",
         "--activations int8": plan.activations == "int8",
         "--steps-per-call above 1": plan.steps_per_call > 1,

@@ -221,8 +221,12 @@ def open_pair(options: argparse.Namespace) -> Any:
     if note := wide_block(options.block, pair.configs[1]):
         messages.append(note)
     for message in messages:
-        print(f"dflash-jax: {message}", file=sys.stderr)
-    return pair
+        _report(message)
+    return dataclasses.replace(pair, report=_report)
+
+
+def _report(message: str) -> None:
+    print(f"dflash-jax: {message}", file=sys.stderr)
 
 
 def load_engine(
@@ -232,6 +236,7 @@ def load_engine(
     quiet: bool,
     check: Callable[[Any, list[list[int]]], None] = lambda engine, ids: None,
     sampled: bool = False,
+    measure: bool = False,
 ) -> tuple[Any, list[list[int]]]:
     """Return a compiled engine and the ids of its prompts; progress goes to standard error.
 
@@ -243,6 +248,7 @@ def load_engine(
       quiet: report no progress.
       check: raises before compiling if the engine cannot run these prompts.
       sampled: compile the sampling programs as well.
+      measure: stop drafting where it does not pay off, as engines of `dflash_jax.load` do.
     """
     with report_progress("loading", quiet=quiet):
         use_compilation_cache()
@@ -255,6 +261,7 @@ def load_engine(
             most = pair.configs[0].max_length
             plan = dataclasses.replace(plan, max_length=min(capacity, most))
         engine = pair.engine(plan)
+        engine.measures_drafting = measure
         check(engine, ids)
     with report_progress("compiling", quiet=quiet):
         engine.warm_up(sampled=sampled)
@@ -272,7 +279,7 @@ def use_compilation_cache() -> None:
     """Use the compilation cache of `dflash_jax.load`; print a warning if that is impossible."""
     from dflash_jax.compiler import cache
 
-    cache.use_compilation_cache(warn=lambda text: print(f"dflash-jax: {text}", file=sys.stderr))
+    cache.use_compilation_cache(warn=_report)
 
 
 def prompt_ids(options: argparse.Namespace, tokenizer: Any) -> list[int]:

@@ -16,6 +16,7 @@ from dflash_jax.cli.options import (
     prompt_options,
 )
 from dflash_jax.errors import RequestError
+from dflash_jax.show import precision
 
 
 def add_command(commands: Any) -> None:
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         verdict = "speculative equals plain" if not failed else f"{failed} prompts DIFFER"
         prompts = "1 prompt" if len(checks) == 1 else f"{len(checks)} prompts"
-        print(f"{prompts}, {tokens} tokens, {engine.plan.dtype}: {verdict}")
+        print(f"{prompts}, {tokens} tokens, {precision(engine.plan)}: {verdict}")
     return 1 if failed else 0
 
 

@@ -97,7 +97,7 @@ def idle_rules(plan: Plan) -> RowRules:
         top_k=jnp.zeros((b,), jnp.int32),
         top_p=jnp.ones((b,), jnp.float32),
         min_p=jnp.zeros((b,), jnp.float32),
-        seed=jnp.zeros((b,), jnp.uint32),
+        seed=jnp.zeros((b, 2), jnp.uint32),
         choices=jnp.full((b, CHOICES), -1, jnp.int32),
         opening=jnp.full((b,), -1, jnp.int32) if plan.call_odds else None,
     )

@@ -46,6 +46,10 @@ def _completed(
     plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, platform: str, memory: int
 ) -> Plan:
     cpu = platform == "cpu"
+    if plan.weights == "auto":
+        packed = bool(plan.stored) and _multiplies_packed(plan, platform)
+        weights, stored = ("packed", plan.stored) if packed else ("float", ())
+        plan = dataclasses.replace(plan, weights=weights, stored=stored)
     default_dtype: Dtype = "float32" if cpu else "bfloat16"
     default_block = _advised_block(drafter) if drafter else 8
     plan = dataclasses.replace(
@@ -79,6 +83,20 @@ def _completed(
 
 def _one_device(plan: Plan) -> bool:
     return not plan.two_devices and plan.mesh == (1, 1)
+
+
+def _multiplies_packed(plan: Plan, platform: str) -> bool:
+    """Return whether kernels multiply packed weights under a plan that leaves weights open.
+
+    What the plan chooses for float weights only, such as a mesh, is respected.
+    """
+    if plan.mesh != (1, 1) or plan.weight_layout not in ("auto", "interleaved"):
+        return False
+    if platform == "cpu":
+        wanted = plan.kernels in ("auto", "native") and plan.activations != "float"
+        return wanted and _one_device(plan) and bool(library())
+    layout = plan.weight_layout == "auto"
+    return platform == "gpu" and layout and plan.kernels in ("auto", "pallas")
 
 
 def _wants_native(plan: Plan) -> bool:

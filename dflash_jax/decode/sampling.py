@@ -111,7 +111,7 @@ def row_keys(rules: RowRules, position: RowInts, purpose: int) -> Key[Array, " B
 
     def key(seed: Array, at: Array) -> Array:
         # Other implementations draw depending on neighbouring rows.
-        start = jax.random.key(seed, impl="threefry2x32")
+        start = jax.random.wrap_key_data(seed, impl="threefry2x32")
         return jax.random.fold_in(jax.random.fold_in(start, at), purpose)
 
     return jax.vmap(key)(rules.seed, position)

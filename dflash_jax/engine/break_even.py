@@ -16,18 +16,25 @@ from dflash_jax.engine.recovery.speculation import BreakEven
 from dflash_jax.engine.scheduler import make_rules, steps_of_call
 from dflash_jax.state import read_output
 
+DECODE_STEPS = (Step.SPECULATIVE, Step.PLAIN)
 POSITIONS = (0, 128, 512, 1024, 2048)  # tokens in the caches when steps are timed
+SAMPLES = 2  # of each step while requests run
+FURTHER, MARGIN = 2, 256  # a measurement serves up to this multiple of its position, and past it
 PREFILL_STEPS = 4  # tokens of a prompt chunk are fed in the time of as many plain steps, or faster
 
 
 class Stopwatch:
-    """Times calls of a runner while nothing else runs; no row makes progress."""
+    """Times calls of a runner between its other calls; no row makes progress.
 
-    def __init__(self, runner: ModelRunner):
-        self._runner, self.plan = runner, runner.plan
+    Args:
+      variant: of the programs, which must be compiled.
+    """
+
+    def __init__(self, runner: ModelRunner, variant: Variant = Variant.GREEDY):
+        self._runner, self.plan, self._variant = runner, runner.plan, variant
         idle = [(None, False)] * runner.plan.rows
         self._rules = make_rules(runner.plan, idle, {}, runner.executor.put)
-        self._most = runner.plan.steps_per_call if is_multi_step(self.plan, Variant.GREEDY) else 1
+        self._most = runner.plan.steps_per_call if is_multi_step(self.plan, variant) else 1
         self._counts: dict[Step, int] = {}
         self.fed = 0  # tokens in the caches
 
@@ -37,8 +44,11 @@ class Stopwatch:
         A single step would bear all the costs of a call, which plain steps feel more.
         """
         if step not in self._counts:
-            self._seconds(step, 1)  # caches are cold
-            self._counts[step] = steps_of_call(self._seconds(step, 1), self._most)
+            self._seconds(step, 1)  # caches are cold, and earlier calls may still run
+            seconds = self._seconds(step, 1)
+            self._counts[step] = steps_of_call(seconds, self._most)
+            if self._counts[step] == 1:
+                return seconds
         return self._seconds(step, self._counts[step])
 
     def _seconds(self, step: Step, count: int) -> float:
@@ -56,8 +66,48 @@ class Stopwatch:
 
     def _call(self, step: Step, inputs: DecodeInputs | PrefillInputs) -> float:
         started = time.perf_counter()
-        read_output(self._runner.run(ProgramKey(step, Variant.GREEDY), inputs))
+        read_output(self._runner.run(ProgramKey(step, self._variant), inputs))
         return time.perf_counter() - started
+
+
+class BreakEvenMeter:
+    """The break-even of an engine, measured between steps of requests once it is in doubt.
+
+    Requests whose drafts are accepted nearly always gain by drafting on any device, so nothing is
+    measured for them. Measuring takes the time of a few steps, and changes no row.
+    """
+
+    def __init__(self, runner: ModelRunner):
+        self._runner = runner
+        self.value = BreakEven()  # until it is measured
+        self.enabled = False  # whether requests may start a measurement
+
+    def measure(self, place: int) -> bool:
+        """Measure if nothing is known about a position; return whether it did.
+
+        Only the engine's turn may call this.
+
+        Args:
+          place: tokens in the longest row whose gain by drafting is in doubt.
+        """
+        known = self.value.positions
+        if jax.process_count() > 1 or (known and place <= FURTHER * known[-1] + MARGIN):
+            return False
+        variant = next((v for v in (Variant.GREEDY, Variant.SAMPLED) if self._compiled(v)), None)
+        if variant is None:
+            return False
+        watch = Stopwatch(self._runner, variant)
+        drafted, plain = (
+            min(watch.step_seconds(step) for _ in range(SAMPLES)) for step in DECODE_STEPS
+        )
+        ratio = drafted / plain
+        ratio = max([ratio, *self.value.lengths])  # a longer context makes no step cheaper
+        self.value = BreakEven((*known, place), (*self.value.lengths, ratio))
+        return True
+
+    def _compiled(self, variant: Variant) -> bool:
+        made = self._runner.executables
+        return all(ProgramKey(step, variant) in made for step in DECODE_STEPS)
 
 
 def measure(runner: ModelRunner, samples: int = 5, seconds: float = 3.0) -> BreakEven:
@@ -77,14 +127,14 @@ def measure(runner: ModelRunner, samples: int = 5, seconds: float = 3.0) -> Brea
 
 
 def _measure(runner: ModelRunner, samples: int, end: float) -> BreakEven:
-    watch, kinds = Stopwatch(runner), (Step.SPECULATIVE, Step.PLAIN)
+    watch = Stopwatch(runner)
     least: dict[tuple[int, Step], float] = {}
     started, took = time.perf_counter(), 0.0
     while time.perf_counter() + took < end:
         for position in POSITIONS:
             if not _feed_up_to(watch, position, end):
                 break
-            for sample, step in itertools.product(range(samples), kinds):
+            for sample, step in itertools.product(range(samples), DECODE_STEPS):
                 place = watch.fed, step
                 if not (sample and time.perf_counter() > end):
                     least[place] = min(watch.step_seconds(step), least.get(place, math.inf))

@@ -17,7 +17,7 @@ import jax
 
 from dflash_jax.compiler.keys import Variant
 from dflash_jax.compiler.settings import Returned, untraced
-from dflash_jax.engine.events import EventLog
+from dflash_jax.engine.break_even import BreakEvenMeter
 from dflash_jax.engine.model_runner import InFlightStep, ModelRunner
 from dflash_jax.engine.output_processor import OutputProcessor, RowUpdates
 from dflash_jax.engine.recovery import controller
@@ -27,6 +27,7 @@ from dflash_jax.engine.sequence import Sequence
 from dflash_jax.errors import ComputeError, DFlashError, QueueFullError, RequestError
 from dflash_jax.plan import Plan
 from dflash_jax.utils import forking
+from dflash_jax.utils.events import EventLog
 
 DISK_WAIT = 0.01  # seconds a turn waits for prefixes on disk if there is nothing else to do
 Lock = contextlib.AbstractContextManager[Any]
@@ -45,6 +46,7 @@ class EngineCore:
         # Dispatched steps whose results were not processed yet, the oldest first.
         self.in_flight: collections.deque[InFlightStep] = collections.deque()
         self.acceptance = NO_HISTORY
+        self.meter = BreakEvenMeter(runner)
         self._processor = OutputProcessor(plan.block, self.events)
         self._lock = threading.RLock()  # for scheduler and sequences; not held while waiting
         self._stepping = threading.Lock()
@@ -94,6 +96,17 @@ class EngineCore:
             self._process(step)
             if step.work.prefill and [x.work.num_steps > 1 for x in self.in_flight] == [True]:
                 break  # give out the prompts' first tokens before waiting for several steps
+        if self.meter.enabled:
+            self._measure()
+
+    def _measure(self) -> None:
+        """Measure what drafting gains if that is in doubt for a request."""
+        running, block = self.scheduler.running, self._plan.block
+        doubted = [x.num_tokens for x in running if x.doubts_drafting(self.acceptance, block)]
+        if doubted and self.meter.measure(max(doubted)):
+            with self._lock:
+                for sequence in self.scheduler.running:
+                    sequence.learn(self.meter.value)
 
     def _process(self, step: InFlightStep) -> None:
         """Wait for the oldest step, and process its results."""

@@ -5,8 +5,8 @@ for it. A server calls `advance` in a thread of its own while the engine is `bus
 """
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any, Unpack
+from collections.abc import Iterable
+from typing import Self, Unpack
 
 from dflash_jax.compiler.build import WORKERS, CompiledPrograms, Executable
 from dflash_jax.compiler.executor import Executor, LocalExecutor
@@ -15,26 +15,27 @@ from dflash_jax.compiler.keys import WARM_UP_KINDS, ProgramKey, Variant
 from dflash_jax.compiler.resolve import resolve_here
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.decode.pair import Params
-from dflash_jax.engine import break_even, vocabulary
+from dflash_jax.engine import break_even
 from dflash_jax.engine.core import EngineCore
-from dflash_jax.engine.handle import AsyncDriver, AsyncStream, RequestHandle, Stream
+from dflash_jax.engine.generation import RequestMethods
+from dflash_jax.engine.handle import AsyncDriver, RequestHandle, Stream
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.prefix.cache import PrefixCache
+from dflash_jax.engine.recovery.speculation import BreakEven
 from dflash_jax.engine.request import CancelCell, Prompt, Request, make_requests
-from dflash_jax.engine.result import Result
 from dflash_jax.engine.sampling_params import SamplingOptions, SamplingParams
-from dflash_jax.engine.scheduler import variants_of
 from dflash_jax.engine.sequence import Sequence as RunningSequence
 from dflash_jax.engine.structured.call_grammars import CallGrammars
 from dflash_jax.engine.structured.grammars import Grammars
-from dflash_jax.errors import PlanError, RequestError
+from dflash_jax.errors import PlanError
 from dflash_jax.plan import Plan
+from dflash_jax.show import precision
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils import forking
 from dflash_jax.utils.progress import announced
 
 
-class Engine:
+class Engine(RequestMethods):
     """A target, its drafter and a plan, ready to generate. Made by `dflash_jax.load`."""
 
     def __init__(
@@ -69,7 +70,6 @@ class Engine:
         self.core = EngineCore(self.runner, plan)
         self.events = self.core.events
         self._driver = AsyncDriver()
-        self.break_even = break_even.BreakEven()  # until it is measured
         self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_token_ids)
         self.call_grammars = CallGrammars(
             self.grammars, lambda missing: runner.compiled.compile(missing, workers=1), tokenizer
@@ -80,55 +80,11 @@ class Engine:
         block = f", block {plan.block}" if self.drafter else ""
         target = f"{self.target.model_type} target of {self.target.num_layers} layers"
         rows = f"{plan.rows} row{'s' * (plan.rows > 1)} of {plan.max_length} tokens"
-        return f"<Engine: {target}, {kind}{block}, {rows}, {plan.dtype}>"
+        return f"<Engine: {target}, {kind}{block}, {rows}, {precision(plan)}>"
 
     def explain(self, *, compile: bool = False) -> Explanation:
         """Return the report of `dflash-jax explain` about the engine; it prints as a table."""
         return explain_here(self.target, self.drafter, self.plan, compile=compile)
-
-    def generate(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        cancel: CancelCell | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> Result:
-        """Generate an answer; arguments and errors as for `stream`."""
-        params = SamplingParams.of(params, options)
-        return self.generate_many([prompt], params, cancel=cancel)[0]
-
-    def generate_many(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | None = None,
-        *,
-        n: int = 1,
-        cancel: CancelCell | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> list[Result]:
-        """Generate answers to several prompts, as many at a time as the plan has rows.
-
-        Arguments and errors as for `stream`. There are n answers for each prompt, next to each
-        other in the list; answer i draws with seed + i. Answers that start together share the
-        prefill of the prompt, except for its last chunk.
-        """
-        if isinstance(prompts, str) or not isinstance(prompts, Iterable):
-            raise RequestError(f"prompts is {prompts!r}; expected a list of texts or of ids")
-        params = SamplingParams.of(params, options)
-        sequences: list[RunningSequence] = []
-        try:
-            for request in [r for p in prompts for r in self._requests(p, params, n)]:
-                sequences.append(sequence := self._sequence(request, cancel))
-                sequence.delay(self.compile(variants_of(sequence)))
-                while not self.core.try_add([sequence]):
-                    self.advance()
-            while not all(sequence.done for sequence in sequences):
-                self.advance()
-        finally:
-            for sequence in sequences:
-                self.core.cancel(sequence)
-        return [sequence.result() for sequence in sequences]
 
     def stream(
         self,
@@ -154,37 +110,6 @@ class Engine:
         """
         handle = self.submit(prompt, params, cancel=cancel, **options)
         return Stream(handle, self.advance, self.cancel)
-
-    def astream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        cancel: CancelCell | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> AsyncStream:
-        """Generate piece by piece, for `async for`; as `stream`, with errors while iterating."""
-        submit = functools.partial(self.submit, prompt, params, cancel=cancel, **options)
-        return AsyncStream(submit, self.advance, self._driver)
-
-    def check(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        **options: Unpack[SamplingOptions],
-    ) -> None:
-        """Raise RequestError if `stream` would; compile nothing and queue nothing."""
-        self._requests(prompt, SamplingParams.of(params, options), 1)
-
-    def chat_ids(self, messages: Sequence[dict[str, Any]], **variables: Any) -> list[int]:
-        """Return the prompt ids of a conversation, by the model's chat template.
-
-        Warns if `tools` are given and the template has no place for them.
-
-        Raises:
-          RequestError: there is no tokenizer, or the template refuses the messages.
-        """
-        return vocabulary.chat_ids(self.tokenizer, messages, variables)
 
     def warm_up(self, *, measure: bool = False, **kinds: bool) -> float:
         """Compile the greedy programs, and others if asked; return the seconds it took.
@@ -222,7 +147,7 @@ class Engine:
         cancel: CancelCell | None = None,
         **options: Unpack[SamplingOptions],
     ) -> RequestHandle:
-        """Queue a request, for `advance` to run. Arguments and errors as for `stream`."""
+        """Queue a request; its `result` waits for it. Arguments and errors as for `stream`."""
         params = SamplingParams.of(params, options)
         return self.enqueue(self.prepare(prompt, params, cancel=cancel))[0]
 
@@ -252,6 +177,8 @@ class Engine:
         for handle in handles:
             handle.delay(self.compile(handle.variants))
         self.core.add([handle.sequence for handle in handles])
+        for handle in handles:
+            handle.advance = self.advance
         return handles
 
     def advance(self) -> None:
@@ -267,6 +194,36 @@ class Engine:
         self.core.tidy()
         self.grammars.close()
         self.runner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def measures_drafting(self) -> bool:
+        """Whether requests measure what drafting gains, and stop it where it loses.
+
+        They do so in engines of `dj.load`, once, where few drafts are accepted: it takes the time
+        of a few steps, and changes the same as `warm_up(measure=True)`. Nothing is measured where
+        several processes run one program.
+        """
+        return self.core.meter.enabled
+
+    @measures_drafting.setter
+    def measures_drafting(self, measures: bool) -> None:
+        self.core.meter.enabled = measures
+
+    @property
+    def break_even(self) -> BreakEven:
+        """Tokens that a drafted round must commit to pay off, as far as it was measured."""
+        return self.core.meter.value
+
+    @break_even.setter
+    def break_even(self, known: BreakEven) -> None:
+        meter = self.core.meter
+        meter.value, meter.enabled = known, meter.enabled and not known.positions
 
     @property
     def busy(self) -> bool:

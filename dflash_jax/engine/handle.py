@@ -12,12 +12,18 @@ from dflash_jax.errors import RequestError
 
 
 class RequestHandle:
-    """A request from `Engine.submit`. `Engine.advance` runs it; any thread may look at it."""
+    """A request from `Engine.submit`. `result` waits for it; any thread may look at it.
 
-    __slots__ = ("sequence",)
+    Attributes:
+      sequence: the engine's own.
+      advance: runs a turn of the engine; None until the request is queued.
+    """
+
+    __slots__ = ("advance", "sequence")
 
     def __init__(self, sequence: Sequence):
-        self.sequence = sequence  # the engine's own
+        self.sequence = sequence
+        self.advance: Callable[[], None] | None = None
 
     @property
     def number(self) -> int:
@@ -78,14 +84,16 @@ class RequestHandle:
         self.sequence.delay(seconds)
 
     def result(self) -> Result:
-        """Return the result of a finished request.
+        """Return the result; run turns of the engine until the request ends.
 
         Raises:
-          RequestError: the request still runs, or its grammar gave up.
+          RequestError: the request was prepared but not queued, or its grammar gave up.
           ComputeError: the device or the target's numbers broke.
         """
-        if not self.sequence.done:
-            raise RequestError("the request still runs; call `Engine.advance` until it is done")
+        while not self.sequence.done:
+            if self.advance is None:
+                raise RequestError("the request is not queued; give it to `Engine.enqueue` first")
+            self.advance()
         return self.sequence.result()
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from dflash_jax.config import TargetConfig
 from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.engine.recovery.words import NO_WORDS, Words
-from dflash_jax.engine.sampling_params import SamplingParams
+from dflash_jax.engine.sampling_params import SEEDS, SamplingParams
 from dflash_jax.engine.vocabulary import words_of
 from dflash_jax.errors import RequestError
 from dflash_jax.plan import Plan
@@ -51,7 +51,7 @@ class Request:
 
     prompt: tuple[int, ...]  # token ids, at least one
     params: SamplingParams = DEFAULTS
-    seed: int = 0  # of the random numbers
+    seed: int = 0  # of the random numbers, from 0 to `SEEDS` - 1
     stop_ids: frozenset[int] = frozenset()  # of the options and, unless ignored, of the model
     speculative: bool = True  # whether drafts are wanted and there is a drafter
     recovery: Recovery = OFF  # the rules that apply
@@ -63,9 +63,15 @@ class Request:
             raise RequestError("the prompt is empty; give at least one token")
 
     @property
+    def max_tokens(self) -> int:
+        """Most tokens of output."""
+        assert self.params.max_tokens is not None, "filled in by `make_requests`"
+        return self.params.max_tokens
+
+    @property
     def max_length(self) -> int:
         """Most tokens of prompt and output together."""
-        return len(self.prompt) + self.params.max_tokens
+        return len(self.prompt) + self.max_tokens
 
 
 def make_requests(
@@ -86,6 +92,9 @@ def make_requests(
     if type(n) is not int or n < 1:
         raise RequestError(f"n is {n!r}; expected an integer of at least 1")
     ids = token_ids(prompt, tokenizer, target.vocab_size, plan.max_length)
+    if params.max_tokens is None:
+        room = max(plan.max_length - len(ids), params.min_tokens, 1)
+        params = dataclasses.replace(params, max_tokens=room)
     if params.stop and tokenizer is None:
         raise RequestError(
             "stop has texts, but this model ships no tokenizer.json; give stop_token_ids"
@@ -114,13 +123,13 @@ def make_requests(
         tools=tools,
     )
     check_fits(first, plan, target)
-    seed = secrets.randbits(32) if params.seed is None else params.seed
-    return [dataclasses.replace(first, seed=(seed + i) % 2**32) for i in range(n)]
+    seed = secrets.randbits(64) if params.seed is None else params.seed
+    return [dataclasses.replace(first, seed=(seed + i) % SEEDS) for i in range(n)]
 
 
 def check_fits(request: Request, plan: Plan, target: TargetConfig) -> None:
     """Raise RequestError for a request the plan has no room for."""
-    block, most = request.params.block_size, request.params.max_tokens
+    block, most = request.params.block_size, request.max_tokens
     if request.max_length > plan.max_length:
         raise RequestError(
             f"the prompt has {len(request.prompt)} tokens and max_tokens is {most}: together"

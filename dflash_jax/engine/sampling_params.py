@@ -15,6 +15,7 @@ from dflash_jax.plan_fields import plain_value
 
 Structure = Mapping[str, Any]  # see `SamplingParams.structured`
 
+SEEDS = 2**64  # number of seeds
 MAX_TEMPERATURE = 1e6  # float32 overflows somewhere above it
 MIN_TEMPERATURE = 1e-30  # lower positive values are raised to it; the result is greedy either way
 MAX_PENALTY = 1e6  # of repetition_penalty; its inverse is the least
@@ -26,15 +27,15 @@ MAX_STOP_TOTAL = 4096  # characters of all stop strings of a request
 class SamplingOptions(TypedDict, total=False):
     """Keyword arguments of `Engine.generate` and its kin: the fields of `SamplingParams`."""
 
-    max_tokens: int
-    min_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
+    max_tokens: int | None
+    min_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
     prompt_logprobs: int | None
@@ -42,24 +43,24 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
-    ignore_eos: bool
-    speculative: bool
+    ignore_eos: bool | None
+    speculative: bool | None
     block_size: int | None
     recovery: Recovery | None
     tools: Sequence[Any] | None
     tool_choice: Any
-    trace: bool
+    trace: bool | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Options of one request. `None` stands for "not given" in every field that allows it.
+    """Options of one request. `None` stands for "not given" in every field, as over HTTP.
 
     Attributes:
-      max_tokens: most tokens to generate.
+      max_tokens: most tokens to generate; None for all that the plan has room for.
       min_tokens: an end token before this many output tokens is replaced by the next best token.
       temperature: 0 is greedy.
-      top_p, top_k, min_p: filters of sampling; 1, 0 and 0 are off.
+      top_p, top_k, min_p: filters of sampling; 1, 0 (or -1) and 0 are off.
       repetition_penalty: divides positive logits, and multiplies negative ones, of tokens of the
         prompt and the output; 1 is off.
       frequency_penalty, presence_penalty: subtracted from the logits of output tokens, once for
@@ -72,8 +73,9 @@ class SamplingParams:
         "around" describes the whole output and refers to the structure as `@answer`. Text under the
         key "prefix" ends the prompt, and is the beginning of what follows the structure. Needs the
         extra `structured`.
-      seed: of random numbers; without one, each request draws a new one. With one, a request
-        drafts even where that does not pay off, as its tokens depend on it.
+      seed: of random numbers, 64 bits with or without a sign; without one, or with -1, each
+        request draws a new one. With one, a request drafts even where that does not pay off, as
+        its tokens depend on it.
       stop: text or texts that end the output and are not part of it: at most 64, of at most 256
         characters each and 4,096 together.
       stop_token_ids: token ids that end the output, in addition to the model's own end tokens.
@@ -91,7 +93,7 @@ class SamplingParams:
       RequestError: a value no engine could serve.
     """
 
-    max_tokens: int = 256
+    max_tokens: int | None = 256
     min_tokens: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
@@ -116,6 +118,12 @@ class SamplingParams:
     trace: bool = False
 
     def __post_init__(self) -> None:
+        for name, default in _DEFAULTS.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+        for name, nothing in _NOT_GIVEN.items():
+            if getattr(self, name) == nothing:
+                object.__setattr__(self, name, getattr(SamplingParams, name))
         for name, (low, high, expected) in _RANGES.items():
             if type(value := getattr(self, name)) not in _PLAIN:
                 object.__setattr__(self, name, value := plain_value(value))
@@ -137,8 +145,9 @@ class SamplingParams:
         recovery = OFF if self.recovery is None else self.recovery
         check(isinstance(recovery, Recovery), "recovery", recovery, "None, or a dj.Recovery(...)")
         check(type(self.trace) is bool, "trace", self.trace, "True or False")
-        least, expected = self.min_tokens, f"an integer from 0 to max_tokens, {self.max_tokens}"
-        check(least <= self.max_tokens, "min_tokens", least, expected)
+        least, most = self.min_tokens, self.max_tokens
+        expected = f"an integer from 0 to max_tokens, {most}"
+        check(most is None or least <= most, "min_tokens", least, expected)
         if least and self.structured is not None:
             raise RequestError(
                 "min_tokens and structured output do not go together: the structure determines"
@@ -168,7 +177,7 @@ class SamplingParams:
         """Return the options of answer `number` to a prompt, which draws with seed + number."""
         if self.seed is None or number == 0:
             return self
-        return dataclasses.replace(self, seed=(self.seed + number) % 2**32)
+        return dataclasses.replace(self, seed=(self.seed + number) % SEEDS)
 
     @property
     def penalized(self) -> bool:
@@ -181,10 +190,11 @@ _INTEGERS: dict[str, tuple[int, int, str]] = {
     "max_tokens": (1, 2**31 - 1, "an integer of at least 1"),
     "min_tokens": (0, 2**31 - 1, "an integer from 0 to max_tokens"),
     "top_k": (0, 2**31 - 1, "0 (off) or a positive integer below 2**31"),
-    "seed": (0, 2**32 - 1, "an integer from 0 to 2**32 - 1"),
+    "seed": (-SEEDS // 2, SEEDS - 1, "an integer of 64 bits, from -2**63 to 2**64 - 1"),
     "block_size": (1, 2**31 - 1, "None, or an integer of at least 1"),
 }
-_OPTIONAL = ("seed", "block_size")
+_OPTIONAL = ("max_tokens", "seed", "block_size")
+_NOT_GIVEN = {"top_k": -1, "seed": -1}  # further values of fields that are not given
 _PLAIN = (int, float, type(None))  # other numbers are NumPy's
 _PENALTY = (-2, 2, "a number from -2 to 2")
 _FACTOR = f"a positive number from {1 / MAX_PENALTY} to {MAX_PENALTY}; 1 is off"
@@ -199,6 +209,11 @@ _NUMBERS: dict[str, tuple[float, float, str]] = {
 
 
 _RANGES = _INTEGERS | _NUMBERS
+_DEFAULTS = {
+    field.name: field.default
+    for field in dataclasses.fields(SamplingParams)
+    if field.name != "max_tokens" and field.default not in (None, ())
+}
 
 
 def check_names(options: Iterable[str], kind: type) -> None:

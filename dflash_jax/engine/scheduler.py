@@ -196,7 +196,7 @@ def make_rules(
         "top_k": np.zeros(count, np.int32),
         "top_p": np.ones(count, np.float32),
         "min_p": np.zeros(count, np.float32),
-        "seed": np.zeros(count, np.uint32),
+        "seed": np.zeros((count, 2), np.uint32),
         "choices": np.full((count, CHOICES), -1, np.int32),
     }
     if plan.call_odds:
@@ -213,7 +213,7 @@ def make_rules(
             host["temperature"][row] = max(params.temperature, MIN_TEMPERATURE)
         for name in ("top_k", "top_p", "min_p"):
             host[name][row] = getattr(params, name)
-        host["seed"][row] = request.seed
+        host["seed"][row] = divmod(request.seed, 2**32)
         host["choices"][row, : len(settings.choices)] = settings.choices
         if plan.call_odds:
             host["opening"][row] = settings.opening

@@ -25,6 +25,7 @@ from dflash_jax.tokenizer import Tokenizer
 
 _STOPPED = controller.Cancelled(controller.Finish.STOP)
 _numbers = itertools.count(1)
+CERTAIN = 0.75  # of a block: requests that commit this many tokens per round gain by drafting
 
 
 class RowSettings(NamedTuple):
@@ -82,7 +83,7 @@ class Sequence:
         if call_grammars is None and recovery.call_retry:
             recovery = dataclasses.replace(recovery, call_retry=False)
         self.policy = controller.Policy(
-            max_tokens=request.params.max_tokens,
+            max_tokens=request.max_tokens,
             stop_ids=request.stop_ids,
             speculative=request.speculative,
             prompt_tokens=len(request.prompt),
@@ -145,6 +146,30 @@ class Sequence:
         """Count seconds before the request was queued as `Stats.compile_s`; moves its deadline."""
         self.stats.compile_s += seconds
         self.deadline += seconds
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output so far."""
+        return len(self.request.prompt) + self.state.num_decided
+
+    def doubts_drafting(self, history: speculation.AcceptanceHistory, block: int) -> bool:
+        """Return whether the request drafts, but may not gain by it.
+
+        Args:
+          history: acceptance of earlier requests.
+          block: of the plan.
+        """
+        if self.policy.fixed or not self.settings.speculates or not self.prefilled:
+            return False
+        own, block = self.state.drafting, min(self.request.params.block_size or block, block)
+        if own.rounds >= speculation.TRIAL:
+            return own.length < CERTAIN * block
+        return history.requests >= speculation.TRIAL and history.length < CERTAIN * block
+
+    def learn(self, break_even: speculation.BreakEven) -> None:
+        """Decide about drafting by a break-even that was measured while the request ran."""
+        if not self.policy.fixed:
+            self.policy = dataclasses.replace(self.policy, break_even=break_even)
 
     def start(self, row: int | None = None) -> None:
         """Note that the request was given a row."""

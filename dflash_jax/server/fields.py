@@ -6,6 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from dflash_jax.engine.recovery import OFF, Recovery
+from dflash_jax.engine.sampling_params import SEEDS
 from dflash_jax.errors import ConfigError
 from dflash_jax.server.protocol import MOST_CHOICES, Problem
 from dflash_jax.server.thinking import positive_budget
@@ -141,7 +142,7 @@ def common_arguments(
             param="stop_token_ids",
         )  # fmt: skip
     if body.seed not in (None, -1):  # vLLM and llama.cpp take -1 for no seed
-        options["seed"] = body.seed % 2**32
+        options["seed"] = body.seed % SEEDS
     if body.logit_bias:
         options["logit_bias"] = logit_biases(body.logit_bias)
     options |= speculation_options(body.speculative)

@@ -90,6 +90,18 @@ def tools_of(declared: Any) -> tuple[Tool, ...]:
     return tuple(by_name.values())
 
 
+def chat_tools(declared: Sequence[Any]) -> list[Any]:
+    """Return a request's `tools` as chat templates expect them: functions in a `function` field."""
+    tools = []
+    for entry in declared:
+        if isinstance(entry, Mapping) and "function" not in entry and entry.get("name"):
+            function = {key: entry[key] for key in ("name", "description") if key in entry}
+            function["parameters"] = entry.get("parameters", entry.get("input_schema", {}))
+            entry = {"type": "function", "function": function}
+        tools.append(entry)
+    return tools
+
+
 def choice_of(tool_choice: Any, tools: Sequence[Tool]) -> ToolChoice:
     """Return a request's `tool_choice`; missing and unknown values become "auto".
 

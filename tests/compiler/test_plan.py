@@ -268,6 +268,7 @@ def test_made_choices_stay() -> None:
     layouts: tuple[WeightLayout, ...] = ("row_major", "column_major", "tiled")
     for layout in layouts:
         made: dict[str, Any] = {"dtype": "float16", "activations": "float"} | shape
+        made["weights"] = "float"
         plan = Plan(memory_limit=10**9, weight_layout=layout, **made)
         assert complete(plan, memory=1) == plan
 

@@ -7,11 +7,12 @@ import safetensors.numpy
 from gguf_models import write_drafter, write_target
 from weight_files import ORACLE
 
+from dflash_jax.cli.describe import describe
 from dflash_jax.compiler import declare
+from dflash_jax.compiler.resolve import resolve_here
 from dflash_jax.config import read_drafter_config, read_target_config
 from dflash_jax.converters.models import open_model
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.loading import describe, resolve_here
 from dflash_jax.plan import Plan
 
 DRAFTER = ORACLE / "drafters" / "v1_sliding"

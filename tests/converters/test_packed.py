@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from weight_files import ORACLE
 import dflash_jax as dj
 from dflash_jax.checkpoint import save
 from dflash_jax.cli import main
+from dflash_jax.compiler.resolve import resolve
 from dflash_jax.converters.cli import main as converters
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.quants.types import BY_NAME
 from dflash_jax.errors import CheckpointError, PlanError
-from dflash_jax.loading import open_pair
+from dflash_jax.loading import OpenPair, open_pair
+from dflash_jax.native.build import Library
 from dflash_jax.quant import layouts
 from dflash_jax.quant.layouts import Joined, Packed
 
@@ -187,8 +190,10 @@ def test_packed_columns_of_value_heads_are_moved_as_whole_blocks(
 
 def test_decoding_from_packed_blocks_is_decoding_from_their_floats(mixed: Path) -> None:
     plan = dj.Plan(max_length=64, chunk=16, block=4, dtype="float32")
-    packed = dj.load(mixed, None, plan=dataclasses.replace(plan, weights="packed"))
-    floats = dj.load(mixed, None, plan=plan)
+    packed, floats = (
+        dj.load(mixed, None, plan=dataclasses.replace(plan, weights=weights))
+        for weights in ("packed", "float")
+    )
     prompt = [5, 9, 2, 44]
     tokens = packed.generate(prompt, max_tokens=24).token_ids
     assert tokens == floats.generate(prompt, max_tokens=24).token_ids
@@ -266,3 +271,73 @@ def test_what_cannot_stay_packed_is_refused_with_the_remedy(tmp_path: Path) -> N
     model = open_model(path)
     with pytest.raises(CheckpointError, match=r"lm_head\.weight.*NaN"):
         model.load("float32", specs=model.stored())
+
+
+@pytest.fixture(params=[True, False], ids=["kernels", "no kernels"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether there are native kernels, as far as plans are concerned."""
+    found = Library(Path("kernels.so")) if request.param else Library(None, "no compiler")
+    monkeypatch.setattr(sys.modules["dflash_jax.compiler.resolve"], "library", lambda: found)
+    return request.param
+
+
+def resolved(pair: OpenPair, platform: str = "cpu", **choices: Any) -> dj.Plan:
+    plan = pair.with_stored(dj.Plan(max_length=64, **choices))
+    return resolve(plan, *pair.configs, platform=platform, memory=1 << 40)
+
+
+def test_blocks_stay_packed_by_default_where_there_are_kernels(mixed: Path, kernels: bool) -> None:
+    pair = open_pair(mixed, None)
+    assert resolved(pair).weights == ("packed" if kernels else "float")
+    assert bool(resolved(pair).stored) == kernels
+    assert resolved(pair, "gpu").weights == "packed"
+    assert resolved(pair, "tpu").weights == "float"
+    assert resolved(open_pair("tiny", None)).weights == "float"
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"weights": "float"},
+        {"kernels": "xla"},
+        {"activations": "float"},
+        {"weight_layout": "column_major"},
+        {"mesh": (1, 2)},
+    ],
+)
+def test_what_a_plan_asks_for_wins_over_packed_blocks(mixed: Path, choices: dict) -> None:
+    assert resolved(open_pair(mixed, None), **choices).weights == "float"
+
+
+def test_blocks_that_are_unpacked_are_named_once(
+    tmp_path: Path, mixed: Path, kernels: bool
+) -> None:
+    """By type, unless floats were asked for."""
+
+    def notes(kinds: dict[str, str], weights: str = "auto") -> list[str]:
+        pair = open_pair(write(tmp_path / "x.gguf", kinds), None)
+        found: list[str] = []
+        plan = dj.Plan(weights=weights, max_length=64)
+        dataclasses.replace(pair, report=found.append).planned(plan)
+        return found
+
+    assert notes(PARTLY, "float") == notes(GRIDS, "float") == []
+    [grids] = notes(GRIDS)
+    assert "IQ1_M, IQ1_S, IQ2_S" in grids
+    [partly] = notes(PARTLY)
+    if kernels:
+        assert notes(MIXED) == []
+        assert "in Q5_0 are unpacked to float32" in partly
+    else:
+        assert "in Q4_0, Q4_K, Q6_K, Q8_0 are unpacked" in notes(MIXED)[0]
+        assert "in Q4_0, Q4_K, Q5_0, Q6_K, Q8_0 are unpacked" in partly
+
+
+def test_an_engine_names_the_types_of_its_blocks(mixed: Path) -> None:
+    plan = dj.Plan(max_length=64, chunk=16, block=4)
+    packed, floats = (
+        dj.load(mixed, None, plan=dataclasses.replace(plan, weights=weights))
+        for weights in ("packed", "float")
+    )
+    assert "packed weights (Q4_0, Q4_K, Q6_K, Q8_0), float32" in repr(packed)
+    assert repr(floats).endswith(", float32>")

@@ -33,7 +33,7 @@ def rules(stops: list[set[int]], limit: Any = 1000) -> RowRules:
         top_k=jnp.asarray(np.zeros((B,), np.int32)),
         top_p=jnp.asarray(np.ones((B,), np.float32)),
         min_p=jnp.asarray(np.zeros((B,), np.float32)),
-        seed=jnp.asarray(np.zeros((B,), np.uint32)),
+        seed=jnp.asarray(np.zeros((B, 2), np.uint32)),
     )
 
 

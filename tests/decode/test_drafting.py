@@ -31,6 +31,8 @@ def rules(rows: int, **columns: Any) -> RowRules:
         name: jnp.broadcast_to(jnp.asarray(value, getattr(free, name).dtype), (rows,))
         for name, value in columns.items()
     }
+    if "seed" in arrays:
+        arrays["seed"] = jnp.stack([jnp.zeros_like(arrays["seed"]), arrays["seed"]], axis=1)
     return RowRules(**vars(free) | arrays)
 
 

@@ -32,14 +32,15 @@ KINDS = ("normal", "sharp", "flat", "few values", "bfloat16", "zeros of both sig
 
 
 def rules(rows: int, **columns: Any) -> RowRules:
-    values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+    values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     values |= {"limit": 99, "max_drafts": 99} | columns
-    kinds = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "seed": np.uint32}
+    kinds = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32}
     arrays = {
         name: jnp.asarray(np.broadcast_to(np.asarray(value, kinds.get(name, np.int32)), (rows,)))
         for name, value in values.items()
     }
-    return RowRules(stop_ids=jnp.full((rows, 2), -1, jnp.int32), **arrays)
+    stop_ids, seed = jnp.full((rows, 2), -1, jnp.int32), jnp.zeros((rows, 2), jnp.uint32)
+    return RowRules(stop_ids=stop_ids, seed=seed, **arrays)
 
 
 def logits_of(kind: str, rows: int, vocab: int) -> np.ndarray:

@@ -39,13 +39,16 @@ probabilities = jax.jit(sampling.probabilities)  # run eagerly, its loops compil
 
 def rules(rows: int = 1, **columns: Any) -> RowRules:
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    values |= {"seed": 0, "limit": 99, "max_drafts": 99} | columns
-    kinds = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32, "seed": np.uint32}
+    values |= {"limit": 99, "max_drafts": 99} | columns
+    seeds = np.broadcast_to(np.asarray(values.pop("seed", 0), np.uint64), (rows,))
+    words = np.stack([seeds >> np.uint64(32), seeds], axis=1).astype(np.uint32)
+    kinds = {"temperature": np.float32, "top_p": np.float32, "min_p": np.float32}
     arrays = {
         k: jnp.asarray(np.broadcast_to(np.asarray(v, kinds.get(k, np.int32)), (rows,)))
         for k, v in values.items()
     }
-    return RowRules(stop_ids=jnp.full((rows, 2), -1, jnp.int32), **arrays)
+    stop_ids = jnp.full((rows, 2), -1, jnp.int32)
+    return RowRules(stop_ids=stop_ids, seed=jnp.asarray(words), **arrays)
 
 
 def test_filters_follow_the_official_vectors_row_by_row(oracle: Path) -> None:
@@ -91,7 +94,7 @@ def test_keys_depend_on_seed_position_and_purpose_alone() -> None:
         keys = row_keys(rules(len(rows), seed=seeds), jnp.asarray(positions, jnp.int32), purpose)
         return jax.random.key_data(keys).tolist()
 
-    rows = list(itertools.product((0, 1, 2**32 - 1), (0, 1, 77)))
+    rows = list(itertools.product((0, 1, 2**32 - 1, 2**32 + 1, 2**64 - 1), (0, 1, 77)))
     keys = {
         (row, purpose): tuple(key)
         for purpose in (DRAFT, ACCEPT, TOKEN, NEXT_BEST)

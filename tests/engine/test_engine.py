@@ -465,12 +465,12 @@ def test_results_become_json(tiny: Engine, truth: list[int]) -> None:
         ([1], {"temperature": float("nan")}, "temperature is nan; expected 0"),
         ([1], {"temperature": "hot"}, "temperature is 'hot'; expected 0"),
         ([1], {"temperature": True}, "temperature is True; expected 0"),
-        ([1], {"seed": True}, "seed is True; expected an integer from 0"),
+        ([1], {"seed": True}, "seed is True; expected an integer of 64 bits"),
         ([1], {"top_p": -0.1}, "top_p is -0.1; expected a number from 0"),
         ([1], {"top_p": 1.5}, "top_p is 1.5; expected a number from 0"),
-        ([1], {"top_k": -1}, "top_k is -1; expected 0"),
+        ([1], {"top_k": -2}, "top_k is -2; expected 0"),
         ([1], {"top_k": 2**40}, "top_k is 1099511627776; expected 0"),
-        ([1], {"seed": -1}, "seed is -1; expected an integer from 0"),
+        ([1], {"seed": 2**64}, "seed is 18446744073709551616; expected an integer of 64 bits"),
         ([1], {"stop": 3}, "stop is 3; expected a text or several"),
         ([1], {"stop": "."}, "stop has texts, but this model ships no tokenizer.json; give stop_t"),
         ([1], {"stop_token_ids": ["a"]}, r"stop_token_ids is \['a'\]; expected token ids"),
@@ -513,7 +513,9 @@ def test_stop_strings_beyond_a_bound_are_refused(
 
 
 def test_sampling_options_have_the_types_and_docs_of_sampling_params() -> None:
-    assert typing.get_type_hints(SamplingOptions) == typing.get_type_hints(SamplingParams)
+    kinds = typing.get_type_hints(SamplingParams)
+    wanted = {name: kind if kind is Any else kind | None for name, kind in kinds.items()}
+    assert typing.get_type_hints(SamplingOptions) == wanted
     doc = inspect.getdoc(SamplingParams) or ""
     explained = re.findall(r"^ {2}(\w[\w, ]*):", doc, re.MULTILINE)
     names = {name for line in explained for name in line.split(", ")}
@@ -533,8 +535,40 @@ def test_unknown_arguments_are_refused_with_a_suggestion(tiny: Engine, verb: str
 
 
 def test_none_is_accepted_for_optional_arguments(tiny: Engine, truth: list[int]) -> None:
-    names = ("stop", "stop_token_ids", "logit_bias", "structured", "seed", "recovery", "tools")
+    names = [name for name in SamplingOptions.__annotations__ if name != "max_tokens"]
     assert tiny.generate(PROMPT, max_tokens=6, **dict.fromkeys(names)).token_ids == truth[:6]
+
+
+def test_no_max_tokens_is_all_that_the_plan_has_room_for(tiny: Engine) -> None:
+    result = tiny.generate(PROMPT, max_tokens=None, ignore_eos=True)
+    assert len(PROMPT) + len(result.token_ids) == tiny.plan.max_length
+    with pytest.raises(RequestError, match="but the plan holds 128"):
+        tiny.generate([1] * 128, max_tokens=None)
+
+
+def test_minus_one_is_no_top_k_and_no_seed(tiny: Engine) -> None:
+    """As in vLLM."""
+    params = SamplingParams(temperature=1.0, top_k=-1, seed=-1)
+    assert params == SamplingParams(temperature=1.0)
+
+
+def test_seeds_have_64_bits(tiny: Engine) -> None:
+    """Seeds that differ in any bit sample differently, in every row and answer."""
+    seeds = (7, 7 + 2**32, 7 + 2**63, -7, 2**64 - 7, -(2**63), 2**63)
+
+    def tokens(seed: int) -> tuple[int, ...]:
+        return tuple(tiny.generate(PROMPT, max_tokens=8, temperature=3.0, seed=seed).token_ids)
+
+    drawn = {seed: tokens(seed) for seed in seeds}
+    assert len({*drawn.values()}) == 5
+    assert drawn[-7] == drawn[2**64 - 7]  # the same bits
+    assert drawn[-(2**63)] == drawn[2**63]
+    assert tokens(7 + 2**32) == drawn[7 + 2**32]
+    options = {"max_tokens": 8, "temperature": 3.0, "seed": 2**32 + 6, "n": 2}
+    assert tuple(tiny.generate_many([PROMPT], **options)[1].token_ids) == drawn[7 + 2**32]
+    for seed in (2**64, -(2**63) - 1, 1.5, True):
+        with pytest.raises(RequestError, match="expected an integer of 64 bits"):
+            tiny.generate(PROMPT, seed=seed)
 
 
 def test_arguments_may_be_numpy_values(tiny: Engine, truth: list[int]) -> None:

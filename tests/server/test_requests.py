@@ -272,7 +272,8 @@ def test_a_body_may_begin_with_the_mark_that_windows_puts_before_texts() -> None
 
 
 def test_seeds_may_be_any_number_and_minus_one_is_none() -> None:
-    assert chat(seed=-2).options == {"seed": 2**32 - 2}
+    assert chat(seed=-2).options == {"seed": 2**64 - 2}
+    assert chat(seed=7 + 2**32).options == {"seed": 7 + 2**32}
     assert chat(seed=2**64).options == {"seed": 0}
     assert chat(seed=-1).options == {}
 
