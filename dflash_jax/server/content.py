@@ -121,11 +121,11 @@ def part_text(part: Any, param: str, warnings: list[str]) -> str | None:
                 text = text.get("value")
     if isinstance(text, str):
         if kind not in TEXTS and kind not in ("file", "input_file", "search_result", *TOOL_NAMES):
-            warnings.append(f"only the text of content of type {kind!r} was read")
+            warnings.append(f"only the text of content of type {kind!r:.99} was read")
         return text
     if is_medium(part):
-        raise text_only(f"a content part of type {kind!r}", param)
-    warnings.append(f"content of type {kind!r} without a text was left out")
+        raise text_only(f"a content part of type {kind!r:.99}", param)
+    warnings.append(f"content of type {kind!r:.99} without a text was left out")
     return None
 
 

@@ -72,7 +72,7 @@ def messages_from_responses(
             else:
                 result.append(message)
         else:
-            warnings.append(f"an item of type {kind!r} was left out: it has no text to be read")
+            warnings.append(f"an item of type {kind!r:.99} was left out: it has no text to be read")
             continue
         if any(reasoning) and result[-1]["role"] == "assistant":
             result[-1].setdefault("reasoning_content", []).extend(reasoning)
@@ -143,8 +143,8 @@ def messages_from_anthropic(
         role = "system" if role == "developer" else role
         if role not in ("user", "assistant", "system"):
             raise Problem(400, f"role {role!r}; expected user or assistant", param=f"{where}.role")
-        if isinstance(content, str):
-            result.append({"role": role, "content": content})
+        if isinstance(content, str) or (content is None and role == "assistant"):
+            result.append({"role": role, "content": content or ""})
             continue
         if not isinstance(content, list) or not all(isinstance(b, dict) for b in content):
             raise Problem(400, "content is no list of blocks", param=f"{where}.content")

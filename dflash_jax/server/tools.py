@@ -145,7 +145,7 @@ def _add_responses_tools(
                     raise Problem(400, f"{place} has no name and list of tools", param=place)
                 _add_responses_tools(found, inner, f"{place}.tools", name)
             case kind:
-                found.warnings.append(f"the tool type {kind!r} was ignored")
+                found.warnings.append(f"the tool type {kind!r:.99} was ignored")
 
 
 def _is_hosted(tool: Mapping[str, Any]) -> bool:
@@ -173,7 +173,7 @@ def responses_choice(choice: Any, found: DeclaredTools) -> Any:
         return named
     raise Problem(
         400,
-        f"tool_choice names a tool of type {kind!r}, which does not run here; choose a declared"
+        f"tool_choice names a tool of type {kind!r:.99}, which does not run here; choose a declared"
         " function or custom tool, or 'auto'",
         param="tool_choice",
     )

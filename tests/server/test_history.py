@@ -317,6 +317,8 @@ def test_parts_of_a_turn_are_its_reasoning_and_its_text(core: Path) -> None:
     assert shown(chat({"role": "assistant", "content": None, "refusal": "No."}), core).endswith(
         "No."
     )
+    silent = anthropic({"role": "assistant", "content": None}, HELLO)
+    assert shown(silent, core) == "<assistant><user>Hello"
     for empty in ({"content": ""}, {"content": []}, {"content": None}, {}):
         assert shown(chat({"role": "assistant"} | empty, HELLO), core) == "<assistant><user>Hello"
 
