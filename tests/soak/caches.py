@@ -156,9 +156,8 @@ class Caches:
     def killed(self, victim: str) -> str:
         """The process that compiles, or its compiler, is killed."""
         with self.stub() as (compiler, folder):
-            if victim == "compiler":
-                text = STUB.replace("sleep 2\n", "sleep 1; kill -9 $$\n")
-                compiler.write_text(text)
+            last = "sleep 1; kill -9 $$" if victim == "compiler" else "sleep 60"
+            compiler.write_text(STUB.replace("sleep 2\n", f"{last}\n"))
             variables = os.environ | {"CXX": str(compiler), "DFLASH_NATIVE": str(folder)}
             command = [sys.executable, "-m", "dflash_jax", "native"]
             with subprocess.Popen(command, env=variables, stderr=subprocess.DEVNULL) as process:
@@ -169,7 +168,11 @@ class Caches:
                 time.sleep(0.5)
                 if victim == "process":
                     process.send_signal(signal.SIGKILL)
-                process.wait(300)
+                try:
+                    process.wait(60)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    return f"the process waits for ever; {self.survivors(compiler)}"
             return self.survivors(compiler)
 
     @contextlib.contextmanager
