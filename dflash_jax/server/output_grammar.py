@@ -27,6 +27,8 @@ def structure_of(
     Raises:
       Problem: the model has no syntax of tool calls, or a tool's arguments cannot be followed.
     """
+    if syntax and syntax.thought and syntax.thought.is_open(prompt.prefix):
+        prompt = dataclasses.replace(prompt, thinking=True)
     try:
         if _requires_call(request):
             if syntax is None or tokenizer is None:
@@ -34,7 +36,7 @@ def structure_of(
             return {"grammar": _calls(request, prompt, syntax, tokenizer)}
         if request.grammar is None:
             return None
-        around = _around(request, prompt, syntax, tokenizer)
+        around = grammar_around(request, prompt, syntax, tokenizer)
     except RequestError as error:
         raise Problem(400, str(error), param="tools") from None
     kind, value = request.grammar
@@ -120,7 +122,7 @@ def _answer_begun(prompt: EncodedPrompt, syntax: Syntax | None) -> str:
     return answer.lstrip("\n") if closing else answer
 
 
-def _around(
+def grammar_around(
     request: GenerationRequest,
     prompt: EncodedPrompt,
     syntax: Syntax | None,
