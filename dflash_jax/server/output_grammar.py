@@ -66,18 +66,19 @@ def usable_tools(request: GenerationRequest, grammars: Grammars) -> GenerationRe
       Problem: such a value belongs to a strict tool, or no arguments fit a tool's schema.
     """
     auto = request.tool_choice.kind == "auto" and request.grammar is not None
-    if (
-        not request.declared_tools
-        or not grammars.available
-        or not (_requires_call(request) or auto)
-    ):
+    wanted = request.declared_tools and (auto or _requires_call(request))
+    if not wanted or not grammars.available:
         return request
+    try:
+        end = grammars.deadline()
+    except RequestError as error:
+        raise Problem(400, str(error)) from None
     tools, warnings = [], list(request.warnings)
     for tool in request.declared_tools:
         if request.tool_choice.kind == "named" and tool.name != request.tool_choice.name:
             tools.append(tool)
             continue
-        schema, dropped, refused = _usable(tool, grammars)
+        schema, dropped, refused = _usable(tool, grammars, end)
         if refused is not None:
             raise _tool_problem(tool, *refused)
         for path, key, reason in dropped:
@@ -88,14 +89,14 @@ def usable_tools(request: GenerationRequest, grammars: Grammars) -> GenerationRe
     return dataclasses.replace(request, declared_tools=tuple(tools), warnings=tuple(warnings))
 
 
-def _usable(tool: Tool, grammars: Grammars) -> Any:
+def _usable(tool: Tool, grammars: Grammars, end: float) -> Any:
     """Return what `Grammars.usable_schema` does for a tool.
 
     Raises:
       Problem: no arguments fit its schema, or one of its numbers cannot be followed exactly.
     """
     try:
-        return grammars.usable_schema(tool.parameters)
+        return grammars.usable_schema(tool.parameters, end)
     except RequestError as error:
         raise Problem(400, f"the tool {tool.name!r}: {error}", param="tools") from None
 

@@ -110,10 +110,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Tokenizer) -> Grammars:
-    made = Grammars(tokenizer, 2048, [2040])
-    made.make({"regex": "a"})  # starts the process
-    made.usable_schema({})
-    return made
+    return Grammars(tokenizer, 2048, [2040])
 
 
 def with_tools(
