@@ -27,6 +27,8 @@ def structure_of(
     Raises:
       Problem: the model has no syntax of tool calls, or a tool's arguments cannot be followed.
     """
+    if syntax and syntax.thought and syntax.thought.is_open(prompt.prefix):
+        prompt = dataclasses.replace(prompt, thinking=True)
     try:
         if _requires_call(request):
             if syntax is None or tokenizer is None:
@@ -34,7 +36,7 @@ def structure_of(
             return {"grammar": _calls(request, prompt, syntax, tokenizer)}
         if request.grammar is None:
             return None
-        around = _around(request, prompt, syntax, tokenizer)
+        around = grammar_around(request, prompt, syntax, tokenizer)
     except RequestError as error:
         raise Problem(400, str(error), param="tools") from None
     kind, value = request.grammar
@@ -64,18 +66,19 @@ def usable_tools(request: GenerationRequest, grammars: Grammars) -> GenerationRe
       Problem: such a value belongs to a strict tool, or no arguments fit a tool's schema.
     """
     auto = request.tool_choice.kind == "auto" and request.grammar is not None
-    if (
-        not request.declared_tools
-        or not grammars.available
-        or not (_requires_call(request) or auto)
-    ):
+    wanted = request.declared_tools and (auto or _requires_call(request))
+    if not wanted or not grammars.available:
         return request
+    try:
+        end = grammars.deadline()
+    except RequestError as error:
+        raise Problem(400, str(error)) from None
     tools, warnings = [], list(request.warnings)
     for tool in request.declared_tools:
         if request.tool_choice.kind == "named" and tool.name != request.tool_choice.name:
             tools.append(tool)
             continue
-        schema, dropped, refused = _usable(tool, grammars)
+        schema, dropped, refused = _usable(tool, grammars, end)
         if refused is not None:
             raise _tool_problem(tool, *refused)
         for path, key, reason in dropped:
@@ -86,14 +89,14 @@ def usable_tools(request: GenerationRequest, grammars: Grammars) -> GenerationRe
     return dataclasses.replace(request, declared_tools=tuple(tools), warnings=tuple(warnings))
 
 
-def _usable(tool: Tool, grammars: Grammars) -> Any:
+def _usable(tool: Tool, grammars: Grammars, end: float) -> Any:
     """Return what `Grammars.usable_schema` does for a tool.
 
     Raises:
       Problem: no arguments fit its schema, or one of its numbers cannot be followed exactly.
     """
     try:
-        return grammars.usable_schema(tool.parameters)
+        return grammars.usable_schema(tool.parameters, end)
     except RequestError as error:
         raise Problem(400, f"the tool {tool.name!r}: {error}", param="tools") from None
 
@@ -120,7 +123,7 @@ def _answer_begun(prompt: EncodedPrompt, syntax: Syntax | None) -> str:
     return answer.lstrip("\n") if closing else answer
 
 
-def _around(
+def grammar_around(
     request: GenerationRequest,
     prompt: EncodedPrompt,
     syntax: Syntax | None,

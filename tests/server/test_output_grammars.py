@@ -110,10 +110,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Tokenizer) -> Grammars:
-    made = Grammars(tokenizer, 2048, [2040])
-    made.make({"regex": "a"})  # starts the process
-    made.usable_schema({})
-    return made
+    return Grammars(tokenizer, 2048, [2040])
 
 
 def with_tools(
@@ -225,6 +222,8 @@ def test_a_grammar_starts_inside_a_prefill(
     assert prefilled(tokenizer, grammars, thought + "re", "d", guided_choice=["red", "blue"])
     assert not prefilled(tokenizer, grammars, thought + "re", "red", guided_choice=["red"])
     assert prefilled(tokenizer, grammars, "a", "ab", guided_regex="a{2}b")
+    thinking = {"prefix": "<think>\nHm", "text": ".</think>\n\nred"}
+    assert prefilled(tokenizer, grammars, **thinking, guided_choice=["red"])
 
 
 def test_a_prefill_that_contradicts_its_structure_is_refused(

@@ -27,13 +27,14 @@ class CallGrammars:
 
     def _make(self, request: Request) -> Grammar:
         assert self._tokenizer is not None
-        tools = tuple(map(self._usable, request.words.tools))
+        end = self.grammars.deadline()
+        tools = tuple(self._usable(tool, end) for tool in request.words.tools)
         words = dataclasses.replace(request.words, tools=tools)
         grammar = self.grammars.make({"grammar": calls_grammar(words, self._tokenizer)})
         self._build((Variant.CONSTRAINED, Variant.FORCED_TOKENS))
         return grammar
 
-    def _usable(self, tool: Tool) -> Tool:
+    def _usable(self, tool: Tool, end: float) -> Tool:
         """Return a tool without values in its schema that grammars do not support."""
-        schema, _, _ = self.grammars.usable_schema(tool.parameters)
+        schema, _, _ = self.grammars.usable_schema(tool.parameters, end)
         return dataclasses.replace(tool, parameters=schema)

@@ -79,25 +79,34 @@ class Grammars:
         except RequestError:
             return True
 
+    def deadline(self) -> float:
+        """Return when short trials that begin now have to end, by `time.monotonic`.
+
+        Raises:
+          RequestError: grammars cannot be compiled here.
+        """
+        _, trials = self._compilers()
+        trials.start()
+        return time.monotonic() + SHORT
+
     def usable_schema(
-        self, schema: Mapping[str, Any]
+        self, schema: Mapping[str, Any], end: float
     ) -> tuple[Mapping[str, Any], list[tuple[str, str, str]], tuple[str, str] | None]:
         """Return a tool's schema without values that grammars do not support; see `usable`.
 
-        It takes about `SHORT` seconds at most, after which the rest of the schema is taken as
-        supported.
+        Args:
+          end: from `deadline`; what is not tried until then is taken as supported.
 
         Raises:
           RequestError: grammars cannot be compiled here, or the schema has no finite value.
         """
-        _, trials = self._compilers()
         check_schema(schema)
         bounded(schema)
-        return usable(schema, self._attempt(trials, strict=False))
+        return usable(schema, self._attempt(end, strict=False))
 
-    def _attempt(self, trials: GrammarTrials, *, strict: bool) -> Callable[..., str | None]:
-        """Return a function that returns why a schema is refused, or None, for about a second."""
-        end = time.monotonic() + SHORT
+    def _attempt(self, end: float, *, strict: bool) -> Callable[..., str | None]:
+        """Return a function that returns why a schema is refused; None if it is not, or unknown."""
+        _, trials = self._compilers()
 
         def attempt(schema: Mapping[str, Any]) -> str | None:
             if (left := end - time.monotonic()) <= 0:
@@ -118,7 +127,7 @@ class Grammars:
             return schema_refusal({}, error, lambda _: None)
         if source.schema is None:
             return text_refusal(source.kind, error)
-        attempt = self._attempt(self._compilers()[1], strict=True)
+        attempt = self._attempt(self.deadline(), strict=True)
         return schema_refusal(source.schema, error, attempt)
 
     def _continue(self, matcher: Any, tokenizer: Any, source: Source) -> None:

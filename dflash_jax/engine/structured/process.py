@@ -27,7 +27,7 @@ ALREADY_DEAD = 1.0  # seconds within which a process that something else ended i
 START_SECONDS = 120.0  # the process may take to read the tokenizer
 Part = tuple[str, str]  # a name for errors, and a grammar
 UNKNOWN = ""  # verdict on a grammar that was not tried
-KEPT = 256  # grammars whose verdict is remembered
+KEPT = 2048  # grammars whose verdict is remembered
 
 
 class GrammarTrials:
@@ -85,6 +85,14 @@ class GrammarTrials:
         if verdict is not None:
             raise RequestError(verdict)
 
+    def start(self) -> None:
+        """Start the process of short trials, which reads the tokenizer, unless it runs.
+
+        Raises:
+          RequestError: the process cannot start.
+        """
+        self._short.start()
+
     def verdict(self, grammar: str, seconds: float) -> str | None:
         """Return why a grammar is refused after a short trial; None if it is not, or unknown."""
         key = _key(grammar)
@@ -139,7 +147,7 @@ class GrammarProcess:
         with self._lock:
             closed = self._closed
             while True:
-                reused = self._process is not None and self._process.poll() is None
+                reused = self._runs()
                 if not reused:
                     self._start()
                 begun = time.monotonic()
@@ -158,6 +166,12 @@ class GrammarProcess:
                         " memory; nest fewer rules, references and repetitions in each other"
                     )
 
+    def start(self) -> None:
+        """Start the process unless it runs; raises as `attempt` does."""
+        with self._lock:
+            if not self._runs():
+                self._start()
+
     def close(self) -> None:
         """End the process, in the middle of a grammar too; another `attempt` starts it again."""
         self._closed += 1
@@ -168,6 +182,9 @@ class GrammarProcess:
                 self._end()
             finally:
                 self._lock.release()
+
+    def _runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def _start(self) -> None:
         """Start the process, in place of one that ended, and give it the tokenizer."""
