@@ -179,7 +179,7 @@ def _convert(options: argparse.Namespace) -> int:
     model = open_model(options.source, taps=options.layer_ids, lora=options.lora)
     if options.lora:
         convert.keep_apart(options.lora, options.destination)
-    named = forms.GGUF if options.destination.suffix == ".gguf" else forms.SAFETENSORS
+    named = forms.GGUF if options.destination.suffix.lower() == ".gguf" else forms.SAFETENSORS
     to = options.to or named
     if options.dry_run:
         kind = convert.chosen_dtype(model, options.dtype, gguf=to == forms.GGUF)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.checkpoint import write
-from dflash_jax.config import TargetConfig
+from dflash_jax.config import TargetConfig, is_gguf
 from dflash_jax.converters import families, target_tokenizer
 from dflash_jax.converters.export import Weights, check_name, export, write_form
 from dflash_jax.converters.forms import AUTO, GGUF, HUGGING_FACE, ORBAX, SAFETENSORS
@@ -68,7 +68,7 @@ def inventory(model: StoredModel, dtype: str) -> dict[str, Any]:
         "layout": model.layout,
         "dtype": dtype,
         "config": model.config.to_json(),
-        "notes": list(model.notes),
+        "notes": [*filter(None, [model.warning]), *model.notes],
         "stored_tensors": len(stored),
         "used_tensors": len({n for row in rows for n in origins[row["tensor"]].names}),
         "ignored": dict(model.tensors.ignored),
@@ -189,8 +189,8 @@ def keep_apart(source: Path, path: Path) -> None:
 def _read_with(source: Path, file: Path) -> bool:
     """Return whether a file belongs to `source`: its folder, or its set of .gguf files."""
     if source.is_dir():
-        return file.suffix != ".gguf"
-    own, other = SHARD.match(source.name), SHARD.match(file.name)
+        return not is_gguf(file)
+    own, other = SHARD.fullmatch(source.name), SHARD.fullmatch(file.name)
     return bool(own and other and own["prefix"] == other["prefix"])
 
 

@@ -76,6 +76,19 @@ def open_directory(path: str | Path) -> TensorSource:
     raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}; {_instead(path)}")
 
 
+def ignored_index(path: Path) -> str:
+    """Return a warning about shards that are not read, as a single file has precedence, or ""."""
+    if not (has_file(path / SINGLE) and has_file(path / INDEX)):
+        return ""
+    shards = set(_read_index(path / INDEX)[0].values()) - {SINGLE}
+    if not shards:
+        return ""
+    return (
+        f"{path / SINGLE} is read, and the {len(shards)} shards that {INDEX} names are not: remove"
+        " the one that is out of date"
+    )
+
+
 def _instead(path: Path) -> str:
     """Return advice for a folder that has no weights under their usual name."""
     names = sorted(p.name for p in path.iterdir())

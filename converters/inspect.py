@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.checkpoint import is_checkpoint, open_checkpoint
+from dflash_jax.config import is_gguf
 from dflash_jax.converters.gguf import GgufFile, open_gguf
 from dflash_jax.converters.gguf.header import GgufArray
 from dflash_jax.converters.hf import open_directory
@@ -26,7 +27,7 @@ def open_any(path: Path) -> TensorSource:
     Raises:
       CheckpointError: it is none of these, or damaged.
     """
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         return open_gguf(path)
     if path.suffix == ".safetensors":
         return open_safetensors(path)
@@ -83,7 +84,7 @@ def _summary(model: StoredModel) -> dict[str, Any]:
         "role": model.role,
         "layout": model.layout,
         "config": model.config.to_json(),
-        "notes": list(model.notes),
+        "notes": [*filter(None, [model.warning]), *model.notes],
     }
 
 

@@ -1,6 +1,7 @@
 """Open any model on disk: its configuration, and its tensors under canonical names."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,8 +11,10 @@ from dflash_jax.config import (
     DrafterConfig,
     TargetConfig,
     drafter_config,
+    is_gguf,
     read_json,
     target_config,
+    wrong_role,
 )
 from dflash_jax.config.base import id_tuple
 from dflash_jax.config.fields import has_file
@@ -19,14 +22,20 @@ from dflash_jax.converters import adapter, families
 from dflash_jax.converters.canonical import Canonical, Origin, check
 from dflash_jax.converters.gguf import GgufFile, drafter, open_gguf, target
 from dflash_jax.converters.gguf.tokenizer import stop_ids, tokenizer_files
-from dflash_jax.converters.hf import ADAPTER, ADAPTER_ADVICE, ShardedSafetensors, open_directory
+from dflash_jax.converters.hf import (
+    ADAPTER,
+    ADAPTER_ADVICE,
+    ShardedSafetensors,
+    ignored_index,
+    open_directory,
+)
 from dflash_jax.converters.hf_quantised import dequantised, quantization
 from dflash_jax.converters.load import Params, Progress, load
 from dflash_jax.converters.names import huggingface, speculators
 from dflash_jax.converters.packed import stored_specs, unpacked_kinds
 from dflash_jax.converters.taps import AUTO
 from dflash_jax.converters.tree_source import CheckpointSource
-from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.errors import CheckpointError
 from dflash_jax.quant.layouts import Spec
 
 COMPANIONS = (
@@ -51,6 +60,7 @@ class StoredModel:
     config: TargetConfig | DrafterConfig
     tensors: Canonical
     notes: tuple[str, ...]
+    warning: str = ""  # about files that may not be the ones that were meant
 
     def check(self) -> None:
         """Check that the tensors are exactly those of the configuration.
@@ -58,7 +68,18 @@ class StoredModel:
         Raises:
           CheckpointError: they are not.
         """
-        check(families.slots(self.config), self.tensors, where=str(self.path))
+        with self._explained():
+            check(families.slots(self.config), self.tensors, where=str(self.path))
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Add the warning to errors about the tensors."""
+        try:
+            yield
+        except CheckpointError as error:
+            if not self.warning:
+                raise
+            raise CheckpointError(f"{error}\n{self.warning}") from error
 
     def load(
         self,
@@ -81,7 +102,8 @@ class StoredModel:
         if isinstance(source, CheckpointSource) and not specs and all(o.whole for o in origins):
             return source.checkpoint.load(dtype)
         options: dict[str, Any] = {"specs": specs, "native": native, "progress": progress}
-        return load(self.tensors, self.config, dtype, where=str(self.path), **options)
+        with self._explained():
+            return load(self.tensors, self.config, dtype, where=str(self.path), **options)
 
     def stored(self) -> dict[str, Spec]:
         """Return how the file packs the matrices that can be used as they are, by path."""
@@ -131,12 +153,12 @@ def open_model(
         raise CheckpointError(f"{path} has no configuration; give the folder it lies in")
     if is_checkpoint(path):
         model = _from_checkpoint(path)
-    elif path.suffix == ".gguf":
+    elif is_gguf(path):
         model = _from_gguf(open_gguf(path), taps)
     else:
-        model = _from_folder(path, taps)
+        model = replace(_from_folder(path, taps), warning=ignored_index(path))
     if role not in (None, model.role):
-        raise ConfigError(f"{path} is a {model.role}; a {role} is needed here")
+        raise wrong_role(path, role)
     if lora is None:
         return model
     tensors, note = adapter.merged(model.tensors, lora)
@@ -170,8 +192,10 @@ def _from_checkpoint(path: Path) -> StoredModel:
 
 def _from_folder(path: Path, taps: str) -> StoredModel:
     where = str(path / "config.json")
-    files = sorted(p.name for p in path.glob("*.gguf")) if path.is_dir() else []
-    if files and not (path / "config.json").is_file():
+    files = []
+    if path.is_dir() and not (path / "config.json").is_file():
+        files = sorted(p.name for p in path.iterdir() if is_gguf(p))
+    if files:
         raise CheckpointError(f"{path} holds GGUF files; give one of them: {', '.join(files[:8])}")
     if has_file(path / ADAPTER) and not has_file(path / "config.json"):
         raise CheckpointError(f"{path} holds no model; {ADAPTER_ADVICE}")

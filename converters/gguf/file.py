@@ -14,7 +14,9 @@ from dflash_jax.converters.gguf.header import GgufHeader, TensorInfo, parse
 from dflash_jax.converters.source import Rows, map_file
 from dflash_jax.errors import CheckpointError
 
-SHARD = re.compile(r"^(?P<prefix>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
+SHARD = re.compile(
+    r"(?P<prefix>.*)-(?P<number>\d{5})-(?P<of>of)-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE
+)
 MAX_SHARDS = 4096
 SCALED = frozenset({"NVFP4"})  # types whose tensors may have a separate scale
 ACTIVATION_SCALE = ".input_scale"
@@ -174,20 +176,22 @@ def _open(path: Path) -> Shard:
 
 
 def _other_shards(first: Shard, count: int) -> list[Path]:
-    match = SHARD.match(first.path.name)
+    match = SHARD.fullmatch(first.path.name)
     number = first.header.metadata.get("split.no")
     if match is None or int(match["count"]) != count:
         raise CheckpointError(
             f"{first.path} belongs to a set of {count} files but is not named"
             f" NAME-00001-of-{count:05d}.gguf; rename the set as it was published"
         )
-    prefix = match["prefix"]
+    prefix, (of, suffix) = match["prefix"], match.group("of", "suffix")
     if number != 0 or int(match["number"]) != 1:
         raise CheckpointError(
-            f"{first.path} is not the first of its set; give {prefix}-00001-of-{count:05d}.gguf"
+            f"{first.path} is not the first of its set;"
+            f" give {prefix}-00001-{of}-{count:05d}{suffix}"
         )
     paths = [
-        first.path.with_name(f"{prefix}-{i:05d}-of-{count:05d}.gguf") for i in range(2, count + 1)
+        first.path.with_name(f"{prefix}-{i:05d}-{of}-{count:05d}{suffix}")
+        for i in range(2, count + 1)
     ]
     if missing := [p.name for p in paths if not p.is_file()]:
         raise CheckpointError(f"{first.path.parent} lacks {', '.join(missing)}; fetch them")

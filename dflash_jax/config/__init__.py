@@ -33,7 +33,7 @@ from dflash_jax.config.family import (
     projector_types,
     target_families,
 )
-from dflash_jax.config.fields import Fields, has_file, read_json
+from dflash_jax.config.fields import Fields, has_file, is_gguf, read_json
 from dflash_jax.config.qwen3_5 import LINEAR, HybridConfig
 from dflash_jax.errors import ConfigError
 
@@ -56,13 +56,38 @@ __all__ = [
     "check_pair",
     "drafter_config",
     "family_of",
+    "is_gguf",
     "paired",
     "read_drafter_config",
     "read_json",
     "read_target_config",
     "target_config",
     "window_kinds",
+    "wrong_role",
 ]
+DRAFTER_FIELDS = ("dflash_config", "dspark_config", "target_layer_ids", "speculators_model_type")
+INSTEAD = {
+    "target": "the target that the drafter was trained for, and this as its drafter",
+    "drafter": "a drafter that was trained for this target, 'auto' for a published one, or none",
+}
+
+
+def wrong_role(where: object, needed: str) -> ConfigError:
+    """Return the error about a drafter in place of a target, or the reverse.
+
+    Args:
+      needed: the role that was asked for.
+    """
+    [found] = INSTEAD.keys() - {needed}
+    return ConfigError(f"{where} is a {found}; a {needed} is needed here: give {INSTEAD[needed]}")
+
+
+def is_drafter(fields: dict[str, Any]) -> bool:
+    """Return whether a Hugging Face config describes a drafter, of any layout."""
+    named = fields.get("architectures")
+    names = named if isinstance(named, list) else []
+    known = any(name in drafter_architectures() for name in names)
+    return known or any(name in fields for name in DRAFTER_FIELDS)
 
 
 def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetConfig:
@@ -74,6 +99,8 @@ def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetC
     Raises:
       ConfigError: the family, or a field that could affect the output, is not known.
     """
+    if is_drafter(fields):
+        raise wrong_role(where, "target")
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in model_types():
         raise ConfigError(
@@ -95,6 +122,9 @@ def drafter_config(fields: dict[str, Any], where: str = "config.json") -> Drafte
     Raises:
       ConfigError: the kind, or a field that could affect the output, is not known.
     """
+    kind = fields.get("model_type")
+    if isinstance(kind, str) and kind in model_types() and not is_drafter(fields):
+        raise wrong_role(where, "drafter")
     if fields.get("model_type") in (None, "dspark"):
         fields = fields | {"model_type": "qwen3"}  # drafters have its defaults
     outer = Fields(fields, where)

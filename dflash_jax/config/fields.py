@@ -7,6 +7,7 @@ from typing import Any
 
 from dflash_jax.errors import CheckpointError, ConfigError
 
+GGUF_MAGIC = b"GGUF"
 # Fields that describe training, generation defaults or packaging, not the forward pass.
 HARMLESS = frozenset(
     [
@@ -171,6 +172,22 @@ class Fields:
                 f"{self.where} has fields this version does not understand: {', '.join(rest)}."
                 " They could change the output, so they are not ignored"
             )
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is a GGUF file, by its first bytes or by its name.
+
+    Ollama and download caches name files by a digest.
+    """
+    if path.suffix.lower() == ".gguf":
+        return not path.is_dir()
+    if not path.is_file():  # opening a pipe would wait for a writer
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    except OSError:
+        return False
 
 
 def has_file(path: Path) -> bool:

@@ -9,6 +9,7 @@ from dflash_jax.config.hf_defaults import integer
 from dflash_jax.errors import ConfigError
 
 KINDS = ("default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope")
+LAYER_TYPES = ("full_attention", "sliding_attention")  # keys of objects with one for each type
 BY_LENGTH = ("dynamic", "longrope")  # frequencies depend on the length of the whole text
 ORIGINAL = "original_max_position_embeddings"
 # Keys of some kinds, which the others ignore.
@@ -74,20 +75,39 @@ def made_for(f: Fields) -> int:
 def rope_config(f: Fields, width: int) -> RopeConfig:
     """Read `rope_theta` and `rope_scaling`, or `rope_parameters`, which holds the base as well.
 
-    The former take precedence, as in transformers.
+    The former take precedence, as in transformers. An object may hold one object for each type of
+    layers, which must describe the same embedding.
 
     Args:
       width: number of dimensions of a head that rotate.
 
     Raises:
-      ConfigError: the kind or a setting is not supported.
+      ConfigError: the kind or a setting is not supported, or layers rotate differently.
     """
     old, new = f.inner("rope_scaling"), f.inner("rope_parameters")
-    r = old if old.values else new
-    theta = r.number("rope_theta", f.number("rope_theta", 10000.0))
     outer = {name: f.get(name) for name in (ORIGINAL, "partial_rotary_factor")}
     given = {name: value for name, value in outer.items() if value is not None}
-    return scaled(Fields(r.values | given, r.where), f, theta, width)
+    base, found = f.number("rope_theta", 10000.0), {}
+    for r in _by_layer_type(old if old.values else new, f):
+        theta = r.number("rope_theta", base)
+        found[r.where] = scaled(Fields(r.values | given, r.where), f, theta, width)
+    if len({*found.values()}) > 1:
+        raise ConfigError(
+            f"{' and '.join(found)} differ; in models of type {f.values.get('model_type')!r} all"
+            " layers rotate alike"
+        )
+    return next(iter(found.values()))
+
+
+def _by_layer_type(r: Fields, f: Fields) -> list[Fields]:
+    """Return the objects for the types of layers that a config has, or the one for all of them."""
+    if not (types := [name for name in r.values if name in LAYER_TYPES]):
+        return [r]
+    r.used.update(types)
+    r.refuse_rest()
+    layers = f.values.get("layer_types")
+    present = [name for name in types if not isinstance(layers, list) or name in layers]
+    return [r.inner(name) for name in present or types]
 
 
 def scaled(r: Fields, f: Fields, theta: float, width: int) -> RopeConfig:

@@ -117,19 +117,30 @@ class _Line:
             _Line.current._drawn = 0
             _write("\n")
         _Line.current = self
-        _write(self._text)
+        _write(self._fitted(""))
+
+    def _fitted(self, details: str) -> str:
+        """Return the line, which a terminal can overwrite if it is no wider than that.
+
+        The text is shortened where the details would not fit, since they are what changes.
+        """
+        room = max(shutil.get_terminal_size().columns - 1, 1)
+        line = f"{self._text} {details}".rstrip()
+        if len(line) <= room or not sys.stderr.isatty():
+            return line
+        kept = max(room - len(f"... {details}".rstrip()), 0)
+        return f"{self._text[:kept]}... {details}".rstrip()[:room]
 
     def _draw(self) -> None:
-        """Write the line again, where it fits: a wider one could not be overwritten."""
-        width = shutil.get_terminal_size().columns - 1
+        """Write the line again, with what is known by now."""
         if not self._begun or self._ended.is_set() or _Line.current not in (None, self):
             return
         now = time.perf_counter()
         seconds = int(now - self._started)
         left = "" if self._end is None else time_left(max(self._end - now, 0))
         details = ", ".join(filter(None, (f"{seconds} s" * (seconds > 0), self._detail, left)))
-        if details and len(self._text) < width and sys.stderr.isatty():
-            line = f"{self._text} {details}"[:width]
+        if details and sys.stderr.isatty():
+            line = self._fitted(details)
             _write("\r" + line.ljust(self._drawn))
             self._drawn = len(line)
             _Line.current = self

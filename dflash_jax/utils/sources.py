@@ -4,6 +4,7 @@ import importlib.resources
 import os
 from pathlib import Path
 
+from dflash_jax.config.fields import is_gguf
 from dflash_jax.errors import CheckpointError, install_hint
 from dflash_jax.utils import smollm2
 
@@ -12,7 +13,7 @@ SHIPPED = "tiny"
 
 
 def find_local(source: Source, role: str) -> Path | None:
-    """Return the directory or .gguf file of a source; None for a Hugging Face id.
+    """Return the directory or GGUF file of a source; None for a Hugging Face id.
 
     Args:
       role: "target", "drafter" or "tokenizer", for messages and for the folder of the shipped pair.
@@ -22,8 +23,10 @@ def find_local(source: Source, role: str) -> Path | None:
     """
     if not isinstance(source, str | os.PathLike):
         raise CheckpointError(f"the {role} is {source!r}; expected a path or a name")
-    if str(source) in (SHIPPED, f"{SHIPPED}/{role}"):
+    if str(source) == SHIPPED:
         return _shipped(SHIPPED, role)
+    if str(source) in (f"{SHIPPED}/target", f"{SHIPPED}/drafter"):
+        return _shipped(*str(source).split("/"))
     if str(source) == smollm2.NAME:
         return _smollm2(role)
     try:
@@ -33,12 +36,12 @@ def find_local(source: Source, role: str) -> Path | None:
         pass
     except (OSError, RuntimeError, ValueError) as error:
         raise CheckpointError(f"the {role} {source} cannot be read: {error}") from error
-    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
+    if path.is_dir() or (path.is_file() and is_gguf(path)):
         return path
     if path.exists():
-        raise CheckpointError(f"{path} is a file; give the {role}'s directory or a .gguf file")
+        raise CheckpointError(f"{path} is a file; give the {role}'s directory or a GGUF file")
     parts = str(source).split("/")
-    local = path.suffix == ".gguf" or parts[0][:1] in (".", "~", "")
+    local = path.suffix.lower() == ".gguf" or parts[0][:1] in (".", "~", "")
     if len(parts) != 2 or local:
         raise CheckpointError(
             f"there is no {role} at {path}; give a directory, a .gguf file, a hub id like"
@@ -71,7 +74,7 @@ def _smollm2(role: str) -> Path:
 
 
 def locate(source: Source, role: str) -> Path:
-    """Return the directory or .gguf file of a source; hub ids are downloaded.
+    """Return the directory or GGUF file of a source; hub ids are downloaded.
 
     Raises:
       CheckpointError: it does not exist or cannot be downloaded.

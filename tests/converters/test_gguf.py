@@ -219,6 +219,10 @@ def split_set(folder: Path, numbers=(0, 1, 2), total=3, names="abc") -> Path:
 def test_a_split_set_is_read_as_one(tmp_path):
     file = open_gguf(split_set(tmp_path))
     assert [file.read(name)[0] for name in file.names()] == [0, 1, 2]
+    for path in tmp_path.iterdir():
+        path.rename(path.with_name(path.name.upper()))
+    file = open_gguf(tmp_path / "M-00001-OF-00003.GGUF")
+    assert [file.read(name)[0] for name in file.names()] == [0, 1, 2]
 
 
 def test_a_broken_split_set_is_refused_with_its_reason(tmp_path):

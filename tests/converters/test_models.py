@@ -11,9 +11,11 @@ from dflash_jax.cli.describe import describe
 from dflash_jax.compiler import declare
 from dflash_jax.compiler.resolve import resolve_here
 from dflash_jax.config import read_drafter_config, read_target_config
+from dflash_jax.converters.cli import main
 from dflash_jax.converters.models import open_model
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.plan import Plan
+from dflash_jax.utils.sources import locate
 
 DRAFTER = ORACLE / "drafters" / "v1_sliding"
 
@@ -90,6 +92,26 @@ def test_a_speculators_drafter_is_described_by_its_config_alone(tmp_path, vocabu
 def test_speculators_variants_that_would_be_misread_are_refused(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         open_model(speculators_folder(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("name", ["sha256-0f3a", "MODEL.GGUF", "model.q8_0", "model.gguf"])
+def test_gguf_files_are_recognised_by_their_first_bytes(tmp_path, name, capsys):
+    """As Ollama, download caches and some shells name them."""
+    path = write_target(ORACLE / "targets" / "qwen3", tmp_path / "made").rename(tmp_path / name)
+    assert locate(path, "target") == path
+    assert open_model(path).layout == "GGUF, architecture qwen3"
+    assert describe(path, None)[0] == open_model(path).config
+    with pytest.raises(CheckpointError, match=f"holds GGUF files; give one of them: {name}"):
+        open_model(tmp_path)
+    for command in (["inspect"], ["convert", "--json"], ["compare"]):
+        others = [str(tmp_path / "folder")] if command != ["inspect"] else []
+        assert main([*command, str(path), *others]) == 0
+    with pytest.raises(ConfigError, match=f"{name} is a target; a drafter is needed here"):
+        open_model(path, role="drafter")
+    capsys.readouterr()
+    (tmp_path / "text").write_text("GGU")
+    with pytest.raises(CheckpointError, match="text is a file; give the target's directory or a"):
+        locate(tmp_path / "text", "target")
 
 
 def test_every_layout_is_recognised(tmp_path):
