@@ -16,6 +16,7 @@ from dflash_jax.server.infill import infill_ids
 from dflash_jax.server.protocol import NO_LIMIT, GenerationRequest, Message, Problem
 from dflash_jax.server.rendering import render_messages, system_first
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tool_parsers import tools_warning
 from dflash_jax.tool_parsers.syntax import Thought
 
 PLACEHOLDER = f"\ue000{secrets.token_hex(8)}\ue001"  # for a cached turn; clients cannot guess it
@@ -158,10 +159,13 @@ def chat_prompt(
     if tokenizer is None:
         raise Problem(400, "this model ships no tokenizer; use /v1/completions with token ids")
     try:
-        return _chat_prompt(request, tokenizer, turns, thought, max_length)
+        prompt = _chat_prompt(request, tokenizer, turns, thought, max_length)
     except Problem as problem:
         problem.param = request.source if problem.param == "messages" else problem.param
         raise
+    if request.tools and (text := tools_warning(tokenizer.teaches)):
+        prompt = dataclasses.replace(prompt, warnings=(text, *prompt.warnings))
+    return prompt
 
 
 def _chat_prompt(

@@ -8,7 +8,6 @@ from dflash_jax.engine.result import RoundTrace, Stats
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.protocol import GenerationRequest
 from dflash_jax.server.reply import Reply
-from dflash_jax.tool_parsers import tools_warning
 
 
 def usage(generation: Generation) -> dict[str, Any]:
@@ -77,10 +76,7 @@ def warnings(generation: Generation) -> list[str]:
     """Return the warnings about a request and its finished outputs, without duplicates."""
     of_prompts = (text for prompt in generation.prompts for text in prompt.warnings)
     of_replies = (text for reply in generation.replies if reply.result for text in reply.warnings)
-    tokenizer, tools = generation.model.engine.tokenizer, generation.request.tools
-    found = tools_warning(tokenizer.teaches) if tools and tokenizer else None
-    of_tools = () if found is None else (found,)
-    every = (*generation.request.warnings, *of_prompts, *of_tools, *of_replies)
+    every = (*generation.request.warnings, *of_prompts, *of_replies)
     return list(dict.fromkeys(every))
 
 

@@ -14,7 +14,8 @@ from dflash_jax.bench import endings
 from dflash_jax.bench.ending_texts import ANSWERS, SLOTS, STALLS
 from dflash_jax.engine import vocabulary
 from dflash_jax.engine.recovery import Recovery
-from dflash_jax.server import statistics
+from dflash_jax.server.prompt import ToolTurnCache, chat_prompt
+from dflash_jax.server.protocol import GenerationRequest
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES, syntax_of, tools_warning
 
@@ -108,10 +109,7 @@ def test_a_template_without_tools_is_warned_about(tokenizer: Tokenizer) -> None:
     with pytest.warns(UserWarning, match="no place for tools"):
         vocabulary.chat_ids(tokenizer, talk, {"tools": tools})
     text = tools_warning(tokenizer.teaches)
-    request = SimpleNamespace(tools=tools, warnings=("seed was ignored",))
-    model = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer))
-    generation: Any = SimpleNamespace(request=request, replies=[], model=model)
-    assert statistics.warnings(generation) == ["seed was ignored", text]
-    request.tools = []
-    assert statistics.warnings(generation) == ["seed was ignored"]
+    for given, warned in ((tools, (text,)), ([], ())):
+        request = GenerationRequest(model="tiny", api="chat", messages=talk, tools=given)
+        assert chat_prompt(request, tokenizer, ToolTurnCache(), None).warnings == warned
     assert "syntax of tool calls is unknown" in (tools_warning("{{ tools }}") or "")
