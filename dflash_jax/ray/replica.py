@@ -46,6 +46,7 @@ class Replica:
         for model in self._server.models:
             try:
                 _ = model.engine
+                model.check_turns()
             except Problem as problem:  # which cannot be sent to another process
                 raise ComputeError(f"{model.name}: {problem.message}") from None
 

@@ -148,7 +148,8 @@ class FiniteSchema:
     def _of_kind(self, schema: Mapping[str, Any], kind: Any) -> int:
         """Return the part of the schema's values of one type."""
         needed = []
-        low, high = (_number(schema.get(key)) for key in RANGES.get(kind, ("", "")))
+        ends = RANGES.get(kind, ("", "")) if isinstance(kind, str) else ("", "")
+        low, high = (_number(schema.get(key)) for key in ends)
         if low is not None and high is not None and low > high:
             return self._false
         properties = _mapping(schema.get("properties"))

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.soak_serve import ASK, CHAT, send
+from benchmarks.soak_serve import ASK, CHAT, MESSAGES, send
 from dflash_jax.engine.engine import Engine
 from dflash_jax.server.background import MOST_SLOW, StructureThreads
 from dflash_jax.server.middleware import Settings
@@ -60,6 +60,31 @@ def test_other_requests_are_answered_while_a_structure_is_tried(served: LiveServ
         assert not bomb.done()
         served.engine.grammars.close()  # ends the trial
         assert bomb.result().status_code == 400
+
+
+LOOKS_AHEAD = {"type": "string", "pattern": "^(?!x).+$"}
+TOOLS = [
+    {"name": "f", "parameters": {"properties": {"a": {"const": 1}}, "type": "object"}},
+    {"name": "g", "parameters": {"properties": {"a": LOOKS_AHEAD}, "type": "object"}},
+]
+
+
+def test_prefills_and_tools_reach_the_grammar(served: LiveServer) -> None:
+    red = [*ASK["messages"], {"role": "assistant", "content": "re"}]
+    choice = {"guided_choice": ["red", "blue"], "max_tokens": 8, "messages": red}
+    schema = {"type": "string", "enum": ["red", "blue"]}
+    quoted = [*ASK["messages"], {"role": "assistant", "content": '"re'}]
+    messages = ASK | {"max_tokens": 8, "messages": quoted}
+    messages["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
+    answer = post(served, CHOICE | choice | {"continue_final_message": True}).json()
+    assert answer["choices"][0]["message"]["content"] == "d"
+    answer = httpx.post(served.url + MESSAGES, json=messages, timeout=60).json()
+    assert answer["content"] == [{"type": "text", "text": 'd"'}]
+    tools = [{"type": "function", "function": tool} for tool in TOOLS]
+    body = ASK | {"tools": tools, "tool_choice": "required", "max_tokens": 6, "recovery": False}
+    answer = post(served, body)
+    assert answer.status_code == 200
+    assert "the tool 'g': pattern at #/properties/a was ignored" in answer.json()["warnings"][0]
 
 
 @pytest.mark.parametrize("seconds", [0.5, 1.5])

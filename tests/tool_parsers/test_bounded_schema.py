@@ -1,6 +1,8 @@
 """Schemas get bounds on all repetitions, exact numbers, and no parts without values."""
 
+import contextlib
 import json
+import random
 from typing import Any
 
 import pytest
@@ -168,3 +170,28 @@ def test_numbers_that_are_exact_are_written_with_their_digits(
         grammar.accept(bits[:1])
         text += view.decode_bytes(bits[:1])
     assert json.loads(text) == value
+
+
+WORDS = ("type", "properties", "items", "anyOf", "allOf", "$ref", "$defs", "const", "enum",
+         "minimum", "exclusiveMaximum", "multipleOf", "required", "format", "maxLength",
+         "additionalProperties", "prefixItems", "minItems")  # fmt: skip
+VALUES = (True, False, None, 0, -5, 2**63, -(2**64), 1.5, 1e300, 1e-300, "", "object", "integer",
+          "#", "#/$defs/a", "a", float("inf"))  # fmt: skip
+
+
+def test_schemas_of_any_shape_are_bounded_or_refused() -> None:
+    draws = random.Random(7)
+
+    def value(depth: int) -> Any:
+        shape = draws.randrange(12 if depth < 4 else 6)
+        if shape < 6:
+            return draws.choice(VALUES)
+        count = draws.randrange(4)
+        if shape < 10:
+            return {draws.choice(WORDS): value(depth + 1) for _ in range(count)}
+        return [value(depth + 1) for _ in range(count)]
+
+    for _ in range(2000):
+        schema = {draws.choice(WORDS): value(0) for _ in range(draws.randrange(5))}
+        with contextlib.suppress(RequestError):
+            bounded(schema, strict=draws.random() < 0.5)

@@ -54,6 +54,7 @@ class Grammars:
         tokenizer, trials = self._compilers()
         try:
             source = source_of(structure)
+            self._check_choices(structure)
         except RequestError as error:
             raise StructureError(str(error)) from error
         try:
@@ -118,6 +119,21 @@ class Grammars:
             return trials.verdict(source, left)
 
         return attempt
+
+    def _check_choices(self, structure: Structure) -> None:
+        """Check that no choice contains a special token, which would be markup in the output.
+
+        Raises:
+          RequestError: one does.
+        """
+        assert self._tokenizer is not None
+        for choice in structure.get("choice", ()):
+            found = [text for text in self._tokenizer.special_texts if text and text in choice]
+            if found:
+                raise RequestError(
+                    f"the choice {choice[:80]!r} contains {found[0]!r}, a special token of this"
+                    " model, which is no text; leave it out"
+                )
 
     def _explained(self, source: Source, error: str) -> str:
         """Return why a structure is refused, in words of the request."""
