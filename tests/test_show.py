@@ -122,7 +122,7 @@ def test_a_result_without_a_trace_is_a_table(text: str | None) -> None:
         ({"weights": "int8"}, "int8 weights, float32"),
         (
             {"weights": "int4", "activations": "int8"},
-            "int4 weights and activations in int8, float32",
+            "int4 weights, int8 activations, float32",
         ),
         ({"weights": "packed"}, "packed weights (Q4_1, Q8_0), float32"),
     ],
