@@ -54,6 +54,7 @@ class Measurement:
 
         plan = dj.Plan(weights=weights, max_length=options.max_length, dtype=options.dtype)
         first = dj.load(options.target, options.drafter, plan=plan)
+        first.measures_drafting = False  # its modes draft in every step, or never
         alone = dataclasses.replace(plan, block=0)
         self.engine, self.own = first, f"block {first.plan.block}"
         self.engines = {PLAIN: first, self.own: first}

@@ -33,8 +33,8 @@ from benchmarks.paired import spread
 from benchmarks.workers import Worker, jax_memory
 
 MODES: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32"},
-    "bfloat16": {"dtype": "bfloat16"},
+    "float32": {"dtype": "float32", "weights": "float"},
+    "bfloat16": {"dtype": "bfloat16", "weights": "float"},
     "int8": {"weights": "int8"},
     "int4": {"weights": "int4"},
     "packed": {"weights": "packed"},

@@ -157,7 +157,7 @@ def open_model(
         model = _from_gguf(open_gguf(path), taps)
     else:
         model = replace(_from_folder(path, taps), warning=ignored_index(path))
-    if role not in (None, model.role):
+    if role is not None and role != model.role:
         raise wrong_role(path, role)
     if lora is None:
         return model

@@ -142,8 +142,8 @@ def precision(plan: "Plan") -> str:
         return plan.dtype
     kinds = {kind for _, (_, parts) in plan.stored for kind, _ in parts if kind}
     named = f" ({', '.join(sorted(kinds))})" if plan.weights == "packed" else ""
-    by = " and activations" if plan.weights != "packed" and plan.activations == "int8" else ""
-    return f"{plan.weights} weights{by}{named}, {plan.dtype}"
+    by = ", int8 activations" * (plan.activations == "int8")
+    return f"{plan.weights} weights{named}{by}, {plan.dtype}"
 
 
 def _choices(plan: "Plan") -> list[tuple[str, str, str]]:

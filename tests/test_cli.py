@@ -291,6 +291,7 @@ def test_compare_times_the_modes_and_says_that_tokens_are_equal(
     assert set(found["tokens_per_s"]) == {"speculative", "plain", "plain1"}
     assert found["baseline"] in ("plain", "plain1")
     assert found["speedup"] > 0
+    assert found["precision"] == "float32"
     code, out, err = run("generate", *asked, "--compare")
     assert code == 0
     tokens, *table = out.splitlines()

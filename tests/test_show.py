@@ -11,7 +11,7 @@ from dflash_jax.compiler.explain import explain
 from dflash_jax.compiler.roofline import DEVICES
 from dflash_jax.engine.engine import Engine
 from dflash_jax.plan import FIELDS
-from dflash_jax.show import legend, marked
+from dflash_jax.show import legend, marked, precision
 
 ROUNDS = (
     dj.RoundTrace((1,), ("target",), texts=("A <b>",)),
@@ -113,6 +113,25 @@ def test_a_result_without_a_trace_is_a_table(text: str | None) -> None:
         assert part in page.text
     assert "none" not in page.text
     assert repr(result(text=text).show()) == repr(result(text=text))
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({}, "float32"),
+        ({"weights": "int8"}, "int8 weights, float32"),
+        (
+            {"weights": "int4", "activations": "int8"},
+            "int4 weights, int8 activations, float32",
+        ),
+        ({"weights": "packed"}, "packed weights (Q4_1, Q8_0), float32"),
+    ],
+)
+def test_a_precision_names_weights_and_activations(fields: dict[str, str], named: str) -> None:
+    spec = (1, (("Q8_0", 4), ("", 2), ("Q4_1", 2)))
+    stored = (("target/head", spec),) if fields.get("weights") == "packed" else ()
+    plan = dj.Plan(**{"weights": "float", "dtype": "float32"} | fields, stored=stored)
+    assert precision(plan) == named
 
 
 def test_statistics_plans_and_explanations_are_tables(tiny: Engine) -> None:

@@ -159,7 +159,7 @@ def _logits(model: TargetModel, ids: list[int], count: int) -> list[np.ndarray]:
     """Return the logits at the last places of a sequence."""
     padded = np.zeros((1, -(-len(ids) // PAD) * PAD), np.int32)
     padded[0, : len(ids)] = ids
-    logits = np.asarray(model.forward(padded).logits[0, len(ids) - count : len(ids)])
+    logits = np.asarray(model.forward(padded.tolist()).logits[0, len(ids) - count : len(ids)])
     return list(logits)
 
 

@@ -136,6 +136,7 @@ def _compare(engine: Any, prompt: list[int], options: argparse.Namespace) -> int
                 result.to_json()
                 | {
                     "equal": comparison.check.equal,
+                    "precision": precision(engine.plan),
                     "tokens_per_s": speeds,
                     "baseline": comparison.baseline,
                     "speedup": comparison.speedup,

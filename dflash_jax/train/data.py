@@ -21,6 +21,7 @@ from dflash_jax.train.rows import Document
 HELD_OUT_SHARE = 16  # one line in this many is held out
 FIRST_TURN_SHARE = 0.6  # of conversations answered at their first turn
 HIGHEST = 2**31 - 1  # token id that an array holds
+SYSTEM = ("system", "developer")  # roles of instructions
 FORMS = '{"messages": [...]}, {"prompt": "..."}, {"text": "..."} or {"ids": [...]}'
 
 
@@ -36,10 +37,17 @@ class Example:
 
     @property
     def held_out(self) -> bool:
-        """Whether the hash of its opening words holds it out of training."""
+        """Whether the hash of its opening words holds it out; never if it asks nothing."""
+        if self.only_system:
+            return False
         asked = next((m.get("content") for m in self.messages if m.get("role") == "user"), None)
         opening = json.dumps([asked, self.text[:200], self.ids[:64]], ensure_ascii=False)
         return hashlib.sha256(opening.encode(errors="replace")).digest()[0] % HELD_OUT_SHARE == 0
+
+    @property
+    def only_system(self) -> bool:
+        """Whether it is a conversation in which nobody but the system speaks."""
+        return bool(self.messages) and all(m["role"] in SYSTEM for m in self.messages)
 
     def contains(self, text: str) -> bool:
         """Return whether a text occurs anywhere in the messages, tools or plain text."""
@@ -183,7 +191,7 @@ def cut_at_turns(example: Example, rng: random.Random) -> list[Example]:
 def assistant_turns(example: Example) -> list[int]:
     """Return the indices of messages that the assistant wrote or would write next."""
     turns = [i for i, m in enumerate(example.messages) if m["role"] == "assistant" and i]
-    if example.messages[-1]["role"] != "assistant":
+    if example.messages[-1]["role"] != "assistant" and not example.only_system:
         turns.append(len(example.messages))
     return turns
 

@@ -89,7 +89,7 @@ def evaluate(
 
     Args:
       max_tokens: length limit of each answer.
-      report: called with progress lines.
+      report: called with a line about prompts that are skipped.
       dtype, weights: of the plan.
     """
     from dflash_jax.loading import open_pair
@@ -115,5 +115,4 @@ def evaluate(
             equal = sum(drafted.token_ids == alone.token_ids for drafted, alone in pairs)
             row = dataclasses.asdict(score(results, engine.plan.block))
             scores[kind] = row | {"compared": len(plain), "equal": equal}
-            report(f"{kind}: {summary(scores[kind])}")
     return scores

@@ -29,6 +29,8 @@ def timed(target: str, runs: Mapping[str, Path]) -> dict[str, float]:
 
     plan = dj.Plan(weights="int8")
     engines = {name: dj.load(target, run / "drafter", plan=plan) for name, run in runs.items()}
+    for engine in engines.values():
+        engine.measures_drafting = False
     engines[ALONE] = dj.load(target, None, plan=dataclasses.replace(plan, block=0))
     entries = read_prompts(next(iter(runs.values())) / "heldout.jsonl")[:PROMPTS]
     prompts = [prompt_ids(engines[ALONE], entry) for entry in entries]

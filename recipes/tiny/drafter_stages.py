@@ -119,6 +119,8 @@ def evaluation(work: Work) -> None:
         max_tokens=work.preset.drafter.held_out_tokens,
         report=work.report,
     )
+    for kind in filter(found.__contains__, evaluate.KINDS):
+        work.report(f"{kind}: {evaluate.summary(found[kind])}")
     with saved_as(work.path("evaluation")) as partial:
         write_json(partial, found)
 

@@ -339,5 +339,5 @@ def test_an_engine_names_the_types_of_its_blocks(mixed: Path) -> None:
         dj.load(mixed, None, plan=dataclasses.replace(plan, weights=weights))
         for weights in ("packed", "float")
     )
-    assert "packed weights (Q4_0, Q4_K, Q6_K, Q8_0), float32" in repr(packed)
+    assert "packed weights (Q4_0, Q4_K, Q6_K, Q8_0)" in repr(packed)
     assert repr(floats).endswith(", float32>")

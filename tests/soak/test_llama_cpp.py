@@ -111,7 +111,7 @@ def test_a_family_computes_the_same_logits(tmp_path, name):
 def test_the_shipped_target_gives_the_same_tokens(tmp_path, kind):
     file = tmp_path / "x.gguf"
     convert(open_model(TINY / "target"), file, to="gguf", dtype=kind)
-    engine = dj.load(file, None, plan=dj.Plan(max_length=256, dtype="float32"))
+    engine = dj.load(file, None, plan=dj.Plan(max_length=256, dtype="float32", weights="float"))
     ids, theirs = llama(file, tmp_path / "logits", 48, "-t", TEXT)
     assert ids == engine.tokenizer.encode(TEXT)
     ours = engine.generate(ids, max_tokens=48, speculative=False).token_ids
@@ -153,7 +153,8 @@ def test_the_shipped_pair_drafts(tmp_path, kind):
         convert(model, file, to="gguf", dtype=kind, tokenizer=source)
     shown, drafted, predicted = speculated(*files, TEXT, 7)
     assert "def add" in shown
-    engine = dj.load(*files, plan=dj.Plan(max_length=256, dtype="float32"))
+    engine = dj.load(*files, plan=dj.Plan(max_length=256, dtype="float32", weights="float"))
+    engine.measures_drafting = False
     ours = engine.generate(engine.tokenizer.encode(TEXT), max_tokens=96)
     assert predicted == len(ours.token_ids)
     assert drafted / 7 - ours.stats.rounds in (0, 1)
@@ -169,7 +170,8 @@ def test_the_pair_of_smollm2_drafts_as_here(tmp_path):
         model = open_model(locate("smollm2", file.stem), role=file.stem)
         source = files[0] if file.stem == "drafter" else None
         convert(model, file, to="gguf", dtype="f32", tokenizer=source)
-    engine = dj.load(*files, plan=dj.Plan(max_length=1024, dtype="float32"))
+    engine = dj.load(*files, plan=dj.Plan(max_length=1024, dtype="float32", weights="float"))
+    engine.measures_drafting = False
     theirs, ours = np.zeros(2), np.zeros(2)  # tokens, rounds
     for question in QUESTIONS:
         ids = engine.chat_ids([{"role": "user", "content": question}])

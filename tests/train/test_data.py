@@ -135,6 +135,19 @@ def test_lines_that_ask_nothing_are_refused(tokenizer):
             data.prompts([example], tokenizer, chosen)
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_message_alone_asks_nothing(tokenizer, role):
+    """Such rows are neither prompts nor held out, all of them or none by one hash."""
+    alone = [data.Example(messages=({"role": role, "content": f"Rule {i}."},)) for i in range(40)]
+    asking = data.Example(messages=(*alone[0].messages, {"role": "user", "content": "One?"}))
+    assert not any(x.held_out or data.assistant_turns(x) for x in alone)
+    assert data.assistant_turns(asking) == [2]
+    with pytest.raises(ConfigError, match="none of 40 lines gives the target anything"):
+        data.prompts(alone, tokenizer, SMOKE)
+    if role == "system":  # the template knows it
+        assert len(data.prompts([*alone, asking], tokenizer, SMOKE)) == 1
+
+
 def test_a_conversation_that_the_template_refuses_is_named(tokenizer):
     odd = data.Example(messages=({"role": "wizard", "content": "Abracadabra"},))
     with pytest.raises(ConfigError, match=r"unknown role wizard.*begins .*Abracadabra"):

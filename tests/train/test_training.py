@@ -164,6 +164,15 @@ def test_held_out_prompts_too_long_to_measure_are_counted_aloud(tmp_path):
     assert "ids" not in found
 
 
+def test_figures_are_returned_for_the_command_to_print_once(tmp_path):
+    path, reported = tmp_path / "heldout.jsonl", []
+    path.write_text(json.dumps({"kind": "ids", "ids": [5, 6, 7]}) + "\n")
+    drafter = locate("tiny", "drafter")
+    found = evaluate.evaluate("tiny", drafter, path, max_tokens=9, report=reported.append)
+    assert found["ids"]["acceptance_length"] >= 1
+    assert reported == []
+
+
 def test_few_rows_fill_a_batch():
     (kept,) = training.usable(rows(1), RECIPE, print)
     assert len(kept.tokens) == 2
