@@ -25,7 +25,7 @@ REFUSED = [
     ["generate", "Hello", "--drafter", "./absent"],
     ["generate", "Hello", "--prompt-ids", "1"],
     ["chat", "--top-p", "2"],
-    ["bench", "--seed", "-1"],
+    ["bench", "--seed", str(2**64)],
     ["verify", "--prompt-ids", "1,x"],
     ["verify", "--tokenizer", "./absent"],
     ["probe", "Hello", "--out", "logits.txt"],
