@@ -29,7 +29,7 @@ class KernelsHook(BuildHookInterface):
             return
         sys.path.insert(0, self.root)
         from dflash_jax.errors import NativeError
-        from dflash_jax.native import compiling, shipped
+        from dflash_jax.kernels.native import compiling, shipped
 
         try:
             paths = shipped.write(self._folder, compiling.find_compiler())

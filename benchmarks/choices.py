@@ -28,11 +28,11 @@ import dflash_jax as dj
 from benchmarks.environment import environment
 from benchmarks.paired import interleaved, ratio, spread
 from dflash_jax.compiler import jit
-from dflash_jax.native.build import library
+from dflash_jax.kernels import products
+from dflash_jax.kernels.native.build import library
+from dflash_jax.kernels.native.interleaved import interleave
 from dflash_jax.nn.attention import attend_pieces, attend_whole, slot_positions, visible
 from dflash_jax.nn.layers import project
-from dflash_jax.quant import products
-from dflash_jax.quant.interleaved import interleave
 from dflash_jax.quant.layouts import KINDS, Packed
 from dflash_jax.state import LayerCache
 

@@ -110,10 +110,10 @@ def parts() -> Iterator[Any]:
     import jax.numpy as jnp
 
     from dflash_jax.compiler import Program, ProgramKey
+    from dflash_jax.kernels.pallas_attention import attend_kernel
+    from dflash_jax.kernels.products import abstract, contract
     from dflash_jax.nn.attention import attend_whole
-    from dflash_jax.nn.attention_kernel import attend_kernel
     from dflash_jax.quant.layouts import KINDS
-    from dflash_jax.quant.products import abstract, contract
     from dflash_jax.state import empty_cache
 
     half = jnp.dtype("bfloat16")

@@ -18,7 +18,7 @@ from dflash_jax.converters.names.slots import Keys, Slot, TensorPart
 from dflash_jax.converters.quants.types import BY_NAME
 from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import CheckpointError
-from dflash_jax.quant.interleaved import from_blocks, interleave, quantise_int8
+from dflash_jax.kernels.native.interleaved import from_blocks, interleave, quantise_int8
 from dflash_jax.quant.layouts import (
     FLOAT,
     KINDS,

@@ -22,9 +22,9 @@ from dflash_jax.config import DrafterConfig, TargetConfig, check_pair, wrong_rol
 from dflash_jax.device import default_device
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError, TokenizerError
+from dflash_jax.kernels.products import set_weight_layout, with_kernel
 from dflash_jax.plan import Dtype, Plan
 from dflash_jax.quant.layouts import Spec
-from dflash_jax.quant.products import set_weight_layout, with_kernel
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.allocator import fewer_collections, release_freed, tune_allocator

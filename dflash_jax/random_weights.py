@@ -20,9 +20,9 @@ from dflash_jax.config import (
 )
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
+from dflash_jax.kernels.products import set_weight_layout, with_kernel
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import pack_tree
-from dflash_jax.quant.products import set_weight_layout, with_kernel
 
 Folder = str | os.PathLike[str]
 TABLES = ("embed", "predecessor", "successor", "markov_w1")  # gathered by token

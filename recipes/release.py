@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_jax.errors import DFlashError
-from dflash_jax.native.compiling import LEVELS
+from dflash_jax.kernels.native.compiling import LEVELS
 from dflash_jax.utils.processor import features
 from dflash_jax.version import __version__
 
 ROOT = Path(__file__).parents[1]
 DIST = ROOT / "dist"
-KERNELS = "dflash_jax/native/compiled"  # in the wheel for Linux on x86-64
+KERNELS = "dflash_jax/kernels/native/compiled"  # in the wheel for Linux on x86-64
 HEADING = re.compile(r"^## (?:\[(Unreleased)\]|\[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d))$")
 
 

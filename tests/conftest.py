@@ -40,7 +40,7 @@ compiler/test_published server/test_robustness models/test_target_oracle engine/
 models/test_drafter_oracle server/test_commands server/test_agents models/test_dflash2
 test_notebooks engine/test_engine train/test_drafter engine/test_structured engine/test_prefixes
 train/test_training engine/test_lossless_drafters engine/test_logits_processing models/test_mixtures
-models/test_dspark compiler/test_sharding contracts/test_programs quant/test_products
+models/test_dspark compiler/test_sharding contracts/test_programs kernels/test_packed_products
 train/test_regenerate engine/test_load nn/test_attention compiler/test_two_devices
 converters/test_packed nn/test_moe engine/test_recovery_mixed compiler/test_explain
 contracts/test_imports train/test_loop

@@ -18,8 +18,8 @@ from dflash_jax.checkpoint import open_checkpoint, save
 from dflash_jax.config import AttentionConfig, DrafterConfig
 from dflash_jax.config.family import config_classes
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.kernels.products import set_weight_layout
 from dflash_jax.quant.layouts import pack
-from dflash_jax.quant.products import set_weight_layout
 from dflash_jax.testing import (
     tiny_drafter,
     tiny_gemma,

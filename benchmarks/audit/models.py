@@ -23,9 +23,9 @@ from dflash_jax.compiler.keys import Variant
 from dflash_jax.compiler.models import abstract_params, weight_specs
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.engine import Engine
+from dflash_jax.kernels.products import with_kernel
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import KINDS, STORED, Packed, Spec, fits, pack_tree, spec
-from dflash_jax.quant.products import with_kernel
 from dflash_jax.testing import AMPLE, random_params, scripted_engine, tiny_drafter
 from dflash_jax.tokenizer import Tokenizer
 

@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
       NativeError: the kernels cannot be compiled or loaded.
     """
     from dflash_jax.errors import NativeError
-    from dflash_jax.native.build import library
+    from dflash_jax.kernels.native.build import library
 
     found = library()
     if not found:

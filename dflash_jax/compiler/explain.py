@@ -21,7 +21,7 @@ from dflash_jax.compiler.roofline import Device, Roofline, find_device, roofline
 from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.config import AUTO, DrafterConfig, TargetConfig, paired, window_kinds
 from dflash_jax.device import default_device
-from dflash_jax.native.build import library
+from dflash_jax.kernels.native.build import library
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import FLOAT, Interleaved, Joined, Packed, StructuredWeight
 from dflash_jax.show import table_html

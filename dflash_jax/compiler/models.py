@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.config import ALWAYS_FLOAT32, AUTO, LATE, DrafterConfig, TargetConfig, paired
 from dflash_jax.decode.pair import Pair, Params
+from dflash_jax.kernels.products import abstract, abstract_layout
 from dflash_jax.models import build_drafter, build_target, drafter_caches, target_caches
 from dflash_jax.nn.layers import MODEL_AXES, ModelAxis
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import Spec, is_matrix, is_widened, spec
-from dflash_jax.quant.products import abstract, abstract_layout
 from dflash_jax.state import (
     CHOICES,
     DecodeState,

@@ -19,9 +19,9 @@ from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.decode.pair import Params
 from dflash_jax.errors import CheckpointError, PlanError
+from dflash_jax.kernels.products import set_weight_layout
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import StructuredWeight
-from dflash_jax.quant.products import set_weight_layout
 from dflash_jax.state import DecodeState, LayerCache
 
 

@@ -20,9 +20,9 @@ from dflash_jax.decode.drafting import draft
 from dflash_jax.decode.logits_processing import mask_words, neutral_logits_state
 from dflash_jax.decode.multi_step import multi_step, plain_multi_step
 from dflash_jax.decode.pair import Pair
+from dflash_jax.kernels.selection import using_kernels
 from dflash_jax.nn.decoder import Decoder
 from dflash_jax.nn.draft import Draft
-from dflash_jax.nn.kernels import using_kernels
 from dflash_jax.plan import Plan
 from dflash_jax.state import DecodeState, zero_rows
 

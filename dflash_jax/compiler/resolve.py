@@ -9,7 +9,7 @@ from dflash_jax.config.family import family_of, target_families
 from dflash_jax.config.rope import BY_LENGTH
 from dflash_jax.device import default_device, free_memory
 from dflash_jax.errors import PlanError
-from dflash_jax.native.build import library
+from dflash_jax.kernels.native.build import library
 from dflash_jax.plan import Dtype, Plan, WeightLayout
 from dflash_jax.quant.layouts import MAX_TILED_TOKENS
 from dflash_jax.utils.processor import widest_vectors

@@ -28,7 +28,7 @@ class Family:
         the shape of most weights have none: files must have them.
       optional_window: whether `sliding_window` counts only with `use_sliding_window`.
       any_width: whether native kernels give a token the same bits in calls of any width, which
-        `tests/native/test_widths.py` shows. It does without experts only.
+        `tests/kernels/test_widths.py` shows. It does without experts only.
     """
 
     config: type[Any]

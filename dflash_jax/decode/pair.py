@@ -8,8 +8,8 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import LATE
+from dflash_jax.kernels.selection import using_kernels
 from dflash_jax.models import Drafter
-from dflash_jax.nn.kernels import using_kernels
 from dflash_jax.state import DecodeState, LayerCache, Logits, Update
 
 Params = dict[str, Any]

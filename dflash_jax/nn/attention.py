@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int8, Num
 
-from dflash_jax.native.layers import attend_native
-from dflash_jax.nn.kernels import kernels
+from dflash_jax.kernels.native.layers import attend_native
+from dflash_jax.kernels.selection import kernels
 from dflash_jax.nn.layers import product
 from dflash_jax.state import LayerCache
 
@@ -128,7 +128,7 @@ def attend(
         return attend_native(q, cache, seen, sinks, scale=scale)
     forms = {}
     if kernels() == "pallas":
-        from dflash_jax.nn.attention_kernel import attend_kernel, fits  # Pallas
+        from dflash_jax.kernels.pallas_attention import attend_kernel, fits  # Pallas
 
         if fits(q.shape[1], cache):
             forms["cuda"] = functools.partial(attend_kernel, scale=scale)

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.native.layers import normalise
-from dflash_jax.nn.kernels import kernels
+from dflash_jax.kernels.native.layers import normalise
+from dflash_jax.kernels.products import Weight, contract, gather
+from dflash_jax.kernels.selection import kernels
 from dflash_jax.quant.layouts import StructuredWeight
-from dflash_jax.quant.products import Weight, contract, gather
 
 MODEL_AXES = "model_axes"  # the collection of `ModelAxis` values, with the paths of parameters
 

@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import RopeConfig
-from dflash_jax.native.layers import rotate_pairs
-from dflash_jax.nn.kernels import kernels
+from dflash_jax.kernels.native.layers import rotate_pairs
+from dflash_jax.kernels.selection import kernels
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> np.ndarray:

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.native.layers import largest
-from dflash_jax.nn.kernels import kernels
+from dflash_jax.kernels.native.layers import largest
+from dflash_jax.kernels.selection import kernels
 
 CHUNK = 128  # values that are skipped together if their maximum is too small
 

@@ -39,7 +39,7 @@ class Packed:
 class Interleaved:
     """A weight in strips of 16 columns, for the native kernels.
 
-    `quant.interleaved` describes the arrays; floats are an array `values` [strips, D, 16].
+    `kernels.native.interleaved` describes the arrays; floats are an array `values` [strips, D, 16].
     """
 
     arrays: Arrays

@@ -17,11 +17,11 @@ from dflash_jax.compiler.models import weight_specs
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result
 from dflash_jax.engine.sampling_params import SamplingParams
+from dflash_jax.kernels.products import set_weight_layout, with_kernel
 from dflash_jax.loading import resolve_here
 from dflash_jax.models.recorder import recorded, recorder
 from dflash_jax.plan import Plan, Weights
 from dflash_jax.quant.layouts import pack_tree
-from dflash_jax.quant.products import set_weight_layout, with_kernel
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train.recipe import FLOAT, Bucket

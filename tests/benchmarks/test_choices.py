@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import choices
-from dflash_jax.native.build import Library
+from dflash_jax.kernels.native.build import Library
 
 
 def test_groups_of_native_kernels_are_named_where_there_are_none(

@@ -17,7 +17,7 @@ from dflash_jax.compiler.memory import StepWork, budget, work
 from dflash_jax.compiler.resolve import wide_block
 from dflash_jax.compiler.roofline import DEVICES, find_device, roofline
 from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.native.build import Library
+from dflash_jax.kernels.native.build import Library
 from dflash_jax.plan import WeightLayout
 from dflash_jax.testing import AMPLE, tiny_drafter, tiny_target
 

@@ -25,7 +25,7 @@ from dflash_jax.compiler.models import empty_state
 from dflash_jax.compiler.programs import declare
 from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.errors import PlanError
-from dflash_jax.native.build import Library
+from dflash_jax.kernels.native.build import Library
 from dflash_jax.plan import FIELDS, WeightLayout
 from dflash_jax.plan_fields import Scope
 from dflash_jax.testing import AMPLE, random_params, tiny_drafter, tiny_target

@@ -1,6 +1,7 @@
 """Which part may import which: the boundaries of ARCHITECTURE.md, read from the source."""
 
 import ast
+import graphlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +19,18 @@ def files(*folders: str) -> list[Path]:
 
 
 def imports(path: Path, *, inside_functions: bool = True) -> set[str]:
-    """Dotted names a file imports; `from a import b` counts as a.b."""
+    """Dotted names a file imports; `from a import b` counts as a.b.
+
+    Args:
+      inside_functions: count imports in functions, and those for type checkers alone.
+    """
 
     def walk(node: ast.AST) -> Iterator[ast.AST]:
         for child in ast.iter_child_nodes(node):
-            if inside_functions or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            deferred = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or (
+                isinstance(child, ast.If) and dotted(child.test).endswith("TYPE_CHECKING")
+            )
+            if inside_functions or not deferred:
                 yield child
                 yield from walk(child)
 
@@ -34,6 +42,12 @@ def imports(path: Path, *, inside_functions: bool = True) -> set[str]:
             assert node.level == 0, f"{path} imports relatively"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
+
+
+def package(name: str) -> str:
+    """Return the package of a dotted name of ours, or the module at the top of `dflash_jax`."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if under(name, "dflash_jax") else ""
 
 
 def under(name: str, *packages: str) -> bool:
@@ -112,6 +126,18 @@ def test_traced_code_calls_nothing_that_leaves_the_device(folder: str) -> None:
         assert not calls & banned, path
 
 
+def test_packages_import_each_other_in_no_circle() -> None:
+    """Imports of converters are inside functions, and so are those of commands and Ray."""
+    graph: dict[str, set[str]] = {}
+    for path in files("dflash_jax"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        own = package(".".join(part for part in parts if part != "__init__"))
+        found = {package(name) for name in imports(path, inside_functions=False)}
+        graph.setdefault(own, set()).update(found - {"", "dflash_jax", own})
+    graph = {name: found & graph.keys() for name, found in graph.items()}
+    assert len([*graphlib.TopologicalSorter(graph).static_order()]) > 30  # or it raises
+
+
 def test_networks_do_not_know_how_they_are_decoded() -> None:
     for path in files("dflash_jax/nn"):
         names = imports(path)
@@ -144,7 +170,7 @@ def test_converters_are_imported_inside_functions_of_loading_and_the_commands_al
 def test_converters_know_configs_and_errors_of_the_engine_alone() -> None:
     parts = ("config", "converters", "quant", "checkpoint", "errors")
     parts += ("utils.atomic", "utils.command", "utils.smollm2")
-    parts += ("utils.progress",)
+    parts += ("utils.progress", "kernels.native.interleaved")
     allowed = [f"dflash_jax.{part}" for part in parts]
     for path in files("converters"):
         ours = [n for n in imports(path) if under(n, "dflash_jax")]
@@ -153,7 +179,8 @@ def test_converters_know_configs_and_errors_of_the_engine_alone() -> None:
 
 def test_configs_plans_requests_and_errors_are_free_of_jax() -> None:
     names = ("errors", "utils/command", "plan", "utils/smollm2", "utils/sources")
-    names += ("engine/request", "native/compiling", "native/shipped", "utils/private_folder")
+    names += ("engine/request", "kernels/native/compiling", "kernels/native/shipped")
+    names += ("kernels/native/interleaved", "utils/private_folder", "utils/huge_pages")
     single = [ROOT / "dflash_jax" / f"{name}.py" for name in names]
     for path in [*files("dflash_jax/config"), *single]:
         assert not [n for n in imports(path) if under(n, "jax", "flax", "jaxlib")], path

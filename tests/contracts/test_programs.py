@@ -29,7 +29,7 @@ from dflash_jax.compiler.models import empty_state, idle_rules
 from dflash_jax.decode import steps
 from dflash_jax.decode.inputs import ForcedTokensInputs, PrefillInputs
 from dflash_jax.decode.pair import forward
-from dflash_jax.native.build import library
+from dflash_jax.kernels.native.build import library
 from dflash_jax.plan import Kernels
 from dflash_jax.state import DecodeState, read_output
 from dflash_jax.testing import AMPLE, random_params, tiny_drafter, tiny_target

@@ -548,7 +548,7 @@ def test_converters_import_nothing_that_computes():
     allowed = {"numpy", "ml_dtypes", *sys.stdlib_module_names}
     inside = ("dflash_jax.config", "dflash_jax.errors", "dflash_jax.checkpoint")
     inside += (
-        "dflash_jax.quant.interleaved",
+        "dflash_jax.kernels.native.interleaved",
         "dflash_jax.quant.layouts",
         "dflash_jax.utils.command",
         "dflash_jax.utils.atomic",

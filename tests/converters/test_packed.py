@@ -24,8 +24,8 @@ from dflash_jax.converters.cli import main as converters
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.quants.types import BY_NAME
 from dflash_jax.errors import CheckpointError, PlanError
+from dflash_jax.kernels.native.build import Library
 from dflash_jax.loading import OpenPair, open_pair
-from dflash_jax.native.build import Library
 from dflash_jax.quant import layouts
 from dflash_jax.quant.layouts import Joined, Packed
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.native.build import library
-from dflash_jax.nn.kernels import using_kernels
+from dflash_jax.kernels.native.build import library
+from dflash_jax.kernels.selection import using_kernels
 from dflash_jax.nn.vocabulary import CHUNK, all_finite, argmax, top_k
 
 KERNELS = ["xla"] if not library() else ["xla", "native"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dflash_jax.native.build import library
+from dflash_jax.kernels.native.build import library
 from tests.soak import caches
 from tests.soak.caches import Caches
 

@@ -30,7 +30,7 @@ from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.prefix import files
 from dflash_jax.engine.prefix.files import Arrays, Kinds, is_folder
 from dflash_jax.errors import CheckpointError, PlanError
-from dflash_jax.native.build import library
+from dflash_jax.kernels.native.build import library
 from dflash_jax.plan import Plan
 from dflash_jax.utils.atomic import new_path
 from dflash_jax.utils.private_folder import UnsafeFolderError, is_own, prepare, remove

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.native import products as native_products
-from dflash_jax.quant import interleaved
+from dflash_jax.kernels.native import interleaved
+from dflash_jax.kernels.native import products as native_products
 from dflash_jax.quant.layouts import (
     FLOAT,
     KINDS,
@@ -66,7 +66,10 @@ def contract(x: Float[Array, "... D"], w: StructuredWeight) -> Float[Array, "...
             for part in w.parts
         ]
         return jnp.concatenate(parts, axis=x.ndim - 2 + w.axis)
-    from dflash_jax.quant.kernel import COLUMNS, multiply  # imports Pallas, which few plans need
+    from dflash_jax.kernels.pallas_products import (  # imports Pallas, which few plans need
+        COLUMNS,
+        multiply,
+    )
 
     rows = x.reshape(-1, x.shape[-1])
     forms: dict[str, Any] = {

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.native.build import library
-from dflash_jax.nn.kernels import using_kernels
-from dflash_jax.quant import interleaved, layouts
+from dflash_jax.kernels.native import interleaved
+from dflash_jax.kernels.native.build import library
+from dflash_jax.kernels.products import contract, gather, set_weight_layout
+from dflash_jax.kernels.selection import using_kernels
+from dflash_jax.quant import layouts
 from dflash_jax.quant.layouts import FLOAT, KINDS, STORED, Interleaved, Packed, dequantise
-from dflash_jax.quant.products import contract, gather, set_weight_layout
 from tests.quant.test_layouts import random_blocks
 
 pytestmark = pytest.mark.skipif(

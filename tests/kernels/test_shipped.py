@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from dflash_jax.native import build as native
-from dflash_jax.native import compiling, shipped
-from dflash_jax.native.build import library
-from dflash_jax.native.compiling import AVX2, AVX512, LEVELS
-from tests.native.fake_compiler import WRITES, compiler, outputs
+from dflash_jax.kernels.native import build as native
+from dflash_jax.kernels.native import compiling, shipped
+from dflash_jax.kernels.native.build import library
+from dflash_jax.kernels.native.compiling import AVX2, AVX512, LEVELS
+from tests.kernels.fake_compiler import WRITES, compiler, outputs
 
 ROOT = Path(__file__).parents[2]
-INSIDE = "dflash_jax/native/compiled"
+INSIDE = "dflash_jax/kernels/native/compiled"
 FILES = {f"{INSIDE}/{name}" for name in ("about.json", *(f"{x.name}.so" for x in LEVELS))}
 on_linux = pytest.mark.skipif(
     (sys.platform, platform.machine()) != ("linux", "x86_64"),
@@ -133,10 +133,10 @@ INSTALLED = """
 import sys
 from pathlib import Path
 import numpy as np
-from dflash_jax.native import shipped
+from dflash_jax.kernels.native import shipped
 shipped.FOLDER = Path(sys.argv[1])
-from dflash_jax.native.build import library
-from dflash_jax.native.layers import largest
+from dflash_jax.kernels.native.build import library
+from dflash_jax.kernels.native.layers import largest
 print(library().path)
 print(int(largest(np.float32([[1, 3, 2]]))[0][0]))
 """
@@ -163,15 +163,15 @@ BITS = """
 import hashlib
 import sys
 from pathlib import Path
-from dflash_jax.native import shipped
+from dflash_jax.kernels.native import shipped
 if sys.argv[1:]:
     shipped.FOLDER = Path(sys.argv[1])
 import jax
 import numpy as np
-from dflash_jax.native.build import library
-from dflash_jax.native.layers import largest, normalise, rotate_pairs
-from tests.native import test_layers as layers
-from tests.native import test_products as products
+from dflash_jax.kernels.native.build import library
+from dflash_jax.kernels.native.layers import largest, normalise, rotate_pairs
+from tests.kernels import test_layers as layers
+from tests.kernels import test_products as products
 
 assert library(), library().reason
 bits = []

@@ -10,12 +10,12 @@ import pytest
 
 from dflash_jax.cli import main
 from dflash_jax.errors import NativeError
-from dflash_jax.native import build as native
-from dflash_jax.native import compiling
-from dflash_jax.native.build import library
-from dflash_jax.native.compiling import AVX2
+from dflash_jax.kernels.native import build as native
+from dflash_jax.kernels.native import compiling
+from dflash_jax.kernels.native.build import library
+from dflash_jax.kernels.native.compiling import AVX2
 from dflash_jax.utils import private_folder
-from tests.native.fake_compiler import VERSION_ONLY, WRITES, compiler, outputs
+from tests.kernels.fake_compiler import VERSION_ONLY, WRITES, compiler, outputs
 
 COMPILED = bool(library())
 needs_compiler = pytest.mark.skipif(not COMPILED, reason=library().reason)
@@ -162,8 +162,8 @@ def test_a_library_in_a_folder_of_all_users_is_not_loaded(
 
 EIGHT = """
 import os, sys
-from dflash_jax.native import build as native
-from dflash_jax.native.compiling import AVX2
+from dflash_jax.kernels.native import build as native
+from dflash_jax.kernels.native.compiling import AVX2
 
 for _ in range(8):
     if not os.fork():

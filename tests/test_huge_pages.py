@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_jax.native import pages
+from dflash_jax.utils import huge_pages as pages
 
 HUGE = 1 << 21
 

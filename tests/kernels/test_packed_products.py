@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from dflash_jax.compiler import jit
+from dflash_jax.kernels import products
+from dflash_jax.kernels.pallas_products import COLUMNS, multiply
 from dflash_jax.nn.layers import project
-from dflash_jax.quant import layouts, products
-from dflash_jax.quant.kernel import COLUMNS, multiply
+from dflash_jax.quant import layouts
 from dflash_jax.quant.layouts import KINDS, ColumnMajor, Joined, Packed, Tiled
 from dflash_jax.testing import packed_bytes
 

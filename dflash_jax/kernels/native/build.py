@@ -21,14 +21,14 @@ import jax
 import jaxlib
 
 from dflash_jax.errors import NativeError
-from dflash_jax.native import compiling, shipped
-from dflash_jax.native.compiling import LEVELS, Level, find_compiler
+from dflash_jax.kernels.native import compiling, shipped
+from dflash_jax.kernels.native.compiling import LEVELS, Level, find_compiler
 from dflash_jax.utils import private_folder
 from dflash_jax.utils.processor import features
 from dflash_jax.utils.progress import announced, is_shown
 from dflash_jax.utils.switches import NO, YES
 
-log = logging.getLogger("dflash_jax.native")
+log = logging.getLogger("dflash_jax.kernels.native")
 ENVIRONMENT = "DFLASH_NATIVE"  # "off", a level, or a folder for compiled libraries
 PRODUCTS = ("float", "int8", "int8_by_floats", "q8_0", "q4_0", "q4_1", "int4z", "q4_k", "q6_k")
 NAMES = (*PRODUCTS, "attend", "norm", "rotate", "largest")  # of the handlers, each dflash_NAME

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
-from dflash_jax.nn.kernels import activations
+from dflash_jax.kernels.native.interleaved import ORDER, WIDTH
+from dflash_jax.kernels.selection import activations
 from dflash_jax.quant.formats import KINDS, RUN
-from dflash_jax.quant.interleaved import ORDER, WIDTH
 from dflash_jax.quant.layouts import FLOAT, Interleaved
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dflash_jax.errors import NativeError
-from dflash_jax.native import compiling
-from dflash_jax.native.compiling import AVX2, LEVELS
-from tests.native.fake_compiler import compiler
+from dflash_jax.kernels.native import compiling
+from dflash_jax.kernels.native.compiling import AVX2, LEVELS
+from tests.kernels.fake_compiler import compiler
 
 VERSION = 'test "$1" = --version && exit 0\n'
 # Starts a process, as compilers do, which would work for long, and writes its number to a file.
@@ -104,7 +104,7 @@ def test_a_compiler_that_takes_too_long_is_ended_with_its_children(
 COMPILING = """
 import sys
 from pathlib import Path
-from dflash_jax.native import compiling
+from dflash_jax.kernels.native import compiling
 
 compiling.compile_library([sys.argv[1]], compiling.AVX2, Path(sys.argv[2]))
 """

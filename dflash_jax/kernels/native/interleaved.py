@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, Num, UInt8
 
-from dflash_jax.native.pages import zeros
 from dflash_jax.quant.formats import KINDS, RUN
 from dflash_jax.quant.layouts import FLOAT, Arrays, Interleaved, Packed, join, split
+from dflash_jax.utils.huge_pages import zeros
 
 WIDTH = 16  # columns of a strip
 ORDER = ("codes", "scale", "low", "zero", "sub", "sub_low")  # of the kernels' arguments
@@ -154,7 +154,7 @@ def _call(name: str, *arguments: np.ndarray | int | None) -> None:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    from dflash_jax.native.build import library  # imports JAX, which converters do not
+    from dflash_jax.kernels.native.build import library  # imports JAX, which converters do not
 
     return ctypes.CDLL(str(library().path))
 

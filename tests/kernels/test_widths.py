@@ -15,7 +15,7 @@ from dflash_jax.config import TargetConfig
 from dflash_jax.config.family import target_families
 from dflash_jax.decode.pair import forward, logits_of
 from dflash_jax.errors import PlanError
-from dflash_jax.native.build import library
+from dflash_jax.kernels.native.build import library
 from dflash_jax.state import DecodeState, commit
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_hybrid, tiny_moe, tiny_target
 

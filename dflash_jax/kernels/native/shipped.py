@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dflash_jax.errors import NativeError
-from dflash_jax.native import compiling
-from dflash_jax.native.compiling import LEVELS, Level
+from dflash_jax.kernels.native import compiling
+from dflash_jax.kernels.native.compiling import LEVELS, Level
 
 FOLDER = compiling.HERE / "compiled"
 ABOUT = "about.json"

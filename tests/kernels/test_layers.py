@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.native.build import library
-from dflash_jax.native.layers import attend_native, normalise, rotate_pairs
+from dflash_jax.kernels.native.build import library
+from dflash_jax.kernels.native.layers import attend_native, normalise, rotate_pairs
+from dflash_jax.kernels.selection import kernels, using_kernels
 from dflash_jax.nn import layers
 from dflash_jax.nn.attention import attend, attend_whole, to_int8, write_keys_values
-from dflash_jax.nn.kernels import kernels, using_kernels
 from dflash_jax.nn.rope import rotate
 from dflash_jax.state import LayerCache
 
