@@ -18,6 +18,7 @@ import jax
 from dflash_jax.compiler.keys import Variant
 from dflash_jax.compiler.settings import Returned, untraced
 from dflash_jax.engine.break_even import BreakEvenMeter
+from dflash_jax.engine.events import EventLog
 from dflash_jax.engine.model_runner import InFlightStep, ModelRunner
 from dflash_jax.engine.output_processor import OutputProcessor, RowUpdates
 from dflash_jax.engine.recovery import controller
@@ -27,7 +28,6 @@ from dflash_jax.engine.sequence import Sequence
 from dflash_jax.errors import ComputeError, DFlashError, QueueFullError, RequestError
 from dflash_jax.plan import Plan
 from dflash_jax.utils import forking
-from dflash_jax.utils.events import EventLog
 
 DISK_WAIT = 0.01  # seconds a turn waits for prefixes on disk if there is nothing else to do
 Lock = contextlib.AbstractContextManager[Any]

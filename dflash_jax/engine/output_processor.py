@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from dflash_jax.decode.forced_tokens import ForcedTokens
+from dflash_jax.engine.events import EventLog
 from dflash_jax.engine.logits_processing import prompt_logprobs, token_logprobs
 from dflash_jax.engine.model_runner import InFlightStep
 from dflash_jax.engine.recovery import controller
@@ -14,7 +15,6 @@ from dflash_jax.engine.recovery.trace import CallTime
 from dflash_jax.engine.result import Stats
 from dflash_jax.engine.sequence import Sequence, StepDetails
 from dflash_jax.state import RowStep
-from dflash_jax.utils.events import EventLog
 
 log = logging.getLogger("dflash_jax.engine")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dflash_jax.engine import events
-from dflash_jax.utils.events import CAP, NAME, OLD, EventLog
+from dflash_jax.engine.events import CAP, NAME, OLD, EventLog
 
 
 def test_L2_an_event_is_one_record_of_figures(
