@@ -1,6 +1,7 @@
 """HTTP/1.1 connections: their timeouts, bounds, and clients that closed their sending side."""
 
 import asyncio
+import contextlib
 from typing import Any
 
 import h11
@@ -155,7 +156,8 @@ class Connection(H11Protocol):
         if phase == self._phase:
             return
         self._phase, self._since, self._received = phase, self.loop.time(), 0
-        group = {"headers": "idle", "request": "idle", "body": "receiving"}.get(phase, "")
+        waiting = "unused" if self.cycle is None else "idle"
+        group = {"headers": waiting, "request": waiting, "body": "receiving"}.get(phase, "")
         self._all.move(self, group)
 
     def _check(self) -> None:
@@ -213,8 +215,8 @@ class Connection(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else a response has started
             for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-        if self.transport.can_write_eof():  # closing would discard what the client did not read
-            self.transport.write_eof()
+        with contextlib.suppress(OSError):  # the client has closed the connection
+            self.transport.write_eof()  # closing would discard what the client did not read
         self.loop.call_later(LINGER_S, self.transport.abort)
 
     # -- clients that closed their sending side -------------------------------------------------
