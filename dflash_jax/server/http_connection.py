@@ -70,7 +70,9 @@ class Connection(H11Protocol):
 
     def __init__(self, *arguments: Any, **more: Any):
         super().__init__(*arguments, **more)
-        self.conn = BoundedParser(h11.SERVER, self.config.h11_max_incomplete_event_size or 2**16)
+        largest = self.config.h11_max_incomplete_event_size or 2**16
+        self._parser = BoundedParser(h11.SERVER, largest)
+        vars(self)["conn"] = self._parser  # which uvicorn uses
         state = self.server_state
         self._all = state if isinstance(state, BoundedConnections) else BoundedConnections()
         self._unparsed = bytearray()
@@ -137,7 +139,7 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer a request that cannot be parsed with an error object."""
         invalid = Problem(400, "the request is not valid HTTP", code="invalid_http")
-        self.refuse(self.conn.problem or invalid)
+        self.refuse(self._parser.problem or invalid)
 
     # -- timeouts and bounds ------------------------------------------------------------------
 
