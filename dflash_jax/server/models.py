@@ -133,7 +133,8 @@ class ServedModels:
             404,
             f"there is no model {(name or '')[:LONGEST_NAME]!r}; loaded are"
             f" {', '.join(self.names)}, and {ANY!r} takes the last used; `dflash-jax serve`"
-            " gives a model further names by --alias NAME=MODEL, and takes every name with --serve-any-name",
+            " gives a model further names by --alias NAME=MODEL, and takes every name with"
+            " --serve-any-name",
             param="model",
             code="model_not_found",
         )
