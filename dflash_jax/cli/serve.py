@@ -79,7 +79,7 @@ def _listening_options(server: Any) -> None:
         "--drain",
         type=float,
         default=30.0,
-        help="seconds for running requests after SIGTERM (default 30)",
+        help="seconds for running requests after SIGTERM or SIGHUP (default 30)",
     )
     server.add_argument(
         "--max-body",

@@ -3,7 +3,7 @@
 `run` starts the server, `models` holds the loaded models. A request passes the modules in this
 order:
 
-1. `http_connection`, `connection` and `middleware`: HTTP, timeouts, API keys, limits;
+1. `http_connection` and `middleware`: HTTP, timeouts, API keys, limits;
    `connection_limit` bounds open connections, `log_limit` the log lines that clients cause;
    `access` checks hosts and origins.
 2. `app`: the routes that generate. `stored_routes` and `information` have the other routes,
@@ -13,7 +13,7 @@ order:
    (`protocol`), using `fields`, `unsupported_fields`, `thinking`, `tools` and `conversation`;
    `message_formats` converts the messages of Responses and Anthropic, `past_calls` the calls in
    them, `content` reads parts of messages, `freeform` converts freeform tools. `response_store`
-   keeps past responses, `conversation_store` conversations.
+   keeps past responses, `conversation_store` conversations, of each key.
 4. `prompt`: chat template (`rendering`) and token ids; `infill` those of a prompt with a suffix.
 5. `generation`: submits one job per output (`jobs`), with `sampling_options`, to the thread that
    owns the engine (`worker`); `lifecycle` starts engines again, `output_grammar` adds reasoning and
@@ -21,5 +21,5 @@ order:
 6. `reply`: parses output into reasoning, content and tool calls; `held_calls` filters repeated
    calls.
 7. The module of step 3, or `responses_writer`, writes the response, with `writer`,
-   `response_items`, `logprobs` and `statistics`.
+   `response_items`, `logprobs` and `statistics`; `connection` sends it.
 """

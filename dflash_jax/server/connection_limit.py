@@ -16,6 +16,7 @@ LEAST_CONNECTIONS = 16
 RESERVE = 64  # descriptors for files, processes and connections that are being accepted
 ACCEPTED_AT_ONCE = 16  # connections that are accepted before the first of them counts
 QUEUED = 1024  # connections that the system queues before they are accepted
+GROUPS = ("unused", "idle", "receiving", "unread")  # in the order in which they make room
 UNKNOWN_USE = 64  # descriptors in use, where the system does not list them
 
 
@@ -36,7 +37,8 @@ class BoundedConnections(ServerState):
       most: bound on open connections.
 
     Attributes:
-      idle: connections that wait for a request, the oldest first.
+      unused: connections that sent no request yet, the oldest first.
+      idle: those that wait for another request.
       receiving: those in the middle of a request body.
       unread: those whose client does not read the response.
     """
@@ -44,6 +46,7 @@ class BoundedConnections(ServerState):
     def __init__(self, most: int = MOST_CONNECTIONS):
         super().__init__()
         self.most = most
+        self.unused: dict[BoundedConnection, None] = {}
         self.idle: dict[BoundedConnection, None] = {}
         self.receiving: dict[BoundedConnection, None] = {}
         self.unread: dict[BoundedConnection, None] = {}
@@ -55,8 +58,8 @@ class BoundedConnections(ServerState):
         log.warning(
             "more than %d connections are open: new ones replace those that are idle", self.most
         )
-        for group in (self.idle, self.receiving, self.unread):
-            for oldest in group:
+        for name in GROUPS:
+            for oldest in getattr(self, name):
                 if oldest is not new:
                     oldest.evict()
                     return
@@ -64,7 +67,7 @@ class BoundedConnections(ServerState):
 
     def move(self, connection: BoundedConnection, to: str = "") -> None:
         """Put a connection into the group of this name, as its newest one, and out of others."""
-        for name in ("idle", "receiving", "unread"):
+        for name in GROUPS:
             group = getattr(self, name)
             group.pop(connection, None)
             if name == to:

@@ -1,6 +1,7 @@
 """HTTP/1.1 connections: their timeouts, bounds, and clients that closed their sending side."""
 
 import asyncio
+import contextlib
 from typing import Any
 
 import h11
@@ -69,7 +70,9 @@ class Connection(H11Protocol):
 
     def __init__(self, *arguments: Any, **more: Any):
         super().__init__(*arguments, **more)
-        self.conn = BoundedParser(h11.SERVER, self.config.h11_max_incomplete_event_size or 2**16)
+        largest = self.config.h11_max_incomplete_event_size or 2**16
+        self._parser = BoundedParser(h11.SERVER, largest)
+        vars(self)["conn"] = self._parser  # which uvicorn uses
         state = self.server_state
         self._all = state if isinstance(state, BoundedConnections) else BoundedConnections()
         self._unparsed = bytearray()
@@ -136,7 +139,7 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer a request that cannot be parsed with an error object."""
         invalid = Problem(400, "the request is not valid HTTP", code="invalid_http")
-        self.refuse(self.conn.problem or invalid)
+        self.refuse(self._parser.problem or invalid)
 
     # -- timeouts and bounds ------------------------------------------------------------------
 
@@ -155,7 +158,8 @@ class Connection(H11Protocol):
         if phase == self._phase:
             return
         self._phase, self._since, self._received = phase, self.loop.time(), 0
-        group = {"headers": "idle", "request": "idle", "body": "receiving"}.get(phase, "")
+        waiting = "unused" if self.cycle is None else "idle"
+        group = {"headers": waiting, "request": waiting, "body": "receiving"}.get(phase, "")
         self._all.move(self, group)
 
     def _check(self) -> None:
@@ -213,8 +217,8 @@ class Connection(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # else a response has started
             for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
-        if self.transport.can_write_eof():  # closing would discard what the client did not read
-            self.transport.write_eof()
+        with contextlib.suppress(OSError):  # the client has closed the connection
+            self.transport.write_eof()  # closing would discard what the client did not read
         self.loop.call_later(LINGER_S, self.transport.abort)
 
     # -- clients that closed their sending side -------------------------------------------------

@@ -142,14 +142,15 @@ class ServedModels:
         by_name = {model.name: model for model in self}
         if model := by_name.get(name or "", by_name.get(self._aliases.get(name or "", ""))):
             return model
-        name = name and name[: LONGEST_NAME + 1]
-        if name in NO_NAME or (self._any_name and len(name) <= LONGEST_NAME):
+        long = name is not None and len(name) > LONGEST_NAME
+        if name in NO_NAME or (self._any_name and not long):
             return max(self, key=lambda m: m.last_used_ms)
         raise Problem(
             404,
-            f"there is no model {name!r}; loaded are {', '.join(self.names)}, and {ANY!r} takes the"
-            " last used; `dflash-jax serve` gives a model further names by --alias NAME=MODEL, and"
-            " takes every name with --serve-any-name",
+            f"there is no model {(name or '')[:LONGEST_NAME]!r}; loaded are"
+            f" {', '.join(self.names)}, and {ANY!r} takes the last used; `dflash-jax serve`"
+            " gives a model further names by --alias NAME=MODEL, and takes every name with"
+            " --serve-any-name",
             param="model",
             code="model_not_found",
         )

@@ -110,7 +110,7 @@ class ResponseStore:
         previous: str | None = None,
         conversation: str | None = None,
         keep: bool = True,
-    ) -> "ResponseTurn":
+    ) -> "RequestTurn":
         """Return a request's input with everything that it refers to.
 
         Args:
@@ -133,7 +133,7 @@ class ResponseStore:
         self._check_input(pulled, len(before) + len(items))
         decoded = {data: decode(data) for data in set(pulled)}  # each once
         given = [decoded[referenced[at]] if at in referenced else x for at, x in enumerate(items)]
-        turn = ResponseTurn(self, [*(decoded[data] for data in before), *given], conversation, keep)
+        turn = RequestTurn(self, [*(decoded[data] for data in before), *given], conversation, keep)
         if keep or conversation:
             new = [referenced[at] if at in referenced else encode(x) for at, x in enumerate(items)]
             turn.stored = [*before, *new]
@@ -178,7 +178,7 @@ class ResponseStore:
         check_messages(range(count), "input")
 
 
-class ResponseTurn:
+class RequestTurn:
     """The input of a request, and where its response is recorded.
 
     Attributes:

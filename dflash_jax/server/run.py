@@ -67,7 +67,8 @@ class _DrainingServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, routes: Server, drain: float):
         super().__init__(config)
-        self.server_state = self._connections = BoundedConnections(most_connections())
+        self._connections = BoundedConnections(most_connections())
+        vars(self)["server_state"] = self._connections  # which uvicorn passes to connections
         self._routes, self._drain, self._signals = routes, drain, 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -94,6 +94,25 @@ def test_a_flood_of_waiting_connections_leaves_room_for_others(begun: bytes) -> 
     assert count <= 9  # one may not be closed yet
 
 
+def test_a_client_that_was_served_keeps_its_connection_in_a_flood_of_strangers() -> None:
+    async def flood() -> bytes:
+        async with listening(answer, most=8) as server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n0")
+            strangers = []
+            for _ in range(30):
+                strangers.append(await asyncio.open_connection("127.0.0.1", server.port))
+                await asyncio.sleep(0)
+            writer.write(HEALTH)
+            came = await reader.read()
+            for each in (writer, *(other for _, other in strangers)):
+                each.close()
+        return came
+
+    assert asyncio.run(flood()).startswith(b"HTTP/1.1 200 OK")
+
+
 def test_where_every_connection_is_answered_a_new_one_is_refused_at_once() -> None:
     async def crowd() -> tuple[bytes, list[bytes]]:
         free = asyncio.Event()
@@ -104,7 +123,7 @@ def test_where_every_connection_is_answered_a_new_one_is_refused_at_once() -> No
 
         async with listening(wait, most=3) as server:
             running = [asyncio.ensure_future(server.ask()) for _ in range(3)]
-            while len(server.all.connections) < 3 or server.all.idle:
+            while len(server.all.connections) < 3 or server.all.unused:
                 await asyncio.sleep(0.01)
             refused = await server.ask()
             free.set()

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -244,12 +245,24 @@ def attack(
 
 
 @contextlib.contextmanager
-def served(*options: str) -> Iterator[tuple[subprocess.Popen, str]]:
-    """The shipped pair, served in a process of its own with every program compiled; its URL."""
+def served(
+    *options: str, descriptors: int | None = None, log: Path | None = None
+) -> Iterator[tuple[subprocess.Popen, str]]:
+    """The shipped pair, served in a process of its own with every program compiled; its URL.
+
+    Args:
+      descriptors: limit of its file descriptors.
+      log: file to which its standard error is appended.
+    """
     command = [sys.executable, "-m", "dflash_jax", "serve", "--port", "0", "--quiet"]
     command += ["--rows", "4", "--warm", "all", *options]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen(command, **pipes) as process:
+    if descriptors is not None:
+        command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
+    with (
+        (log or Path(os.devnull)).open("a") as err,
+        subprocess.Popen(command, stderr=err, **pipes) as process,
+    ):
         try:
             assert process.stdout is not None
             url = process.stdout.readline().split()[-1]
