@@ -29,5 +29,5 @@ class Language(NamedTuple):
 def language(*, acts: str, idle: str, asks: str, opens: str = "", whole: str = "") -> Language:
     """Return a language; an empty expression matches nothing."""
     start = re.compile(rf"(?<![\w'-])(?:{opens})\s*") if opens else None
-    compiled = (re.compile(pattern) for pattern in (acts, idle, asks))
-    return Language(start, *compiled, re.compile(whole) if whole else None)
+    rest = re.compile(acts), re.compile(idle), re.compile(asks)
+    return Language(start, *rest, whole=re.compile(whole) if whole else None)
