@@ -157,9 +157,8 @@ def _odds(rows: Sequence[np.ndarray], end: int, words: Words) -> tuple[float, ..
 
 def _logits(model: TargetModel, ids: list[int], count: int) -> list[np.ndarray]:
     """Return the logits at the last places of a sequence."""
-    padded = np.zeros((1, -(-len(ids) // PAD) * PAD), np.int32)
-    padded[0, : len(ids)] = ids
-    logits = np.asarray(model.forward(padded.tolist()).logits[0, len(ids) - count : len(ids)])
+    padded = [*ids, *[0] * (-len(ids) % PAD)]
+    logits = np.asarray(model.forward([padded]).logits[0, len(ids) - count : len(ids)])
     return list(logits)
 
 

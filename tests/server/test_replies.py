@@ -103,6 +103,7 @@ def replied(
 
 def generation(reply: Reply, request: GenerationRequest) -> Generation:
     model = SimpleNamespace(name="tiny", defaults=RequestDefaults(), fingerprint="fp_0")
+    model.engine = SimpleNamespace(tokenizer=None)
     prompts = [EncodedPrompt([1] * 5)]
     made = SimpleNamespace(model=model, request=request, replies=[reply], prompts=prompts, cached=0)
     return cast(Generation, made)

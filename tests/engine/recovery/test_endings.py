@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from fake_device import EOS, WORDS, both, recovery
 
+from dflash_jax.bench.endings import TOOLS
 from dflash_jax.engine.recovery import Recovery
 from dflash_jax.engine.recovery.announcements import Cue, cue_of
 from dflash_jax.engine.recovery.endings import Ending, read_ending
-from dflash_jax.tool_parsers.tool_schema import Tool
+from dflash_jax.tool_parsers.tool_schema import Tool, tools_of
 
 RECORDED = Path(__file__).parents[3] / "benchmarks" / "results" / "endings.json"
 LEAD, CALL, SAID = 80, 81, 10
@@ -24,8 +25,8 @@ RULES = recovery(floor=64, tool_prefix=True, below_floor="odds", call_odds=Recov
 def cases() -> dict[str, list[tuple[str, float, float]]]:
     """Return text and both odds of every recorded ending, by kind."""
     found: dict[str, list[tuple[str, float, float]]] = {"stall": [], "answer": []}
-    for case in json.loads(RECORDED.read_text(encoding="utf-8"))["cases"]:
-        found[case["kind"]].append((case["text"], case["lead"], case["call"]))
+    for case in json.loads(RECORDED.read_text(encoding="utf-8"))["targets"][0]["cases"]:
+        found[case["kind"]].append((case["text"], *case["odds"]))
     return found
 
 
@@ -36,6 +37,7 @@ def is_acted_on(text: str, lead: float, call: float) -> bool:
         text=lambda ids: "".join(text if i == SAID else "" for i in ids),
         calls=((LEAD, CALL, 900, 901),),
         opening=(LEAD, CALL),
+        tools=tools_of(TOOLS),
     )
     odds = {LEAD: lead, CALL: call}
     seen = both([SAID, EOS], RULES, words=words, odds=lambda ids, wanted: odds[wanted])

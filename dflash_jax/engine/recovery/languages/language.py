@@ -29,5 +29,5 @@ class Language(NamedTuple):
 def language(*, acts: str, idle: str, asks: str, opens: str = "", whole: str = "") -> Language:
     """Return a language; an empty expression matches nothing."""
     start = re.compile(rf"(?<![\w'-])(?:{opens})\s*") if opens else None
-    alone = re.compile(whole) if whole else None
-    return Language(start, re.compile(acts), re.compile(idle), re.compile(asks), alone)
+    rest = re.compile(acts), re.compile(idle), re.compile(asks)
+    return Language(start, *rest, whole=re.compile(whole) if whole else None)
