@@ -23,8 +23,8 @@ from dflash_jax.engine.model_runner import InFlightStep, ModelRunner
 from dflash_jax.engine.output_processor import OutputProcessor, RowUpdates
 from dflash_jax.engine.recovery import controller
 from dflash_jax.engine.recovery.speculation import NO_HISTORY
+from dflash_jax.engine.running_request import RunningRequest
 from dflash_jax.engine.scheduler import Scheduler, SchedulerOutput, variants_of
-from dflash_jax.engine.sequence import Sequence
 from dflash_jax.errors import ComputeError, DFlashError, QueueFullError, RequestError
 from dflash_jax.plan import Plan
 from dflash_jax.utils import forking
@@ -156,7 +156,7 @@ class EngineCore:
         if work:
             concurrent.futures.wait(work, DISK_WAIT, concurrent.futures.FIRST_COMPLETED)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: RunningRequest) -> None:
         """Free the queue place or the row of a request that ended."""
         self.scheduler.remove(sequence)
         if not sequence.policy.fixed:  # drafts of sampled requests are accepted at another rate
@@ -174,7 +174,7 @@ class EngineCore:
                 self.tidy()
             return bool(self.in_flight or self.scheduler.unfinished)
 
-    def add(self, sequences: list[Sequence]) -> None:
+    def add(self, sequences: list[RunningRequest]) -> None:
         """Queue requests, all of them or none.
 
         Raises:
@@ -187,7 +187,7 @@ class EngineCore:
                 f" {self._plan.queue} wait; try again later, or load with a larger queue"
             )
 
-    def try_add(self, sequences: list[Sequence]) -> bool:
+    def try_add(self, sequences: list[RunningRequest]) -> bool:
         """Queue requests, all of them or none; return whether the queue had room."""
         with self._use(self._lock):
             if not self.scheduler.has_room(len(sequences)):
@@ -196,7 +196,7 @@ class EngineCore:
                 self.scheduler.waiting += sequences
         return room
 
-    def cancel(self, sequence: Sequence) -> None:
+    def cancel(self, sequence: RunningRequest) -> None:
         """End a request in the queue or in its row; does nothing if it already ended."""
         with self._use(self._lock):
             if not sequence.done:
@@ -241,7 +241,7 @@ class EngineCore:
             forking.check_not_forked()
         return lock
 
-    def _unfinished(self) -> list[Sequence]:
+    def _unfinished(self) -> list[RunningRequest]:
         return [*self.scheduler.waiting, *self.scheduler.running]
 
     def _end_abandoned(self) -> None:

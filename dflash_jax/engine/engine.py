@@ -23,9 +23,9 @@ from dflash_jax.engine.prefix.cache import PrefixCache
 from dflash_jax.engine.recovery.speculation import BreakEven
 from dflash_jax.engine.request import CancelCell, Prompt, Request, make_requests
 from dflash_jax.engine.result import Result
+from dflash_jax.engine.running_request import RunningRequest
 from dflash_jax.engine.sampling_params import SamplingOptions, SamplingParams
 from dflash_jax.engine.scheduler import variants_of
-from dflash_jax.engine.sequence import Sequence as RunningSequence
 from dflash_jax.engine.structured.call_grammars import CallGrammars
 from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.errors import PlanError, RequestError
@@ -120,7 +120,7 @@ class Engine:
         if isinstance(prompts, str) or not isinstance(prompts, Iterable):
             raise RequestError(f"prompts is {prompts!r}; expected a list of texts or of ids")
         params = SamplingParams.of(params, options)
-        sequences: list[RunningSequence] = []
+        sequences: list[RunningRequest] = []
         try:
             for request in [r for p in prompts for r in self._requests(p, params, n)]:
                 sequences.append(sequence := self._sequence(request, cancel))
@@ -430,13 +430,13 @@ class Engine:
         parts = self.plan, self.target, self.tokenizer
         return make_requests(prompt, params, n, *parts, drafts=self.drafter is not None)
 
-    def _sequence(self, request: Request, cancel: CancelCell | None) -> RunningSequence:
+    def _sequence(self, request: Request, cancel: CancelCell | None) -> RunningRequest:
         structure = request.params.structured
         # Whether the in-flight step drafts depends on timing: tokens of a seed would, too.
         seeded = request.params.temperature > 0 and request.params.seed is not None
         fixed = not self.plan.exact or seeded
         retry = request.recovery.call_retry and self.grammars.available
-        return RunningSequence(
+        return RunningRequest(
             request,
             self.tokenizer,
             None if structure is None else self.grammars.make(structure),

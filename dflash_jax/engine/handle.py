@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.result import Piece, Result, Stats
+from dflash_jax.engine.running_request import RunningRequest
 from dflash_jax.engine.scheduler import variants_of
-from dflash_jax.engine.sequence import Sequence
 from dflash_jax.errors import RequestError
 
 
@@ -21,7 +21,7 @@ class RequestHandle:
 
     __slots__ = ("advance", "sequence")
 
-    def __init__(self, sequence: Sequence):
+    def __init__(self, sequence: RunningRequest):
         self.sequence = sequence
         self.advance: Callable[[], None] | None = None
 

@@ -31,8 +31,8 @@ from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.prefix.disk import identity
 from dflash_jax.engine.prefix.store import PrefixStore
 from dflash_jax.engine.recovery.trace import CallTime
+from dflash_jax.engine.running_request import RunningRequest
 from dflash_jax.engine.scheduler import SchedulerOutput
-from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.structured.grammars import Grammar
 from dflash_jax.engine.structured.mask_thread import MaskThread
 from dflash_jax.plan import Plan
@@ -143,7 +143,7 @@ class ModelRunner:
                 yield from self._feed(work, {row: sequence}, first=row)
 
     def _feed(
-        self, work: SchedulerOutput, sequences: Mapping[int, Sequence], *, first: int
+        self, work: SchedulerOutput, sequences: Mapping[int, RunningRequest], *, first: int
     ) -> Iterator[Output]:
         """Dispatch one prefill call for rows from `first` on."""
         rows, chunk = self._fed_rows, self.plan.chunk
@@ -213,7 +213,7 @@ class ModelRunner:
 
     # -- changes of rows ----------------------------------------------------------------------
 
-    def set_logits_state(self, row: int, sequence: Sequence) -> None:
+    def set_logits_state(self, row: int, sequence: RunningRequest) -> None:
         """Set a row's penalties, biases and counts to those of a request so far."""
         if program := self.executables.get(ProgramKey(Step.SET_LOGITS_STATE)):
             self._logits.set_row(program, row, sequence.request, sequence.state.ids)

@@ -2,8 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Mapping, Sequence
 
 from dflash_jax.decode.forced_tokens import ForcedTokens
 from dflash_jax.engine.events import EventLog
@@ -13,7 +12,7 @@ from dflash_jax.engine.recovery import controller
 from dflash_jax.engine.recovery.controller import Restart
 from dflash_jax.engine.recovery.trace import CallTime
 from dflash_jax.engine.result import Stats
-from dflash_jax.engine.sequence import Sequence, StepDetails
+from dflash_jax.engine.running_request import RunningRequest, StepDetails
 from dflash_jax.state import RowStep
 
 log = logging.getLogger("dflash_jax.engine")
@@ -23,7 +22,7 @@ log = logging.getLogger("dflash_jax.engine")
 class RowUpdates:
     """What the device, the scheduler and the prefix cache must do after a step, in this order."""
 
-    finished: list[Sequence] = dataclasses.field(default_factory=list)
+    finished: list[RunningRequest] = dataclasses.field(default_factory=list)
     # Prompts of which nothing in the prefix cache may be used again.
     invalidated: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     cleared: list[int] = dataclasses.field(default_factory=list)  # rows of non-finite numbers
@@ -91,7 +90,7 @@ class OutputProcessor:
         if not result.finite or effects.restart is Restart.FRESH:
             updates.invalidated.append(sequence.request.prompt)
 
-    def retry_calls(self, running: Seq[Sequence]) -> list[Sequence]:
+    def retry_calls(self, running: Sequence[RunningRequest]) -> list[RunningRequest]:
         """Restart requests whose call grammar is ready; return those that end without one."""
         ended = []
         for sequence in running:
@@ -107,7 +106,7 @@ class OutputProcessor:
                 self.report(sequence, sequence.retry_call(compiled.result()).notes)
         return ended
 
-    def report(self, sequence: Sequence, notes: Seq[str]) -> None:
+    def report(self, sequence: RunningRequest, notes: Sequence[str]) -> None:
         """Log recovery events of a request."""
         request, length = sequence.request, sequence.state.num_decided
         figures = {"prompt_tokens": len(request.prompt), "output_tokens": length}

@@ -3,8 +3,7 @@
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Container, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +11,8 @@ import numpy as np
 
 from dflash_jax.compiler.keys import LOGITS_VARIANTS, STEP_VARIANTS, Variant
 from dflash_jax.engine.recovery import OFF
+from dflash_jax.engine.running_request import RowSettings, RunningRequest
 from dflash_jax.engine.sampling_params import MIN_TEMPERATURE
-from dflash_jax.engine.sequence import RowSettings, Sequence
 from dflash_jax.plan import Plan
 from dflash_jax.state import CHOICES, RowRules
 
@@ -26,7 +25,7 @@ class SchedulerOutput:
 
     variant: Variant  # of the programs
     rules: RowRules  # of all rows; rows that do not decode have a limit of 0
-    sequences: Mapping[int, Sequence]  # by row, those the work is for
+    sequences: Mapping[int, RunningRequest]  # by row, those the work is for
     epochs: Mapping[int, int]  # of these sequences, by row
     prefill: bool = False  # whether each row is fed the next chunk of its prompt; else rows decode
     drafting: frozenset[int] = frozenset()  # rows that draft
@@ -74,8 +73,8 @@ class Scheduler:
 
     def __init__(self, plan: Plan, put: Callable[[Any], Any] = jax.device_put):
         self._plan, self._put = plan, put
-        self.waiting: collections.deque[Sequence] = collections.deque()  # the oldest first
-        self.rows: list[Sequence | None] = [None] * plan.rows
+        self.waiting: collections.deque[RunningRequest] = collections.deque()  # the oldest first
+        self.rows: list[RunningRequest | None] = [None] * plan.rows
         self.pacer = StepPacer(plan.steps_per_call)
         self._prefilled_last = False
         self._rules: RowRules | None = None
@@ -83,7 +82,7 @@ class Scheduler:
         self._columns: dict[str, tuple[np.ndarray, Any]] = {}
 
     @property
-    def running(self) -> list[Sequence]:
+    def running(self) -> list[RunningRequest]:
         """Requests that have a row."""
         return [sequence for sequence in self.rows if sequence]
 
@@ -96,13 +95,13 @@ class Scheduler:
         """Return whether the queue has room for more requests."""
         return len(self.waiting) + count <= self._plan.queue
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: RunningRequest) -> None:
         """Remove a request from the queue or from its row."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         self.rows = [None if x is sequence else x for x in self.rows]
 
-    def admit(self) -> list[Sequence]:
+    def admit(self) -> list[RunningRequest]:
         """Give free rows to the requests that have waited longest; return those."""
         admitted = []
         for row, sequence in enumerate(self.rows):
@@ -112,7 +111,7 @@ class Scheduler:
                 admitted.append(first)
         return admitted
 
-    def schedule(self, in_flight: Seq[SchedulerOutput] = ()) -> SchedulerOutput | None:
+    def schedule(self, in_flight: Sequence[SchedulerOutput] = ()) -> SchedulerOutput | None:
         """Return the work of the next call, after that in flight; None if no row can use one."""
         if len(in_flight) == 1 and in_flight[0].num_steps > 1:
             return None  # most requests end in one of the next few steps: wait for the results
@@ -143,11 +142,11 @@ class Scheduler:
         return self._rules
 
     def _may_all_end(
-        self, decoding: Mapping[int, Sequence], in_flight: Seq[SchedulerOutput]
+        self, decoding: Mapping[int, RunningRequest], in_flight: Sequence[SchedulerOutput]
     ) -> bool:
         """Whether work in flight may already bring every row to its length limit."""
 
-        def may_end(row: int, sequence: Sequence) -> bool:
+        def may_end(row: int, sequence: RunningRequest) -> bool:
             unread = [x for x in in_flight if x.sequences.get(row) is sequence and x.waits(row)]
             most = [x.num_steps * (self._plan.block if row in x.drafting else 1) for x in unread]
             length = len(sequence.request.prompt) + sequence.state.num_decided
@@ -156,7 +155,7 @@ class Scheduler:
         return bool(in_flight) and all(may_end(row, x) for row, x in decoding.items())
 
 
-def variant_of(sequence: Sequence) -> Variant:
+def variant_of(sequence: RunningRequest) -> Variant:
     """Return the variant of the decode programs that a request needs."""
     if sequence.output.grammar is not None:
         return Variant.CONSTRAINED
@@ -166,7 +165,7 @@ def variant_of(sequence: Sequence) -> Variant:
     return Variant.SAMPLED if params.temperature > 0 else Variant.GREEDY
 
 
-def variants_of(sequence: Sequence) -> list[Variant]:
+def variants_of(sequence: RunningRequest) -> list[Variant]:
     """Return all variants of programs that a request may need."""
     request = sequence.request
     forces, scores = request.recovery != OFF, request.params.prompt_logprobs is not None
@@ -176,7 +175,7 @@ def variants_of(sequence: Sequence) -> list[Variant]:
 
 def make_rules(
     plan: Plan,
-    rows: Seq[tuple[RowSettings | None, bool]],
+    rows: Sequence[tuple[RowSettings | None, bool]],
     columns: dict[str, tuple[np.ndarray, Any]],
     put: Callable[[Any], Any] = jax.device_put,
 ) -> RowRules:

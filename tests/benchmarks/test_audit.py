@@ -26,7 +26,7 @@ from dflash_jax.decode.logits_processing import LogitsState
 from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.model_runner import InFlightStep
 from dflash_jax.engine.recovery.controller import Finish
-from dflash_jax.engine.sequence import Sequence
+from dflash_jax.engine.running_request import RunningRequest
 from dflash_jax.engine.structured.grammars import Grammar
 from dflash_jax.state import OutputColumn
 
@@ -188,7 +188,7 @@ def stale_rows(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:
     """After a cancellation, the next request of the row starts at the old position."""
     release, stale = EngineCore._release, set()
 
-    def noted(self: EngineCore, sequence: Sequence) -> None:
+    def noted(self: EngineCore, sequence: RunningRequest) -> None:
         rows = self.scheduler.rows
         if sequence.finish is Finish.CANCELLED and sequence in rows:
             stale.add(rows.index(sequence))

@@ -28,9 +28,9 @@ from dflash_jax.decode.sampling import (
 )
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.request import Request
+from dflash_jax.engine.running_request import RowSettings
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.engine.scheduler import make_rules
-from dflash_jax.engine.sequence import RowSettings
 from dflash_jax.state import RowRules
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 

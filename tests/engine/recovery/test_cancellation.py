@@ -13,12 +13,14 @@ from dflash_jax.engine.recovery.controller import (
     advance,
 )
 from dflash_jax.engine.request import CancelCell, Request
+from dflash_jax.engine.running_request import RunningRequest
 from dflash_jax.engine.sampling_params import SamplingParams
-from dflash_jax.engine.sequence import Sequence
 
 
-def sequence(cell: CancelCell) -> Sequence:
-    return Sequence(Request(prompt=(1,), params=SamplingParams(max_tokens=9)), None, cancel=cell)
+def sequence(cell: CancelCell) -> RunningRequest:
+    return RunningRequest(
+        Request(prompt=(1,), params=SamplingParams(max_tokens=9)), None, cancel=cell
+    )
 
 
 def test_C1_C2_nothing_is_emitted_after_a_disconnect() -> None:

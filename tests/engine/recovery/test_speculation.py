@@ -20,8 +20,8 @@ from dflash_jax.engine.recovery.speculation import (
     DraftingState,
 )
 from dflash_jax.engine.request import Request
+from dflash_jax.engine.running_request import RunningRequest
 from dflash_jax.engine.sampling_params import SamplingParams
-from dflash_jax.engine.sequence import Sequence
 
 SCRIPT = range(10, 700)
 
@@ -88,7 +88,7 @@ def test_only_notes_about_the_drafter_depend_on_the_block_size() -> None:
     )
     statistics = []
     for drafts in (7, 0):  # a block of one token drafts nothing
-        sequence = Sequence(request, None)
+        sequence = RunningRequest(request, None)
         sequence.start()
         sequence.take(Prefilled(10))
         for token in range(11, 60):

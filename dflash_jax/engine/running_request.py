@@ -5,7 +5,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ class RowSettings(NamedTuple):
 class StepDetails(NamedTuple):
     """What is reported about a step besides the event that it is to the state machine."""
 
-    logprobs: Seq[TokenLogprob] = ()  # of its tokens, where the request asks for them
+    logprobs: Sequence[TokenLogprob] = ()  # of its tokens, where the request asks for them
     drafts: tuple[int, ...] = ()  # that were verified, if the plan reports them
     time: CallTime | None = None  # of its call
 
@@ -49,7 +49,7 @@ class StepDetails(NamedTuple):
 NO_DETAILS = StepDetails()
 
 
-class Sequence:
+class RunningRequest:
     """One request in the engine.
 
     The output processor changes it by the device's results; `EngineCore` ends it for its caller
