@@ -19,7 +19,7 @@ from dflash_jax.bench.replay import Turn, prompt_of, read_turns
 from dflash_jax.cli.replay import SHIPPED
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.handle import RequestHandle
-from dflash_jax.engine.recovery import OFF, controller
+from dflash_jax.engine.state_machine import OFF, controller
 
 SETTINGS = {
     "off": OFF,

@@ -19,8 +19,8 @@ from dflash_jax.bench.replay import Turn, outcome_of, prompt_of
 from dflash_jax.cli.options import use_compilation_cache
 from dflash_jax.cli.replay import SHIPPED
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.recovery.floor import ends_on_colon
-from dflash_jax.engine.recovery.guards import runaway_drop
+from dflash_jax.engine.state_machine.floor import ends_on_colon
+from dflash_jax.engine.state_machine.guards import runaway_drop
 from recipes.tiny.corpus import agents, conversation
 from recipes.tiny.corpus.exchange import is_held_out
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from dflash_jax.config import DrafterConfig, TargetConfig
     from dflash_jax.engine.engine import Engine
     from dflash_jax.engine.handle import AsyncStream, RequestHandle, Stream
-    from dflash_jax.engine.recovery import Recovery
     from dflash_jax.engine.request import CancelCell
     from dflash_jax.engine.result import Piece, Result, RoundTrace, Stats
     from dflash_jax.engine.sampling_params import SamplingParams
+    from dflash_jax.engine.state_machine import Recovery
     from dflash_jax.errors import (
         CheckpointError,
         ComputeError,
@@ -71,7 +71,7 @@ _MODULES = {
     "plan": ("Plan",),
     "engine.engine": ("Engine",),
     "engine.handle": ("AsyncStream", "RequestHandle", "Stream"),
-    "engine.recovery": ("Recovery",),
+    "engine.state_machine": ("Recovery",),
     "engine.request": ("CancelCell",),
     "engine.result": ("Piece", "Result", "RoundTrace", "Stats"),
     "engine.sampling_params": ("SamplingParams",),

@@ -11,8 +11,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from dflash_jax.engine.recovery.trace import RoundTrace
     from dflash_jax.engine.result import Result, Stats
+    from dflash_jax.engine.state_machine.trace import RoundTrace
     from dflash_jax.plan import Plan
 
 NAMES = {

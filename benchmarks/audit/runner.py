@@ -15,9 +15,9 @@ from benchmarks.audit.models import AuditedEngine
 from benchmarks.audit.scenario import AuditRequest, Failure, Scenario
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.handle import RequestHandle, Stream
-from dflash_jax.engine.recovery.speculation import BreakEven
 from dflash_jax.engine.result import Stats, TokenLogprob
 from dflash_jax.engine.scheduler import StepPacer
+from dflash_jax.engine.state_machine.speculation import BreakEven
 from dflash_jax.errors import DFlashError
 from dflash_jax.state import StepOutput
 from dflash_jax.testing import OWN, force_acceptance, set_row_scripts

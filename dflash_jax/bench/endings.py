@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.bench.ending_texts import ANSWERS, SLOTS, STALLS
-from dflash_jax.engine.recovery import Recovery, floor
-from dflash_jax.engine.recovery.endings import read_ending
-from dflash_jax.engine.recovery.words import Words
+from dflash_jax.engine.state_machine import Recovery, floor
+from dflash_jax.engine.state_machine.endings import read_ending
+from dflash_jax.engine.state_machine.words import Words
 from dflash_jax.engine.vocabulary import words_of
 from dflash_jax.errors import RequestError
 from dflash_jax.target_model import TargetModel

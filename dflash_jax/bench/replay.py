@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.recovery import Recovery
 from dflash_jax.engine.result import Result
+from dflash_jax.engine.state_machine import Recovery
 from dflash_jax.errors import RequestError
 from dflash_jax.tool_parsers import CallState, Syntax, syntax_of
 from dflash_jax.tool_parsers.malformed_calls import is_a

@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     Expected kinds of answers count with recovery on only.
     """
     from dflash_jax.bench import replay
-    from dflash_jax.engine.recovery import Recovery
+    from dflash_jax.engine.state_machine import Recovery
 
     turns = replay.read_turns(options.trace or SHIPPED)
     options.max_tokens = max(turn.max_tokens for turn in turns)

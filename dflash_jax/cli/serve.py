@@ -321,7 +321,7 @@ def _pairs(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _defaults(options: argparse.Namespace) -> Any:
-    from dflash_jax.engine.recovery import OFF, Recovery
+    from dflash_jax.engine.state_machine import OFF, Recovery
     from dflash_jax.server.models import RequestDefaults
 
     from_environment = Recovery.from_environment(os.environ)

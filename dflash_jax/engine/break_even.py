@@ -12,8 +12,8 @@ from dflash_jax.compiler.programs import is_multi_step
 from dflash_jax.compiler.settings import untraced
 from dflash_jax.decode.inputs import DecodeInputs, PrefillInputs
 from dflash_jax.engine.model_runner import ModelRunner
-from dflash_jax.engine.recovery.speculation import BreakEven
 from dflash_jax.engine.scheduler import make_rules, steps_of_call
+from dflash_jax.engine.state_machine.speculation import BreakEven
 from dflash_jax.state import read_output
 
 DECODE_STEPS = (Step.SPECULATIVE, Step.PLAIN)

@@ -21,10 +21,10 @@ from dflash_jax.engine.break_even import BreakEvenMeter
 from dflash_jax.engine.events import EventLog
 from dflash_jax.engine.model_runner import InFlightStep, ModelRunner
 from dflash_jax.engine.output_processor import OutputProcessor, RowUpdates
-from dflash_jax.engine.recovery import controller
-from dflash_jax.engine.recovery.speculation import NO_HISTORY
 from dflash_jax.engine.running_request import RunningRequest
 from dflash_jax.engine.scheduler import Scheduler, SchedulerOutput, variants_of
+from dflash_jax.engine.state_machine import controller
+from dflash_jax.engine.state_machine.speculation import NO_HISTORY
 from dflash_jax.errors import ComputeError, DFlashError, QueueFullError, RequestError
 from dflash_jax.plan import Plan
 from dflash_jax.utils import forking

@@ -5,9 +5,9 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Sequence
 
-from dflash_jax.engine.recovery.trace import RoundTrace, TraceRecorder
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.result import Piece, TokenLogprob
+from dflash_jax.engine.state_machine.trace import RoundTrace, TraceRecorder
 from dflash_jax.engine.structured.grammars import Grammar
 from dflash_jax.engine.vocabulary import opens_thought
 from dflash_jax.tokenizer import Tokenizer

@@ -20,12 +20,12 @@ from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.handle import AsyncDriver, AsyncStream, RequestHandle, Stream
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.prefix.cache import PrefixCache
-from dflash_jax.engine.recovery.speculation import BreakEven
 from dflash_jax.engine.request import CancelCell, Prompt, Request, make_requests
 from dflash_jax.engine.result import Result
 from dflash_jax.engine.running_request import RunningRequest
 from dflash_jax.engine.sampling_params import SamplingOptions, SamplingParams
 from dflash_jax.engine.scheduler import variants_of
+from dflash_jax.engine.state_machine.speculation import BreakEven
 from dflash_jax.engine.structured.call_grammars import CallGrammars
 from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.errors import PlanError, RequestError

@@ -30,9 +30,9 @@ from dflash_jax.engine.logits_processing import LogitsProcessor
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.prefix.disk import identity
 from dflash_jax.engine.prefix.store import PrefixStore
-from dflash_jax.engine.recovery.trace import CallTime
 from dflash_jax.engine.running_request import RunningRequest
 from dflash_jax.engine.scheduler import SchedulerOutput
+from dflash_jax.engine.state_machine.trace import CallTime
 from dflash_jax.engine.structured.grammars import Grammar
 from dflash_jax.engine.structured.mask_thread import MaskThread
 from dflash_jax.plan import Plan

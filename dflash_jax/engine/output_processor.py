@@ -8,11 +8,11 @@ from dflash_jax.decode.forced_tokens import ForcedTokens
 from dflash_jax.engine.events import EventLog
 from dflash_jax.engine.logits_processing import prompt_logprobs, token_logprobs
 from dflash_jax.engine.model_runner import InFlightStep
-from dflash_jax.engine.recovery import controller
-from dflash_jax.engine.recovery.controller import Restart
-from dflash_jax.engine.recovery.trace import CallTime
 from dflash_jax.engine.result import Stats
 from dflash_jax.engine.running_request import RunningRequest, StepDetails
+from dflash_jax.engine.state_machine import controller
+from dflash_jax.engine.state_machine.controller import Restart
+from dflash_jax.engine.state_machine.trace import CallTime
 from dflash_jax.state import RowStep
 
 log = logging.getLogger("dflash_jax.engine")

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.engine.recovery import OFF, Recovery
-from dflash_jax.engine.recovery.words import NO_WORDS, Words
 from dflash_jax.engine.sampling_params import SEEDS, SamplingParams
+from dflash_jax.engine.state_machine import OFF, Recovery
+from dflash_jax.engine.state_machine.words import NO_WORDS, Words
 from dflash_jax.engine.vocabulary import words_of
 from dflash_jax.errors import RequestError
 from dflash_jax.plan import Plan

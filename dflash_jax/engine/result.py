@@ -5,7 +5,7 @@ import dataclasses
 import reprlib
 from typing import Any
 
-from dflash_jax.engine.recovery.trace import RoundTrace
+from dflash_jax.engine.state_machine.trace import RoundTrace
 from dflash_jax.show import Shown, result_html, result_shown, stats_html
 
 _SHORT = reprlib.Repr()

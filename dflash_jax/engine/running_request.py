@@ -12,11 +12,11 @@ from typing import NamedTuple
 from dflash_jax.decode.forced_tokens import ForcedTokens
 from dflash_jax.engine.detokenizer import OutputBuffer
 from dflash_jax.engine.prefix.cursor import PromptCursor
-from dflash_jax.engine.recovery import controller, repeated_calls, request_state, speculation
-from dflash_jax.engine.recovery.guards import runaway_drop
-from dflash_jax.engine.recovery.trace import CallTime
 from dflash_jax.engine.request import CancelCell, Request
 from dflash_jax.engine.result import Result, Stats, TokenLogprob
+from dflash_jax.engine.state_machine import controller, repeated_calls, request_state, speculation
+from dflash_jax.engine.state_machine.guards import runaway_drop
+from dflash_jax.engine.state_machine.trace import CallTime
 from dflash_jax.engine.structured.call_grammars import CallGrammars
 from dflash_jax.engine.structured.grammars import Grammar
 from dflash_jax.errors import ComputeError, DFlashError, RequestError

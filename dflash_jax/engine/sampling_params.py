@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypedDict
 
-from dflash_jax.engine.recovery import OFF, Recovery
+from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.errors import RequestError
 from dflash_jax.plan_fields import plain_value
 

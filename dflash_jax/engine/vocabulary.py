@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_jax.engine.recovery import OFF, Recovery, repeated_calls
-from dflash_jax.engine.recovery.words import NO_WORDS, Ids, Words
+from dflash_jax.engine.state_machine import OFF, Recovery, repeated_calls
+from dflash_jax.engine.state_machine.words import NO_WORDS, Ids, Words
 from dflash_jax.errors import RequestError
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import Syntax, syntax_of, tools_warning

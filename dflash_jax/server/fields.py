@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.engine.sampling_params import SEEDS
+from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.errors import ConfigError
 from dflash_jax.server.protocol import MOST_CHOICES, Problem
 from dflash_jax.server.thinking import positive_budget

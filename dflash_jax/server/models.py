@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.recovery import OFF, Recovery
+from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.server.errors import not_ready
 from dflash_jax.server.prompt import ToolTurnCache
 from dflash_jax.server.protocol import Problem

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from dflash_jax.engine.recovery import Recovery
+from dflash_jax.engine.state_machine import Recovery
 from dflash_jax.tool_parsers.tool_schema import MOST_DEPTH, Tool, ToolChoice, is_deep
 
 Message = dict[str, Any]

@@ -5,8 +5,8 @@ from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from dflash_jax.engine.detokenizer import Detokenizer
-from dflash_jax.engine.recovery import repeated_calls
 from dflash_jax.engine.result import Piece, Result, RoundTrace, TokenLogprob
+from dflash_jax.engine.state_machine import repeated_calls
 from dflash_jax.engine.vocabulary import markup_ids
 from dflash_jax.server.held_calls import RepeatedCallFilter
 from dflash_jax.server.protocol import GenerationRequest, new_id

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.sampling_params import SamplingParams
+from dflash_jax.engine.state_machine import OFF
 from dflash_jax.errors import RequestError
 from dflash_jax.server.errors import to_problem
 from dflash_jax.server.models import ServedModel

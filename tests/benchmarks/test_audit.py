@@ -25,8 +25,8 @@ from dflash_jax.decode import forced_tokens, steps
 from dflash_jax.decode.logits_processing import LogitsState
 from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.model_runner import InFlightStep
-from dflash_jax.engine.recovery.controller import Finish
 from dflash_jax.engine.running_request import RunningRequest
+from dflash_jax.engine.state_machine.controller import Finish
 from dflash_jax.engine.structured.grammars import Grammar
 from dflash_jax.state import OutputColumn
 

@@ -13,7 +13,7 @@ from benchmarks.endings import FAMILIES, byte_tokenizer
 from dflash_jax.bench import endings
 from dflash_jax.bench.ending_texts import ANSWERS, SLOTS, STALLS
 from dflash_jax.engine import vocabulary
-from dflash_jax.engine.recovery import Recovery
+from dflash_jax.engine.state_machine import Recovery
 from dflash_jax.server.prompt import ToolTurnCache, chat_prompt
 from dflash_jax.server.protocol import GenerationRequest
 from dflash_jax.tokenizer import Tokenizer

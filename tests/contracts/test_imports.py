@@ -62,9 +62,9 @@ def dotted(node: ast.AST) -> str:
 
 
 def test_the_request_machine_knows_nothing_but_the_standard_library() -> None:
-    pure = ("dflash_jax.engine.recovery", "dflash_jax.tool_parsers", "dflash_jax.errors")
+    pure = ("dflash_jax.engine.state_machine", "dflash_jax.tool_parsers", "dflash_jax.errors")
     banned = ("time", "random", "os", "logging", "threading", "io", "pathlib", "socket")
-    for path in files("dflash_jax/engine/recovery", "dflash_jax/tool_parsers"):
+    for path in files("dflash_jax/engine/state_machine", "dflash_jax/tool_parsers"):
         names = {n for n in imports(path) if not under(n, *pure)}
         assert {n.split(".")[0] for n in names} <= sys.stdlib_module_names, path
         assert not any(under(n, *banned) for n in names), path

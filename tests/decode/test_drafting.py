@@ -14,7 +14,7 @@ from dflash_jax.compiler.models import idle_rules
 from dflash_jax.decode.acceptance import accept_greedy, accept_sampled
 from dflash_jax.decode.drafting import RowDraftSampler, over_vocabulary
 from dflash_jax.engine import request as requests
-from dflash_jax.engine.recovery import speculation
+from dflash_jax.engine.state_machine import speculation
 from dflash_jax.state import RowRules
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 

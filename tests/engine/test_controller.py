@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.engine.recovery import OFF, Recovery
-from dflash_jax.engine.recovery.controller import (
+from dflash_jax.engine.state_machine import OFF, Recovery
+from dflash_jax.engine.state_machine.controller import (
     TRANSITIONS,
     CallRetried,
     Cancelled,
@@ -21,9 +21,9 @@ from dflash_jax.engine.recovery.controller import (
     Stepped,
     advance,
 )
-from dflash_jax.engine.recovery.request_state import TokenIds, speculates
-from dflash_jax.engine.recovery.speculation import BAD_DRAFTS, PAUSE, TRIAL, BreakEven
-from dflash_jax.engine.recovery.words import Words
+from dflash_jax.engine.state_machine.request_state import TokenIds, speculates
+from dflash_jax.engine.state_machine.speculation import BAD_DRAFTS, PAUSE, TRIAL, BreakEven
+from dflash_jax.engine.state_machine.words import Words
 from dflash_jax.tool_parsers import SYNTAXES
 from dflash_jax.tool_parsers.tool_schema import Tool
 

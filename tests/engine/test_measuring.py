@@ -10,8 +10,8 @@ from dflash_jax import Plan
 from dflash_jax.engine import break_even
 from dflash_jax.engine.break_even import Stopwatch
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.recovery import speculation
-from dflash_jax.engine.recovery.speculation import NO_HISTORY, TRIAL, BreakEven
+from dflash_jax.engine.state_machine import speculation
+from dflash_jax.engine.state_machine.speculation import NO_HISTORY, TRIAL, BreakEven
 from dflash_jax.testing import (
     force_acceptance,
     random_engine,

@@ -13,9 +13,9 @@ from dflash_jax.config import TargetConfig
 from dflash_jax.engine import request as requests
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.prefix.cache import CacheCounters, PrefixCache
-from dflash_jax.engine.recovery import OFF, guards
-from dflash_jax.engine.recovery.controller import Cancelled, Finish
-from dflash_jax.engine.recovery.words import Words
+from dflash_jax.engine.state_machine import OFF, guards
+from dflash_jax.engine.state_machine.controller import Cancelled, Finish
+from dflash_jax.engine.state_machine.words import Words
 from dflash_jax.errors import CheckpointError, ComputeError, PlanError, SnapshotError
 from dflash_jax.testing import (
     random_engine,

@@ -20,10 +20,10 @@ from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.engine import request as requests
 from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.recovery import OFF, floor
-from dflash_jax.engine.recovery.announcements import Cue
-from dflash_jax.engine.recovery.speculation import BreakEven
-from dflash_jax.engine.recovery.words import Words
+from dflash_jax.engine.state_machine import OFF, floor
+from dflash_jax.engine.state_machine.announcements import Cue
+from dflash_jax.engine.state_machine.speculation import BreakEven
+from dflash_jax.engine.state_machine.words import Words
 from dflash_jax.errors import RequestError
 from dflash_jax.testing import set_script
 from dflash_jax.tokenizer import Tokenizer

@@ -8,8 +8,8 @@ import pytest
 
 from dflash_jax.engine import request as requests
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.recovery import OFF, Recovery
-from dflash_jax.engine.recovery.words import Words
+from dflash_jax.engine.state_machine import OFF, Recovery
+from dflash_jax.engine.state_machine.words import Words
 from dflash_jax.testing import random_engine
 from dflash_jax.tool_parsers import SYNTAXES
 

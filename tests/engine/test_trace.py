@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 import dflash_jax as dj
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.recovery import OFF
+from dflash_jax.engine.state_machine import OFF
 from dflash_jax.errors import RequestError
 from dflash_jax.testing import (
     force_acceptance,

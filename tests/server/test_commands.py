@@ -26,8 +26,8 @@ from dflash_jax.cli import chat, main, parser, serve
 from dflash_jax.cli.bench import report
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.handle import Stream
-from dflash_jax.engine.recovery import OFF, Recovery
 from dflash_jax.engine.result import Piece
+from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.errors import RequestError
 from dflash_jax.loading import locate
 from dflash_jax.server.run import log_to_stderr, url_of

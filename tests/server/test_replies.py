@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_jax.engine.detokenizer import Detokenizer
-from dflash_jax.engine.recovery import OFF
 from dflash_jax.engine.result import Piece, Result, Stats, TokenLogprob
+from dflash_jax.engine.state_machine import OFF
 from dflash_jax.loading import locate
 from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_messages
 from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat

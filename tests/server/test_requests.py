@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dflash_jax.engine.recovery import OFF, Recovery
+from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.errors import RequestError
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.chat import decode_chat

@@ -1,0 +1,136 @@
+"""Rules that end outputs that loop.
+
+The default rules are in `loops.py` and `counted_loops.py`, those for tool calls in
+`repeated_calls.py`. The functions of this file are the rules of the original engines, which
+settings can select.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from dflash_jax.engine.state_machine import counted_loops, loops, repeated_calls
+from dflash_jax.engine.state_machine.settings import Recovery
+from dflash_jax.engine.state_machine.words import Ids, Words
+
+LONGEST_UNIT, COPIES, KEPT = 8, 12, 3  # of a runaway loop
+PERIODS = range(12, 81)  # of the watchdog
+LEAST_REPEATED = 48
+
+
+class LoopMemory(NamedTuple):
+    """Facts about an output that the loop rules need for its next token."""
+
+    seen: loops.Seen = loops.Seen()
+    masked: str = ""  # the same with all numbers equal, see `counted_loops`
+    called: repeated_calls.Called = repeated_calls.Called()
+
+    def shortened(self, count: int) -> "LoopMemory":
+        """Return the facts about the first `count` ids, as far as they are known."""
+        return LoopMemory(called=self.called) if self.called.read <= count else NO_MEMORY
+
+
+NO_MEMORY = LoopMemory()
+
+
+class Guard:
+    """Applies the loop rules to the tokens of a step, one by one.
+
+    Args:
+      memory, ids: of the output before the step.
+    """
+
+    def __init__(self, memory: LoopMemory, ids: Sequence[int], recovery: Recovery, words: Words):
+        self._recovery, self._words = recovery, words
+        (self._seen, seen), self._masked, self._called = memory
+        self._tail: list[int] | None = None
+        if recovery.repeats or recovery.runaway is True or recovery.watches:
+            self._tail = list(ids[-max(recovery.repeats, 3 * PERIODS[-1]) :])
+        self._count, self._keep = len(ids), 0
+        if recovery.measures:
+            self._keep = loops.lengths_of(recovery.loop_tokens, closed=False).keep
+            if seen != len(ids):  # tokens were forced
+                self._seen = loops.letters(ids[-self._keep :])
+                self._masked = counted_loops.extended("", ids, words)
+
+    @property
+    def memory(self) -> LoopMemory:
+        """Facts about the output up to the last token that was taken."""
+        return LoopMemory(loops.Seen(self._seen, self._count), self._masked, self._called)
+
+    def take(self, token: int, since: Callable[[int], Ids], *, closed: bool) -> str | None:
+        """Take one more token; return the kind of loop it completes, or None.
+
+        Args:
+          since: returns the output, this token included, from an index on.
+          closed: whether a thought had to be closed.
+        """
+        recovery, words = self._recovery, self._words
+        self._count += 1
+        grew = False
+        if self._keep:
+            self._seen = (self._seen + loops.letters((token,)))[-self._keep :]
+            masked = counted_loops.extended(self._masked, (token,), words)
+            grew, self._masked = masked != self._masked, masked
+        if recovery.counts_calls and repeated_calls.may_end(token, words):
+            before = self._called
+            self._called = repeated_calls.after(before, since, words)
+            if self._called.read > before.read and (kind := self._called.judge(recovery)):
+                return kind
+        if self._tail is not None:
+            self._tail.append(token)
+            if kind := looping(self._tail, recovery, closed=closed):
+                return kind
+        halved, most = closed and recovery.watchdog == "on", recovery.loop_tokens
+        if not self._keep:
+            return None
+        if kind := loops.too_long(self._seen, since, words, most, closed=halved):
+            return kind
+        return "period" if grew and counted_loops.too_long(self._masked, since, words) else None
+
+
+def looping(ids: Sequence[int], recovery: Recovery, *, closed: bool) -> str | None:
+    """Return the kind of loop by the original rules: "repeat", "runaway", "period" or None.
+
+    Args:
+      closed: whether a thought had to be closed; the watchdog looks only then.
+    """
+    if recovery.repeats and len(ids) >= recovery.repeats:
+        last = ids[-recovery.repeats :]
+        if last[0] == last[-1] and len(set(last)) == 1:
+            return "repeat"
+    if recovery.runaway is True and runaway_drop(ids):
+        return "runaway"
+    copies, least = (2, 0) if recovery.watchdog == "compat" else (3, LEAST_REPEATED)
+    watched = closed and recovery.watches
+    return "period" if watched and is_periodic(ids, copies=copies, least=least) else None
+
+
+def runaway_drop(ids: Sequence[int]) -> int:
+    """Return how many ids at the end exceed three copies of a loop's unit; 0 without a loop.
+
+    A loop is at least twelve copies of a unit of one to eight ids; the shortest unit counts.
+    """
+    for period in range(1, LONGEST_UNIT + 1):
+        if len(ids) < COPIES * period:
+            break
+        same = period
+        while same < len(ids) and ids[-1 - same] == ids[-1 - same + period]:
+            same += 1
+        copies = same // period
+        if copies >= COPIES:
+            return (copies - KEPT) * period
+    return 0
+
+
+def is_periodic(ids: Sequence[int], *, copies: int, least: int) -> bool:
+    """Return whether ids end in `copies` of a unit of 12 to 80 ids, `least` ids or more."""
+    for period in PERIODS:
+        wanted = period * max(copies, -(-least // period))
+        if len(ids) < copies * period:
+            return False
+        if len(ids) < wanted or ids[-1] != ids[-1 - period]:
+            continue
+        last = ids[-wanted:]
+        if last[period:] == last[:-period]:
+            return True
+    return False
