@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from fake_device import CHAT_EOS, EOS, SPECIAL, STOPS, THINK, WORDS, Device, recovery, run, scripted
 
-from dflash_jax.engine import sequence as sequences
+from dflash_jax.engine import running_request
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.state_machine.controller import (
     Cancelled,
@@ -147,9 +147,9 @@ def test_E16_the_retry_keeps_the_drafting_statistics_of_the_first_attempt() -> N
 
 def test_E16_times_of_both_attempts_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(sequences, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(running_request, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     request = Request(prompt=(1,), stop_ids=STOPS, recovery=RETRY, words=WORDS)
-    sequence = sequences.Sequence(request, None)
+    sequence = running_request.RunningRequest(request, None)
     history = [
         (1.5, Prefilled(SPECIAL)),
         (1.7, Stepped((EOS,), num_drafts=3)),

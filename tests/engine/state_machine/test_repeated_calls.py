@@ -11,7 +11,7 @@ import pytest
 from fake_device import END_FUNCTION, EOS, FUNCTION, STALL, UNKNOWN, both, loop_of, recovery
 
 import dflash_jax
-from dflash_jax.engine import sequence as sequences
+from dflash_jax.engine import running_request
 from dflash_jax.engine import vocabulary
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.sampling_params import SamplingParams
@@ -224,7 +224,7 @@ def test_statistics_count_the_tokens_after_the_first_call(tokenizer: Tokenizer) 
     ids = tokenizer.encode("Look." + (called("hermes") + "\n") * 12, specials=False)
     known = words_of(tokenizer, (1,), ON, TOOLS, None)
     request = Request(prompt=(1,), params=SamplingParams(max_tokens=500), recovery=ON, words=known)
-    sequence = sequences.Sequence(request, tokenizer)
+    sequence = running_request.RunningRequest(request, tokenizer)
     sequence.start()
     sequence.take(Prefilled(ids[0]))
     for token in ids[1:]:
