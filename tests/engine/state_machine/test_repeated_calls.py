@@ -11,8 +11,7 @@ import pytest
 from fake_device import END_FUNCTION, EOS, FUNCTION, STALL, UNKNOWN, both, loop_of, recovery
 
 import dflash_jax
-from dflash_jax.engine import running_request
-from dflash_jax.engine import vocabulary
+from dflash_jax.engine import running_request, vocabulary
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.engine.state_machine import Recovery, guards, repeated_calls
