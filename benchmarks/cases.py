@@ -117,6 +117,7 @@ def build(name: str, *, max_length: int = 0, prompts: int = 8, rounds: int = 0) 
 def _shipped(max_length: int, prompts: int, rounds: int, max_tokens: int = 128) -> Case:
     """The shipped pair on held-out conversations that fit, with its own acceptance."""
     engine = dj.load(plan=Plan(dtype="float32", max_length=max_length, steps_per_call=rounds))
+    engine.measures_drafting = False
     path = Path(dj.__file__).parent / "data" / "tiny" / "heldout.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     chats = [

@@ -25,6 +25,7 @@ def measure(rows: int, pairs: int, options: argparse.Namespace) -> dict[str, Any
     shape = {"rows": rows, "max_length": 512, "chunk": options.chunk, "prefix_cache": 1 << 27}
     plan = dj.Plan(**shape, weights=options.weights)
     engine = dj.load(plan=plan)
+    engine.measures_drafting = False
     cache = engine.prefix_cache
     assert cache is not None
     texts = heldout_prompts(engine, 40)

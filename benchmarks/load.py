@@ -182,6 +182,7 @@ def main() -> int:
 
     plan = dj.Plan(rows=options.rows, max_length=320, chunk=16, prefix_cache=1 << 26)
     engine = dj.load(plan=plan)
+    engine.measures_drafting = False
     rng = np.random.default_rng(1)
     texts = heldout_prompts(engine, options.prompts)
     prompts = [ids[: int(rng.integers(1, 260))] for ids in texts]

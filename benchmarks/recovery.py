@@ -95,6 +95,7 @@ def main() -> None:
     options = parser.parse_args()
     turns = [turn for turn in read_turns(SHIPPED) if turn.kind == "chat"]
     engine = dj.load("tiny", plan=dj.Plan(max_length=1024))
+    engine.measures_drafting = False
     engine.warm_up(recovery=True)
     report = {
         "suite": "recovery",

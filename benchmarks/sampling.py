@@ -72,6 +72,7 @@ def measure_steps(pairs: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for rows, asking in ((1, 1), (4, 4), (4, 1)):
         engine = dj.load("tiny", plan=dj.Plan(rows=rows))
+        engine.measures_drafting = False
         calls = {name: step_seconds(engine, o, asking) for name, o in REQUESTS.items()}
         samples = interleaved(calls, pairs)
         where = f"{asking} of {rows} rows"

@@ -97,6 +97,7 @@ def main() -> int:
     started, tallies = time.perf_counter(), {}
     for dtype, block in itertools.product(DTYPES, BLOCKS):
         engine = dj.load(plan=dj.Plan(dtype=dtype, block=block, chunk=CHUNK, max_length=1024))
+        engine.measures_drafting = False
         for name, check in checks(engine, options.max_tokens, options.chats):
             key = f"{dtype} block {block} {name}"
             tallies.setdefault(key, Tally()).add(check)

@@ -31,19 +31,26 @@ from dflash_jax.tokenizer import Tokenizer
 
 STOP_SLOTS = 32  # many, so that outputs end early
 
+
+def _stored(text: str) -> str:
+    """Return a text in the letters that stand for bytes in a byte-level vocabulary."""
+    return text.replace(" ", "\u0120").replace("\n", "\u010a")
+
+
 # The vocabulary of random models: printable letters, words, call markers, special tokens.
 LETTERS = [chr(i) for i in range(33, 127)] + ["\u0120", "\u010a"]  # a space and a newline last
 # Endings of stalls, bytes of incomplete characters, and ordinary words.
-WORDS = ["Let me check:", "run:", ":\n", "):", "`:", "**x:**", *(f"{x}:" for x in LETTERS[64:90])]
+STALLS = ["\nLet me check:", "\nLet me run:", "\nI'll look (a):", "\nI will open `a`:"]
+WORDS = [*STALLS, ":\n", "**x:**", *(f"\nLet me check {x}:" for x in LETTERS[64:90])]
 WORDS += ["\u00c3", "\u00a9", "\u00e2", " done", "the", " a", "==", "\n\n", "()", '{"']
 MARKS = ["<tool_call>", "</tool_call>", "<function=", "</function>"]
 MARKS += ['{"name": "', '", "arguments": {"', "<parameter=", "read", "path"]  # prefixes of calls
 HIDDEN = ["<|a|>", "<|b|>", "<|c|>", "<|d|>", "<|e|>"]  # hidden in text
 THOUGHT, END = ["<think>", "</think>"], "<end>"
-TOKENS = [*LETTERS, *(w.replace(" ", "\u0120").replace("\n", "\u010a") for w in WORDS)]
+TOKENS = [*LETTERS, *map(_stored, WORDS)]
 TOKENS += [*MARKS, *HIDDEN, *THOUGHT, END]
 # Tokens that recovery acts on: ends of stalls, hidden tokens, an opened thought.
-INVITING = tuple(TOKENS.index(x) for x in ["run:", "`:", "):", *HIDDEN[:2], THOUGHT[0]])
+INVITING = tuple(map(TOKENS.index, [*map(_stored, STALLS), *HIDDEN[:2], THOUGHT[0]]))
 
 
 @dataclasses.dataclass(frozen=True)

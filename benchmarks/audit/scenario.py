@@ -292,7 +292,7 @@ def _recovery(rng: random.Random, limits: Limits, most: int) -> dict[str, Any]:
         "floor": rng.choice([0, 4, most, most]),
         "below_floor": rng.choice(["odds", "odds", "rescue", "replace", "compat"]),
         "tool_prefix": rng.random() < 0.7,
-        "call_odds": rng.choice([-100.0, -100.0, -5.0]),
+        "call_odds": rng.choice([-100.0, -100.0, -100.0, -5.0]),
         "call_retry": rng.random() < 0.5,
         "empty_retry": rng.random() < 0.6,
         "repeat_limit": rng.choice([0, 2, 3, None]),

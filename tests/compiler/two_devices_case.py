@@ -32,6 +32,7 @@ def main() -> None:
         sizes = {"rows": 2, "max_length": 96, "chunk": 16, "prefix_cache": 1 << 20}
         plan = Plan(**sizes, devices=PLACES[name], report_drafts=True)
         engine = dj.load(plan=plan) if family == "shipped" else random(family, plan)
+        engine.measures_drafting = False
         vocab = min(96, engine.target.vocab_size)
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, vocab, 5 + 11 * i).tolist() for i in range(3)]

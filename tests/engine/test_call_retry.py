@@ -24,6 +24,7 @@ TURNS = {"agent-4.1": 13, "agent-7.2": 12}
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     made = dj.load("tiny", plan=dj.Plan(rows=2, max_length=1024))
+    made.measures_drafting = False
     made.warm_up(penalized=True, constrained=True, recovery=True)
     return made
 

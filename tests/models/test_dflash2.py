@@ -207,7 +207,7 @@ def test_without_convolution_and_successors_it_is_version_one() -> None:
     start, block = jnp.asarray([0]), jnp.asarray([[5, *[96] * 7]])
     drafts = []
     for config, tree in ((v1, plain), (v2, params)):
-        caches = empty_state(plan, target, config).draft
+        caches = empty_state(plan, target, config).drafter
         model, greedy = build_drafter(config), recorder(idle_rules(plan), block, start)
         args, variables = (block, caches, start, layers, greedy), {"params": jax.device_put(tree)}
         propose = functools.partial(model.apply, variables, *args, method="propose")

@@ -42,7 +42,7 @@ def make(**changes: Any) -> tuple[DrafterConfig, dict[str, Any]]:
 
 
 def run(config: DrafterConfig, params: dict[str, Any], method: Any, *args: Any) -> Any:
-    caches = empty_state(PLAN, TARGET, config).draft
+    caches = empty_state(PLAN, TARGET, config).drafter
     module: Any = build_drafter(config)
     return module.apply({"params": params}, BLOCK, caches, START, LAYERS, *args, method=method)
 
@@ -102,7 +102,7 @@ def test_slot_k_predicts_the_token_after_it() -> None:
     params["markov_w2"] = params["markov_w2"] * 0
     v1 = tiny_drafter(TARGET, target_layer_ids=(0,))
     kept = {k: v for k, v in params.items() if not k.startswith("markov")}
-    caches = empty_state(PLAN, TARGET, v1).draft
+    caches = empty_state(PLAN, TARGET, v1).drafter
     hidden, _ = build_drafter(v1).apply({"params": kept}, LAYERS.embed(BLOCK[:, :5]), caches, START)
     expected = np.argmax(LAYERS.head(hidden), axis=-1)
     np.testing.assert_array_equal(propose(config, params).tokens, expected)

@@ -67,7 +67,7 @@ def convert(folder: Path, config: Any, params: Any) -> list[str]:
                     to,
                     "--tokenizer",
                     "tiny",
-                    "--taps",
+                    "--layer-ids",
                     "auto",
                 ]
                 assert command([str(word) for word in line]) == 0
@@ -80,6 +80,7 @@ def convert(folder: Path, config: Any, params: Any) -> list[str]:
 def generate(target: Path, drafter: Path, **plan: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"max_length": 64, "chunk": 8, "block": 4, "dtype": "float32"}
     engine = dj.load(target, drafter, plan=dj.Plan(**options | plan), compilation_cache=False)
+    engine.measures_drafting = False
     drafted = engine.generate(PROMPT, max_tokens=12, ignore_eos=True)
     plain = engine.generate(PROMPT, max_tokens=12, ignore_eos=True, speculative=False)
     up = engine.params["target"]["layers_0"]["mlp"]["up"]

@@ -113,6 +113,7 @@ def metrics(live: LiveServer) -> str:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     engine = dj.load("tiny", plan=dj.Plan(max_length=1024))
+    engine.measures_drafting = False  # drafts on every machine
     engine.warm_up()
     with browsing(tmp_path_factory.mktemp("profile")) as session:
         page = Page(engine, session)
