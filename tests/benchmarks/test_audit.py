@@ -32,7 +32,7 @@ from dflash_jax.state import OutputColumn
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 
-COURSE = Course(seed=12, short=True)
+COURSE = Course(seed=8, short=True)
 QWEN3, HYBRID, DSPARK = range(3)  # setups of the short form
 HAPPENS = """
     cancelled by cell; cancelled by cancel; cancelled by close; cancelled by drop
