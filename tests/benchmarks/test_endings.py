@@ -19,7 +19,7 @@ from dflash_jax.server.protocol import GenerationRequest
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES, syntax_of, tools_warning
 
-TUNED = Path(__file__).parents[1] / "engine" / "recovery"
+TUNED = Path(__file__).parents[1] / "engine" / "state_machine"
 
 
 @pytest.fixture

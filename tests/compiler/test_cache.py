@@ -204,7 +204,9 @@ engine.generate([1, 2, 3], max_tokens=4)
 def test_a_second_process_reads_what_the_first_one_compiled(tmp_path: Path, oracle: Path) -> None:
     models = [oracle / "drafters" / name for name in ("target_qwen3", "v1_trained")]
     quick = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "XDG_CACHE_HOME": str(tmp_path)}
-    logged = quick | {"JAX_LOGGING_LEVEL": "DEBUG"}
+    # All programs are kept, however long the machine takes to compile them.
+    every = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    logged = quick | every | {"JAX_LOGGING_LEVEL": "DEBUG"}
     first = python(TWICE, *models, **logged)
     assert first.returncode == 0, first.stderr
     kept = {path.name for path in (tmp_path / "dflash_jax" / "xla").glob("*-cache")}
