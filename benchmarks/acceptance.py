@@ -71,8 +71,8 @@ class Measurement:
 
         first = self.engine
         stored = dataclasses.replace(plan, stored=first.plan.stored)
-        params = first.params
-        return dj.Engine(first.target, first.drafter, params, stored, tokenizer=first.tokenizer)
+        graph = dj.Graph(first.graph.pair, stored)
+        return dj.Engine(graph, first.params, tokenizer=first.tokenizer)
 
     def modes(self, temperature: float) -> tuple[str, ...]:
         """Return the modes that are measured at a temperature."""

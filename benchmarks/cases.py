@@ -13,6 +13,7 @@ import dflash_jax as dj
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.loading import resolve_here
+from dflash_jax.models import build_graph, build_pair
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import StructuredWeight
 from dflash_jax.testing import force_acceptance, random_params, scripted_engine, set_script
@@ -135,9 +136,9 @@ def _random(name: str, shape: Shape, max_length: int, rounds: int) -> Case:
     target, drafter = configs(shape)
     length = max_length or shape.prompt + shape.max_tokens
     plan = Plan(dtype="float32", max_length=length, block=shape.block, steps_per_call=rounds)
-    params = random_params(target, drafter, seed=1)
-    plan = resolve_here(plan, target, drafter)
-    real = Engine(target, drafter, jax.device_put(params), plan)
+    params = random_params(build_pair(target, drafter), seed=1)
+    plan = resolve_here(plan, build_pair(target, drafter))
+    real = Engine(build_graph(target, drafter, plan), jax.device_put(params))
     rng = np.random.default_rng(2)
     prompt = rng.integers(0, target.vocab_size - 1, shape.prompt).tolist()
     plain = real.generate(prompt, max_tokens=shape.max_tokens, speculative=False)

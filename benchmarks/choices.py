@@ -27,14 +27,14 @@ import numpy as np
 import dflash_jax as dj
 from benchmarks.environment import environment
 from benchmarks.paired import interleaved, ratio, spread
-from dflash_jax.compiler import jit
+from dflash_jax.graph.build import jit
 from dflash_jax.kernels import products
+from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.kernels.native.build import library
 from dflash_jax.kernels.native.interleaved import interleave
 from dflash_jax.nn.attention import attend_pieces, attend_whole, slot_positions, visible
 from dflash_jax.nn.layers import project
 from dflash_jax.quant.layouts import KINDS, Packed
-from dflash_jax.state import LayerCache
 
 Forms = dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 # Tokens per call and matrix sizes: shipped pair, 9M, 60M, prompts.

@@ -164,18 +164,20 @@ def compiled_steps(case: Case) -> Iterator[tuple[str, str]]:
     import jax
 
     from dflash_jax import Plan
-    from dflash_jax.compiler import declare, resolve
-    from dflash_jax.compiler.build import OPTIONS, lower
-    from dflash_jax.compiler.keys import ProgramKey, Step, Variant
     from dflash_jax.config import check_pair, drafter_config, target_config
+    from dflash_jax.graph.build import OPTIONS, lower
+    from dflash_jax.graph.keys import ProgramKey, Step, Variant
+    from dflash_jax.graph.programs import declare
+    from dflash_jax.graph.resolve import resolve
+    from dflash_jax.models import build_graph, build_pair
 
     jax.lax.platform_dependent = lambda *arguments, default, **forms: default(*arguments)
     outer, inner = CONFIGS[case.model]
     target, drafter = target_config(outer), drafter_config(inner)
     check_pair(target, drafter)
     plan = Plan(rows=ROWS, max_length=LENGTH, mesh=(case.data, case.split))
-    plan = resolve(plan, target, drafter, platform="gpu", memory=1 << 50)
-    programs = declare(plan, target, drafter, variants=(Variant.GREEDY,))
+    plan = resolve(plan, build_pair(target, drafter), platform="gpu", memory=1 << 50)
+    programs = declare(build_graph(target, drafter, plan), variants=(Variant.GREEDY,))
     for step in (Step.PLAIN, Step.SPECULATIVE):
         lowered = lower(programs[ProgramKey(step, Variant.GREEDY)])
         yield step.value, lowered.compile(compiler_options=OPTIONS).as_text() or ""

@@ -10,21 +10,24 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax import Plan
-from dflash_jax.compiler import Program, compile_programs, declare, jit, resolve
-from dflash_jax.compiler.keys import ProgramKey, Step, Variant
-from dflash_jax.compiler.models import abstract_params, build_pair, empty_state, idle_rules
 from dflash_jax.config import (
     DrafterConfig,
     TargetConfig,
     read_drafter_config,
     read_target_config,
 )
-from dflash_jax.decode.drafting import draft as draft_block
-from dflash_jax.decode.inputs import DecodeInputs
-from dflash_jax.decode.pair import Pair
-from dflash_jax.decode.steps import verify_block
-from dflash_jax.nn.draft import Draft
-from dflash_jax.state import DecodeState, RowRules
+from dflash_jax.graph.abstract import idle_rules
+from dflash_jax.graph.build import compile_programs, jit
+from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.programs import Program, declare
+from dflash_jax.graph.protocols import Draft
+from dflash_jax.graph.resolve import resolve
+from dflash_jax.graph.state import DecodeState, RowRules
+from dflash_jax.graph.steps.decoding import verify_block
+from dflash_jax.graph.steps.drafting import draft as draft_block
+from dflash_jax.graph.steps.inputs import DecodeInputs
+from dflash_jax.graph.steps.pair import Pair
+from dflash_jax.models import build_graph, build_pair
 from dflash_jax.testing import tiny_drafter, tiny_gemma, tiny_gpt_oss, tiny_hybrid, tiny_target
 
 PUBLISHED = Path(__file__).parents[1] / "tests" / "published"
@@ -56,7 +59,7 @@ def smoke(name: str) -> Configs:
 
 def random_params(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Any:
     """Return random non-zero parameters in the plan's formats, made on the device."""
-    leaves, tree = jax.tree_util.tree_flatten_with_path(abstract_params(plan, target, drafter))
+    leaves, tree = jax.tree_util.tree_flatten_with_path(build_graph(target, drafter, plan).params)
     made = []
     for i, (path, leaf) in enumerate(leaves):
         name = str(getattr(path[-1], "key", ""))
@@ -91,16 +94,21 @@ def planned(
     """Return a resolved plan for this device with one step per call, as on a GPU."""
     platform = jax.local_devices()[0].platform
     return resolve(
-        Plan(steps_per_call=1, **fields), target, drafter, platform=platform, memory=memory
+        Plan(steps_per_call=1, **fields),
+        build_pair(target, drafter),
+        platform=platform,
+        memory=memory,
     )
 
 
 def part_programs(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> dict[str, Program]:
     """plain and plain1, verify, draft, and the whole fused step, of an exact plan."""
     pair = dataclasses.replace(build_pair(target, drafter), block=plan.block)
-    declared = declare(plan, target, drafter)
+    declared = declare(build_graph(target, drafter, plan))
     plain, fused = (ProgramKey(s, Variant.GREEDY) for s in (Step.PLAIN, Step.SPECULATIVE))
-    narrow = declare(dataclasses.replace(plan, exact=False, plain_width=1), target, drafter)[plain]
+    narrow = declare(
+        build_graph(target, drafter, dataclasses.replace(plan, exact=False, plain_width=1))
+    )[plain]
     params, state, _, inputs = declared[plain].arguments
     block = jax.ShapeDtypeStruct((plan.rows, plan.block), jnp.int32)
     verify = functools.partial(verify_step, pair)
@@ -152,7 +160,9 @@ class Bench:
 
     def _filled(self) -> DecodeState:
         """Return a state with random caches, every row at the same position."""
-        shapes = jax.eval_shape(lambda: empty_state(self.plan, self.target, self.drafter))
+        shapes = jax.eval_shape(
+            lambda: build_graph(self.target, self.drafter, self.plan).empty_state()
+        )
         leaves, tree = jax.tree.flatten(shapes)
         made = [_cached(x.shape, str(x.dtype))(jax.random.key(i)) for i, x in enumerate(leaves)]
         state: DecodeState = jax.tree.unflatten(tree, made)

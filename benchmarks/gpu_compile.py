@@ -109,12 +109,13 @@ def parts() -> Iterator[Any]:
     import jax
     import jax.numpy as jnp
 
-    from dflash_jax.compiler import Program, ProgramKey
+    from dflash_jax.graph.keys import ProgramKey
+    from dflash_jax.graph.programs import Program
+    from dflash_jax.kernels.caches import empty_cache
     from dflash_jax.kernels.pallas_attention import attend_kernel
     from dflash_jax.kernels.products import abstract, contract
     from dflash_jax.nn.attention import attend_whole
     from dflash_jax.quant.layouts import KINDS
-    from dflash_jax.state import empty_cache
 
     half = jnp.dtype("bfloat16")
     depth, columns = 4096, 24576
@@ -139,8 +140,11 @@ def parts() -> Iterator[Any]:
 def small_models() -> Iterator[tuple[str, dict[str, Any]]]:
     """A small model of each family: what decodes and what feeds prompts, in every variant."""
     from dflash_jax import Plan
-    from dflash_jax.compiler import Step, declare, resolve
     from dflash_jax.config import TargetConfig
+    from dflash_jax.graph.keys import Step
+    from dflash_jax.graph.programs import declare
+    from dflash_jax.graph.resolve import resolve
+    from dflash_jax.models import build_graph, build_pair
     from dflash_jax.testing import (
         AMPLE,
         tiny_drafter,
@@ -173,9 +177,9 @@ def small_models() -> Iterator[tuple[str, dict[str, Any]]]:
         drafter = tiny_drafter(target, kind, block_size=8, target_layer_ids=(0,))
         fields = {"rows": 2, "dtype": "bfloat16"} | fields
         plan = Plan(max_length=512, block=8, chunk=64, **fields)
-        plan = resolve(plan, target, drafter, platform="gpu", memory=AMPLE)
+        plan = resolve(plan, build_pair(target, drafter), platform="gpu", memory=AMPLE)
         kinds = (Step.PREFILL, Step.PLAIN, Step.SPECULATIVE, Step.VERIFY, Step.FORCED_TOKENS)
-        programs = declare(plan, target, drafter)
+        programs = declare(build_graph(target, drafter, plan))
         yield name, {key: p for key, p in programs.items() if key.step in kinds}
 
 
@@ -229,7 +233,10 @@ def main(given: list[str] | None = None) -> int:
     from benchmarks.environment import environment
     from benchmarks.gpu_cases import full, part_programs
     from dflash_jax import Plan
-    from dflash_jax.compiler import ProgramKey, Step, Variant, compile_programs, resolve
+    from dflash_jax.graph.build import compile_programs
+    from dflash_jax.graph.keys import ProgramKey, Step, Variant
+    from dflash_jax.graph.resolve import resolve
+    from dflash_jax.models import build_pair
 
     where = SingleDeviceSharding(h200(options.plugin))
 
@@ -266,7 +273,7 @@ def main(given: list[str] | None = None) -> int:
         target, drafter = full(name)
         for weights in options.weights.split(","):
             plan = Plan(max_length=options.context + 256, weights=weights, kernels=options.kernels)
-            plan = resolve(plan, target, drafter, platform="gpu", memory=139 * 2**30)
+            plan = resolve(plan, build_pair(target, drafter), platform="gpu", memory=139 * 2**30)
             products: dict[str, Any] = {}
             for key, program in part_programs(plan, target, drafter).items():
                 if key not in options.programs.split(","):

@@ -33,14 +33,15 @@ from benchmarks.gpu_cases import FULL, Bench, full, logits_step, planned, random
 from benchmarks.modes import BareLoop, generate
 from dflash_jax import Plan
 from dflash_jax.bench.compare import one_token_engine
-from dflash_jax.compiler import jit
-from dflash_jax.compiler.keys import Step
-from dflash_jax.compiler.memory import StepWork, work
-from dflash_jax.compiler.roofline import Device, find_device, roofline
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.device import free_memory
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import PlanError
+from dflash_jax.graph.build import jit
+from dflash_jax.graph.keys import Step
+from dflash_jax.graph.memory import StepWork, work
+from dflash_jax.graph.roofline import Device, find_device, roofline
+from dflash_jax.models import build_graph, build_pair
 from dflash_jax.testing import force_acceptance, scripted_engine, set_script
 
 TAUS = (1, 3, 5, 7)
@@ -240,9 +241,11 @@ def grid(suite: Suite, name: str, params: Any, rows: int, context: int, **fields
 def _least_work(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> dict[str, StepWork]:
     """Least bytes and operations of each part; a draft is a fused step less its plain one."""
     single = dataclasses.replace(plan, exact=False, plain_width=1)
-    fused, plain = (work(plan, target, drafter, s) for s in (Step.SPECULATIVE, Step.PLAIN))
+    fused, plain = (
+        work(build_graph(target, drafter, plan), s) for s in (Step.SPECULATIVE, Step.PLAIN)
+    )
     return {
-        "plain1": work(single, target, drafter, Step.PLAIN),
+        "plain1": work(build_graph(target, drafter, single), Step.PLAIN),
         "plain": plain,
         "verify": plain,
         "draft": StepWork(fused.bytes - plain.bytes, fused.flops - plain.flops),
@@ -255,7 +258,7 @@ def forced(suite: Suite, name: str, params: Any) -> None:
     target, drafter = suite.configs(name)
     count, length = (24, 20) if suite.smoke else (128, 1024)
     plan = suite.plan(name, 1, length + count)
-    engine = Engine(target, drafter, params, plan)
+    engine = Engine(build_graph(target, drafter, plan), params)
     prompt = np.random.default_rng(3).integers(0, target.vocab_size - 1, length).tolist()
     options: dict[str, Any] = {"max_tokens": count, "ignore_eos": True}
     single = one_token_engine(engine)
@@ -303,7 +306,7 @@ def official(suite: Suite, name: str, params: Any) -> None:
     target, drafter = suite.configs(name)
     count, length = 96, 512
     plan = suite.plan(name, 1, length + count)
-    engine = Engine(target, drafter, params, plan)
+    engine = Engine(build_graph(target, drafter, plan), params)
     prompt = np.random.default_rng(3).integers(0, target.vocab_size - 1, length).tolist()
     options: dict[str, Any] = {"max_tokens": count}
     said = generate(engine, prompt, **options, ignore_eos=True, speculative=False).token_ids
@@ -362,7 +365,7 @@ def _cell(suite: Suite, name: str, params: Any, rows: int, context: int) -> Stag
 
 def _weights(suite: Suite, name: str) -> Any:
     context = CELLS[suite.smoke][0][1]
-    params = random_params(suite.plan(name, 1, context), *suite.configs(name))
+    params = random_params(suite.plan(name, 1, context), build_pair(*suite.configs(name)))
     return jax.block_until_ready(params)
 
 
@@ -375,7 +378,9 @@ def packed(suite: Suite, name: str) -> Iterator[Stage]:
         fields = {"weights": weights, "kernels": kernels}
 
         def run(fields: dict[str, Any] = fields) -> None:
-            params = random_params(suite.plan(name, 1, context, **fields), target, drafter)
+            params = random_params(
+                build_pair(suite.plan(name, 1, context, **fields), target), drafter
+            )
             grid(suite, name, params, 1, context, **fields)
 
         yield "packed", f"steps {name} {weights} by {kernels}", 30, run

@@ -16,6 +16,7 @@ from dflash_jax.converters.gguf.writer import I32, U32, Typed
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.target_tokenizer import for_drafter
 from dflash_jax.converters.tree_source import TreeSource
+from dflash_jax.models import build_pair
 from dflash_jax.testing import random_params
 
 TINY, SMOLLM2 = "tiny", "smollm2"
@@ -134,7 +135,7 @@ def _write_random(
 ) -> None:
     """Write a random drafter for a target's config, and random weights of the target if asked."""
     drafter = random_drafter(config)
-    params = random_params(config, drafter, seed=SEED)
+    params = random_params(build_pair(config, drafter), seed=SEED)
     files = [("drafter", drafter, pair.drafter)]
     if target:
         files.insert(0, ("target", config, pair.target))

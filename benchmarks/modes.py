@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.compiler import jit
-from dflash_jax.compiler.keys import ProgramKey, Step, Variant
-from dflash_jax.compiler.models import build_pair, empty_state, idle_rules
-from dflash_jax.decode import steps
-from dflash_jax.decode.inputs import DecodeInputs, PrefillInputs
-from dflash_jax.decode.pair import Params
 from dflash_jax.engine.engine import Engine
-from dflash_jax.state import DecodeState, RowRules, StepOutput, output_columns, read_output
+from dflash_jax.graph.abstract import idle_rules
+from dflash_jax.graph.build import jit
+from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.state import DecodeState, RowRules, StepOutput, output_columns, read_output
+from dflash_jax.graph.steps import decoding as steps
+from dflash_jax.graph.steps.inputs import DecodeInputs, PrefillInputs
+from dflash_jax.graph.steps.pair import Params
+from dflash_jax.models import build_graph, build_pair
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +61,9 @@ class BareLoop:
         self._engine, self._plan = engine, engine.plan
         pair = build_pair(engine.target, engine.drafter)
         self._pair = dataclasses.replace(pair, block=engine.plan.block)
-        self._state = jit(lambda: empty_state(engine.plan, engine.target, engine.drafter))()
+        self._state = jit(
+            lambda: build_graph(engine.target, engine.drafter, engine.plan).empty_state()
+        )()
         self._loop = jit(self._rounds, donate=(1, 4))
 
     def on_device(

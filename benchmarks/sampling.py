@@ -23,9 +23,9 @@ import numpy as np
 import dflash_jax as dj
 from benchmarks.environment import environment
 from benchmarks.paired import interleaved, ratio, spread
-from dflash_jax.compiler import jit
-from dflash_jax.decode.filters import filtered
-from dflash_jax.state import RowRules
+from dflash_jax.graph.build import jit
+from dflash_jax.graph.state import RowRules
+from dflash_jax.graph.steps.filters import filtered
 
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -24,6 +24,7 @@ import dflash_jax as dj
 from benchmarks.environment import environment
 from dflash_jax.bench.compare import LosslessCheck
 from dflash_jax.engine.engine import Engine
+from dflash_jax.models import build_pair
 from dflash_jax.testing import random_params, scripted_engine, set_script
 
 DTYPES, BLOCKS, CHUNK = ("float32", "bfloat16"), (2, 5, 8, 12), 64
@@ -68,7 +69,7 @@ def prompts(engine: Engine, chats: int) -> list[list[int]]:
 
 def checks(real: Engine, max_tokens: int, chats: int) -> Iterator[tuple[str, LosslessCheck]]:
     """Decode every prompt with every drafter of one plan."""
-    params = random_params(real.target, real.drafter, dtype=real.plan.dtype, seed=1)
+    params = random_params(build_pair(real.target, real.drafter), dtype=real.plan.dtype, seed=1)
     drafter = jax.device_put(params["drafter"])
     options: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True}
     scripted = scripted_engine(real)

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.environment import environment
 from benchmarks.paired import interleaved, ratio, spread
-from dflash_jax.compiler.models import build_pair
+from dflash_jax.models import build_pair
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.train import drafter, optimizer
 from dflash_jax.train.attention import HIDDEN, before_anchor, inside_block, split_attention
@@ -94,7 +94,10 @@ def stepper(attention: Callable[..., Any], length: int, count: int, width: int) 
         causal=(False, False),
         target_layer_ids=(0,),
     )
-    pair, params = build_pair(target, config), jax.device_put(random_params(target, config))
+    pair, params = (
+        build_pair(target, config),
+        jax.device_put(random_params(build_pair(target, config))),
+    )
     recipe = dataclasses.replace(SMOKE, block=width)
     maker = optimizer.build(Schedule(steps=1000, rate=1e-3), decay=0.0, kind="adamw")
     state = TrainState(params=params["drafter"], optimizer=maker.init(params["drafter"]))

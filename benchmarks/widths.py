@@ -27,8 +27,8 @@ def measure(model: str, weights: str, block: int, pairs: int) -> dict[str, Any]:
 
     plan = dj.Plan(block=block, max_length=256, weights=weights, exact=False, plain_width=block)
     wide = dj.load(model, None, plan=plan)
-    narrow_plan = dataclasses.replace(wide.plan, plain_width=1)
-    narrow = dj.Engine(wide.target, None, wide.params, narrow_plan, tokenizer=wide.tokenizer)
+    graph = wide.graph.with_plan(plain_width=1)
+    narrow = dj.Engine(graph, wide.params, tokenizer=wide.tokenizer)
 
     def milliseconds(engine: Any) -> float:
         run = generate(engine, PROMPT, max_tokens=TOKENS, ignore_eos=True)

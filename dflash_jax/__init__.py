@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         QueueFullError,
         RequestError,
     )
+    from dflash_jax.graph import Graph, Pair
     from dflash_jax.loading import load, load_target
     from dflash_jax.plan import Plan
     from dflash_jax.random_weights import random_engine
@@ -45,6 +46,8 @@ __all__ = [
     "Engine",
     "ForkedProcessError",
     "ForwardOutput",
+    "Graph",
+    "Pair",
     "Piece",
     "Plan",
     "PlanError",
@@ -85,6 +88,7 @@ _MODULES = {
         "QueueFullError",
         "RequestError",
     ),
+    "graph": ("Graph", "Pair"),
     "loading": ("load", "load_target"),
     "random_weights": ("random_engine",),
     "target_model": ("ForwardOutput", "TargetModel"),

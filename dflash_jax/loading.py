@@ -13,16 +13,16 @@ from typing import Any, Protocol, TypeVar
 import jax
 
 from dflash_jax import published
-from dflash_jax.compiler.cache import CompilationCache, use_compilation_cache
-from dflash_jax.compiler.models import model_axes, weight_specs
-from dflash_jax.compiler.placement import device_mesh, param_shardings, place
-from dflash_jax.compiler.resolve import resolve_here, wide_block
-from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.config import DrafterConfig, TargetConfig, check_pair, wrong_role
 from dflash_jax.device import default_device
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError, TokenizerError
+from dflash_jax.graph.cache import CompilationCache, use_compilation_cache
+from dflash_jax.graph.placement import device_mesh, param_shardings, place
+from dflash_jax.graph.resolve import resolve_here, wide_block
+from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.kernels.products import set_weight_layout, with_kernel
+from dflash_jax.models import build_graph, build_pair
 from dflash_jax.plan import Dtype, Plan
 from dflash_jax.quant.layouts import Spec
 from dflash_jax.target_model import TargetModel
@@ -91,7 +91,7 @@ def load(
     use_compilation_cache(compilation_cache)
     chosen: dict[str, Any] = {"layer_ids": layer_ids, "tokenizer": tokenizer, "lora": lora}
     pair = open_pair(target, drafter, taps_at=plan.taps_at, **chosen)
-    if note := wide_block(plan.block, pair.configs[1]):
+    if note := pair.wide_block(plan.block):
         warnings.warn(note, stacklevel=2)
     engine = pair.engine(plan, progress=is_shown(progress))
     engine.measures_drafting = True
@@ -151,6 +151,11 @@ class OpenPair:
         drafter = expect(DrafterConfig, self.drafter.config) if self.drafter else None
         return expect(TargetConfig, self.target.config), drafter
 
+    def wide_block(self, block: int) -> str | None:
+        """Return a warning about a block that is wider than the drafter's own, or None."""
+        drafter = build_pair(*self.configs).drafter
+        return wide_block(block, getattr(drafter, "trained_block", None))
+
     @isolated_jax_config()
     @fewer_collections()
     @release_freed()
@@ -167,14 +172,12 @@ class OpenPair:
             return self._engine(plan or Plan(), progress=progress)
 
     def _engine(self, plan: Plan, *, progress: bool) -> Engine:
-        target, drafter = self.configs
         plan = self.planned(plan)
-        params = self.weights(plan)
+        graph, params = build_graph(*self.configs, plan), self.weights(plan)
         mesh = device_mesh(plan)
-        axes = model_axes(target, drafter)
-        where = None if mesh is None else param_shardings(mesh, params, axes)
+        where = None if mesh is None else param_shardings(mesh, params, graph.model_axes)
         params = params if plan.two_devices else place(params, where)
-        return Engine(target, drafter, params, plan, tokenizer=self.tokenizer, progress=progress)
+        return Engine(graph, params, tokenizer=self.tokenizer, progress=progress)
 
     def planned(self, plan: Plan) -> Plan:
         """Return the plan, completed for these models and the default device.
@@ -184,7 +187,7 @@ class OpenPair:
         Raises:
           PlanError: the plan does not fit the models or the memory.
         """
-        made = resolve_here(self.with_stored(plan), *self.configs)
+        made = resolve_here(self.with_stored(plan), build_pair(*self.configs))
         if plan.weights in KEEPS_PACKED and (note := self._unpacked(made)):
             self.report(note)
         return made
@@ -212,7 +215,7 @@ class OpenPair:
 
     def _specs(self, plan: Plan, role: str) -> dict[str, Spec]:
         """Return how a completed plan packs the parameters of one model, by path."""
-        specs, start = weight_specs(plan, *self.configs).items(), role + "/"
+        specs, start = build_graph(*self.configs, plan).specs.items(), role + "/"
         return {path.removeprefix(start): how for path, how in specs if path.startswith(start)}
 
     def _unpacked(self, plan: Plan) -> str:

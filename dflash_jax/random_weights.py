@@ -7,8 +7,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.compiler.models import abstract_params, weight_specs
-from dflash_jax.compiler.resolve import resolve_here
 from dflash_jax.config import (
     ALWAYS_FLOAT32,
     DrafterConfig,
@@ -20,7 +18,10 @@ from dflash_jax.config import (
 )
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
+from dflash_jax.graph import Graph, Pair
+from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.kernels.products import set_weight_layout, with_kernel
+from dflash_jax.models import build_graph
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import pack_tree
 
@@ -58,7 +59,7 @@ def random_engine(
             drafter = read_drafter_config(_folder(drafter))
         check_pair(target, drafter, taps_at=plan.taps_at)
         drafter = paired(target, drafter)
-    return engine(target, drafter, resolve_here(plan, target, drafter), seed=seed)
+    return engine(build_graph(target, drafter, plan), seed=seed)
 
 
 def _folder(given: Folder) -> Path:
@@ -70,22 +71,18 @@ def _folder(given: Folder) -> Path:
     return path.parent if path.name == "config.json" else path
 
 
-def engine(
-    target: TargetConfig, drafter: DrafterConfig | None, plan: Plan, *, seed: int = 0
-) -> Engine:
-    """Return an engine with random weights for a resolved plan."""
-    params = random_params(target, drafter, dtype=plan.dtype, seed=seed)
-    packed = pack_tree(params, weight_specs(plan, target, drafter))
+def engine(graph: Graph, *, seed: int = 0) -> Engine:
+    """Return an engine with random weights for a graph."""
+    plan = graph.plan
+    packed = pack_tree(random_params(graph.pair, dtype=plan.dtype, seed=seed), graph.specs)
     set_weight_layout(packed, plan.weight_layout)
     params = with_kernel(packed, plan.kernels != "xla")
-    return Engine(target, drafter, jax.device_put(params), plan)
+    return Engine(graph, jax.device_put(params))
 
 
-def random_params(
-    target: TargetConfig, drafter: DrafterConfig | None, *, dtype: str = "float32", seed: int = 0
-) -> dict[str, Any]:
+def random_params(pair: Pair, *, dtype: str = "float32", seed: int = 0) -> dict[str, Any]:
     """Return random weights as NumPy arrays, large enough that every term affects the output."""
-    plan = Plan(max_length=2, block=2, chunk=1, dtype="float32")
+    shapes = PlannedPair(pair, Plan(max_length=2, block=2, chunk=1, dtype="float32")).params
     rng = np.random.default_rng(seed)
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -103,7 +100,7 @@ def random_params(
         always = path[-1].key in ALWAYS_FLOAT32
         return values.astype(np.float32 if always else jax.numpy.dtype(dtype))
 
-    params = jax.tree_util.tree_map_with_path(draw, abstract_params(plan, target, drafter))
+    params = jax.tree_util.tree_map_with_path(draw, shapes)
     for tree in params.values():
         for name in tree.keys() & set(TABLES):
             tree[name] = (tree[name] * np.sqrt(len(tree[name]))).astype(tree[name].dtype)

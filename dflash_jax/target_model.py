@@ -9,10 +9,11 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.compiler import jit
-from dflash_jax.compiler.models import build_pair, empty_state
 from dflash_jax.config import TargetConfig
 from dflash_jax.errors import RequestError
+from dflash_jax.graph.abstract import PlannedPair
+from dflash_jax.graph.build import jit
+from dflash_jax.models import build_pair
 from dflash_jax.plan import Dtype, Plan
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.forking import check_not_forked
@@ -102,8 +103,8 @@ def _forward(
     rows, width = tokens.shape
     config = dataclasses.replace(config, rope=config.rope.for_length(width))
     plan = Plan(rows=rows, max_length=max(width, 2), block=2, chunk=1, dtype=dtype, rings=False)
-    state = empty_state(plan, config, None)
-    pair = build_pair(config, None)
+    pair = build_pair(config)
+    state = PlannedPair(pair, plan).empty_state()
     every = tuple(range(config.num_layers + 1))
     params = {"target": params}
     out = pair.target_call(params, tokens, state.target, state.position, taps=every, chunked=True)

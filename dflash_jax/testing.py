@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from dflash_jax import random_weights
-from dflash_jax.compiler import resolve
 from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig, read_json
 from dflash_jax.config.dflash2 import DFlash2Config
 from dflash_jax.config.dspark import DSparkConfig
@@ -19,7 +18,10 @@ from dflash_jax.config.gpt_oss import GptOssConfig
 from dflash_jax.config.qwen3_5 import HybridConfig
 from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
 from dflash_jax.engine.engine import Engine
-from dflash_jax.models.scripted import ScriptedConfig
+from dflash_jax.graph import Graph
+from dflash_jax.graph.resolve import resolve
+from dflash_jax.models import build_pair
+from dflash_jax.models.scripted import Scripted
 from dflash_jax.plan import Plan
 from dflash_jax.quant.formats import KINDS
 from dflash_jax.random_weights import random_params as random_params
@@ -194,25 +196,20 @@ def random_engine(
     seed: int = 0,
 ) -> Engine:
     """Return an engine with random weights, planned for a CPU."""
-    plan = resolve(plan, target, drafter, platform="cpu", memory=AMPLE)
-    return random_weights.engine(target, drafter, plan, seed=seed)
+    pair = build_pair(target, drafter)
+    plan = resolve(plan, pair, platform="cpu", memory=AMPLE)
+    return random_weights.engine(Graph(pair, plan), seed=seed)
 
 
 def scripted_engine(engine: Engine) -> Engine:
     """Return an engine with the same weights whose drafter proposes the tokens of `set_script`."""
-    assert engine.drafter is not None
-    old = engine.drafter
-    shared = [f.name for f in dataclasses.fields(DrafterConfig) if f.name != "kind"]
-    length = engine.plan.max_length + engine.plan.block
-    config = ScriptedConfig(
-        **{name: getattr(old, name) for name in shared},
-        overruled=old,
-        script_rows=engine.plan.rows,
-        script_length=length,
-    )
+    plan, pair = engine.plan, engine.graph.pair
+    length = plan.max_length + plan.block
+    scripted = Scripted(pair.drafter, rows=plan.rows, length=length)
+    graph = Graph(dataclasses.replace(pair, drafter=scripted), plan)
     drafter = engine.params["drafter"] | {"script": _digits(engine.plan.rows, length, [], engine)}
     params = engine.params | {"drafter": drafter}
-    return Engine(engine.target, config, params, engine.plan, tokenizer=engine.tokenizer)
+    return Engine(graph, params, tokenizer=engine.tokenizer)
 
 
 def set_script(engine: Engine, tokens: Sequence[float]) -> None:

@@ -29,9 +29,10 @@ from dflash_jax.bench import compare
 from dflash_jax.cli import main, parser, probe, terminal, verify
 from dflash_jax.cli.generate import statistics
 from dflash_jax.cli.options import chosen_plan, open_pair, prompt_ids
-from dflash_jax.compiler.build import CompiledPrograms
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result, Stats
+from dflash_jax.graph.build import CompiledPrograms
+from dflash_jax.models import build_pair
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.train import export
 from dflash_jax.utils.command import INTERRUPTED, PIPE_CLOSED, exit_code
@@ -92,7 +93,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     target = tiny_target(num_layers=2, vocab_size=256)
     one = {"num_layers": 1, "windows": (None,), "causal": (False,)}
     drafter = tiny_drafter(target, target_layer_ids=(0,), **one)
-    params = random_params(target, drafter)
+    params = random_params(build_pair(target, drafter))
     export.target(folder / "target", target, params["target"], pad=0)
     export.drafter(folder / "drafter", drafter, params["drafter"], longest=1000)
     models = ["--target", folder / "target", "--drafter", folder / "drafter"]
@@ -359,7 +360,7 @@ def test_an_interrupt_before_there_is_text_says_so(
 def test_explain_reports_a_pair_without_compiling(
     run: Run, pair: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("dflash_jax.compiler.build._compile")
+    monkeypatch.delattr("dflash_jax.graph.build._compile")
     code, out, err = run("explain", *pair, "--device", "H200", "--params")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
@@ -401,7 +402,7 @@ def test_explain_prints_a_program(
     run: Run, pair: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.delattr("dflash_jax.compiler.build._compile")
+        patch.delattr("dflash_jax.graph.build._compile")
         assert "func.func public @main" in run("explain", *pair, "--stablehlo", "clear_rows")[1]
     assert run("explain", *pair, "--hlo", "clear_rows")[1].startswith("HloModule")
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.compiler import build
-from dflash_jax.compiler.build import CompiledPrograms
-from dflash_jax.compiler.keys import ProgramKey, Step
+from dflash_jax.graph import build
+from dflash_jax.graph.build import CompiledPrograms
+from dflash_jax.graph.keys import ProgramKey, Step
 from dflash_jax.utils import progress
 from dflash_jax.utils.progress import announced, is_shown
 

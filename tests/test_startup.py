@@ -69,7 +69,7 @@ import jax
 before = dict(jax.config.values)
 import dflash_jax
 names = [name for name in dflash_jax.__all__ if getattr(dflash_jax, name) is None]
-modules = dflash_jax.loading.__name__, dflash_jax.compiler.cache.__name__
+modules = dflash_jax.loading.__name__, dflash_jax.graph.cache.__name__
 print(json.dumps([names, modules, before == dict(jax.config.values)]))
 """
 
@@ -79,7 +79,7 @@ def test_importing_the_package_reaches_every_name_and_changes_no_setting_of_jax(
         [sys.executable, "-c", IMPORTING], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    modules = ["dflash_jax.loading", "dflash_jax.compiler.cache"]
+    modules = ["dflash_jax.loading", "dflash_jax.graph.cache"]
     assert json.loads(done.stdout) == [[], modules, True]
 
 

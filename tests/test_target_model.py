@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.compiler import jit
 from dflash_jax.errors import RequestError
+from dflash_jax.graph.build import jit
 
 IDS = np.array([[1, 2, 3], [4, 5, 6]], np.int32)
 

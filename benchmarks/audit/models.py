@@ -18,12 +18,12 @@ import dflash_jax as dj
 from benchmarks.audit.scenario import Limits
 from benchmarks.audit.setups import DRAFTERS, GIVEN, SHIPPED, Setup
 from benchmarks.soak_families import FAMILIES
-from dflash_jax.compiler import resolve
-from dflash_jax.compiler.keys import Variant
-from dflash_jax.compiler.models import abstract_params, weight_specs
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.engine import Engine
+from dflash_jax.graph.keys import Variant
+from dflash_jax.graph.resolve import resolve
 from dflash_jax.kernels.products import with_kernel
+from dflash_jax.models import build_graph, build_pair
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import KINDS, STORED, Packed, Spec, fits, pack_tree, spec
 from dflash_jax.testing import AMPLE, random_params, scripted_engine, tiny_drafter
@@ -76,10 +76,8 @@ class AuditedEngine:
             prefix_folder=str(folder or ""),
         )
         made = Engine(
-            self.engine.target,
-            self.engine.drafter,
+            build_graph(self.engine.target, self.engine.drafter, plan),
             self.engine.params,
-            plan,
             tokenizer=self.engine.tokenizer,
         )
         made.compiled.executables = dict(self.engine.executables)
@@ -148,14 +146,16 @@ def _random_engine(setup: Setup, plan: Plan) -> Engine:
     plan = dataclasses.replace(
         plan, stored=_stored(target, drafter) if plan.weights == "packed" else ()
     )
-    plan = resolve(plan, target, drafter, platform="cpu", memory=AMPLE)
-    params = random_params(target, drafter, dtype=plan.dtype, seed=setup.weights_seed)
+    plan = resolve(plan, build_pair(target, drafter), platform="cpu", memory=AMPLE)
+    params = random_params(build_pair(target, drafter), dtype=plan.dtype, seed=setup.weights_seed)
     if plan.weights == "packed":
         params = _with_blocks(params, dict(plan.stored), setup.weights_seed)
     else:
-        params = pack_tree(params, weight_specs(plan, target, drafter))
+        params = pack_tree(params, build_graph(target, drafter, plan).specs)
     params = jax.device_put(with_kernel(params, plan.kernels != "xla"))
-    return Engine(target, drafter, params, plan, tokenizer=make_tokenizer(setup.syntax))
+    return Engine(
+        build_graph(target, drafter, plan), params, tokenizer=make_tokenizer(setup.syntax)
+    )
 
 
 def _configs(setup: Setup) -> tuple[TargetConfig, DrafterConfig]:
@@ -168,7 +168,7 @@ def _configs(setup: Setup) -> tuple[TargetConfig, DrafterConfig]:
 
 def _stored(target: TargetConfig, drafter: DrafterConfig) -> tuple[tuple[str, Spec], ...]:
     """Return packed kinds of the target's matrices: every kind of block in turn, where it fits."""
-    shapes = abstract_params(Plan(dtype="float32"), target, drafter)
+    shapes = build_graph(target, drafter, Plan(dtype="float32")).params
     kinds, found = itertools.cycle(STORED), []
     for path, leaf in jax.tree_util.tree_leaves_with_path({"target": shapes["target"]}):
         name = jax.tree_util.keystr(path, simple=True, separator="/")

@@ -19,7 +19,7 @@ from dflash_jax.engine.result import Stats, TokenLogprob
 from dflash_jax.engine.scheduler import StepPacer
 from dflash_jax.engine.state_machine.speculation import BreakEven
 from dflash_jax.errors import DFlashError
-from dflash_jax.state import StepOutput
+from dflash_jax.graph.state import StepOutput
 from dflash_jax.testing import OWN, force_acceptance, set_row_scripts
 
 MOST_TURNS = 1500  # per session; the longest take some hundreds

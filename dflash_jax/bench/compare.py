@@ -10,6 +10,7 @@ from typing import Unpack
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result
 from dflash_jax.engine.sampling_params import SamplingOptions
+from dflash_jax.graph import Graph, Pair
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,8 @@ def one_token_engine(engine: Engine) -> Engine:
     """Return an engine of the same target and weights that feeds one token per step."""
     plan = dataclasses.replace(engine.plan, exact=False, plain_width=1)
     params = {"target": engine.params["target"]}
-    return Engine(engine.target, None, params, plan, tokenizer=engine.tokenizer)
+    graph = Graph(Pair(engine.graph.pair.target), plan)
+    return Engine(graph, params, tokenizer=engine.tokenizer)
 
 
 def compare(

@@ -16,10 +16,10 @@ from typing import Any
 
 import jax
 
-from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.scheduler import StepPacer
 from dflash_jax.errors import RequestError
+from dflash_jax.graph.keys import ProgramKey, Step, Variant
 
 STAGES = ("draft", "context", "target", "verify", "commit")
 PARTS = ("attention", "delta", "experts", "mlp", "head", "selector", "markov")

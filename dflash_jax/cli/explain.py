@@ -43,13 +43,11 @@ def run(options: argparse.Namespace) -> int:
     Raises:
       RequestError: the program or device is unknown.
     """
-    from dflash_jax.compiler import declare
-    from dflash_jax.compiler.explain import EXPLAINED
-    from dflash_jax.compiler.explain import explain as report
+    from dflash_jax.graph.explain import EXPLAINED
 
     with announced("planning", shown=is_shown()):
-        target, drafter, plan, device = _planned(options)
-        programs = declare(plan, target, drafter, variants=EXPLAINED)
+        graph = _graph(options)
+        programs = graph.programs(EXPLAINED)
     if name := options.stablehlo or options.hlo:
         programs = {str(key): program for key, program in programs.items()}
         if name not in programs:
@@ -61,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     what = f"compiling {len(programs)} programs" if options.compile else "counting"
     patience = 0 if options.compile else None
     with announced(what, shown=is_shown(), patience=patience):
-        explanation = report(target, drafter, plan, device, compile=options.compile)
+        explanation = graph.explain(compile=options.compile)
     note = _tools_note(options.target)
     if options.json:
         print(json.dumps(explanation.to_json() | {"warnings": [note] if note else []}))
@@ -91,12 +89,11 @@ def _tools_note(target: str) -> str | None:
     return tools_warning(tokenizer.teaches) if tokenizer and tokenizer.template else None
 
 
-def _planned(options: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
-    """Return target, drafter, resolved plan, and the device of the rooflines."""
+def _graph(options: argparse.Namespace) -> Any:
+    """Return the graph that the options describe."""
     from dflash_jax.cli.describe import describe, have_weights
-    from dflash_jax.compiler.resolve import resolve, resolve_here
-    from dflash_jax.compiler.roofline import DEVICES, find_device
-    from dflash_jax.device import default_device
+    from dflash_jax.graph.roofline import DEVICES
+    from dflash_jax.models import build_graph
 
     if options.device and options.device not in DEVICES:
         raise RequestError(f"device {options.device!r} is unknown; known: {', '.join(DEVICES)}")
@@ -106,19 +103,13 @@ def _planned(options: argparse.Namespace) -> tuple[Any, Any, Any, Any]:
         (target, drafter), plan = pair.configs, pair.with_stored(plan)
     else:
         target, drafter = describe(options.target, drafts, taps_at=options.taps_at)
-    if not options.device:
-        plan = resolve_here(plan, target, drafter)
-        return target, drafter, plan, find_device(default_device().device_kind)
-    device = DEVICES[options.device]
-    platform = "cpu" if device.name == "CPU" else "gpu"
-    plan = resolve(plan, target, drafter, platform=platform, memory=device.memory)
-    return target, drafter, plan, device
+    return build_graph(target, drafter, plan, device=options.device or "")
 
 
 def _text(program: Any, *, optimised: bool) -> str:
     """Return a program's StableHLO, or its optimised HLO."""
-    from dflash_jax.compiler import compile_programs
-    from dflash_jax.compiler.explain import stablehlo
+    from dflash_jax.graph.build import compile_programs
+    from dflash_jax.graph.explain import stablehlo
 
     if not optimised:
         return stablehlo(program)

@@ -205,7 +205,6 @@ def chosen_drafter(options: argparse.Namespace) -> str | None:
 def open_pair(options: argparse.Namespace) -> Any:
     """Open the chosen models without reading weights; warnings go to standard error."""
     from dflash_jax import loading
-    from dflash_jax.compiler.resolve import wide_block
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -218,7 +217,7 @@ def open_pair(options: argparse.Namespace) -> Any:
             tokenizer=options.tokenizer,
         )
     messages = [str(warning.message) for warning in caught]
-    if note := wide_block(options.block, pair.configs[1]):
+    if note := pair.wide_block(options.block):
         messages.append(note)
     for message in messages:
         _report(message)
@@ -277,7 +276,7 @@ def report_progress(what: str, *, quiet: bool) -> Iterator[None]:
 
 def use_compilation_cache() -> None:
     """Use the compilation cache of `dflash_jax.load`; print a warning if that is impossible."""
-    from dflash_jax.compiler import cache
+    from dflash_jax.graph import cache
 
     cache.use_compilation_cache(warn=_report)
 

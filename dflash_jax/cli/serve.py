@@ -210,7 +210,7 @@ def run(options: argparse.Namespace) -> int:
         raise RequestError(
             f"serving needs more packages ({error}); {install_hint('serve')}"
         ) from error
-    from dflash_jax.compiler.background import BackgroundCompiler
+    from dflash_jax.graph.background import BackgroundCompiler
 
     engines, config = configuration(options)
     if options.host not in ("127.0.0.1", "::1", "localhost") and not config.settings.api_keys:

@@ -7,14 +7,14 @@ import time
 import jax
 import numpy as np
 
-from dflash_jax.compiler.keys import ProgramKey, Step, Variant
-from dflash_jax.compiler.programs import is_multi_step
-from dflash_jax.compiler.settings import untraced
-from dflash_jax.decode.inputs import DecodeInputs, PrefillInputs
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.scheduler import make_rules, steps_of_call
 from dflash_jax.engine.state_machine.speculation import BreakEven
-from dflash_jax.state import read_output
+from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.programs import is_multi_step
+from dflash_jax.graph.settings import untraced
+from dflash_jax.graph.state import read_output
+from dflash_jax.graph.steps.inputs import DecodeInputs, PrefillInputs
 
 DECODE_STEPS = (Step.SPECULATIVE, Step.PLAIN)
 POSITIONS = (0, 128, 512, 1024, 2048)  # tokens in the caches when steps are timed

@@ -15,8 +15,6 @@ from typing import Any
 
 import jax
 
-from dflash_jax.compiler.keys import Variant
-from dflash_jax.compiler.settings import Returned, untraced
 from dflash_jax.engine.break_even import BreakEvenMeter
 from dflash_jax.engine.events import EventLog
 from dflash_jax.engine.model_runner import InFlightStep, ModelRunner
@@ -26,6 +24,8 @@ from dflash_jax.engine.scheduler import Scheduler, SchedulerOutput, variants_of
 from dflash_jax.engine.state_machine import controller
 from dflash_jax.engine.state_machine.speculation import NO_HISTORY
 from dflash_jax.errors import ComputeError, DFlashError, QueueFullError, RequestError
+from dflash_jax.graph.keys import Variant
+from dflash_jax.graph.settings import Returned, untraced
 from dflash_jax.plan import Plan
 from dflash_jax.utils import forking
 

@@ -8,13 +8,6 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Self, Unpack, overload
 
-from dflash_jax.compiler.build import WORKERS, CompiledPrograms, Executable
-from dflash_jax.compiler.executor import Executor, LocalExecutor
-from dflash_jax.compiler.explain import Explanation, explain_here
-from dflash_jax.compiler.keys import WARM_UP_KINDS, ProgramKey, Variant
-from dflash_jax.compiler.resolve import resolve_here
-from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.decode.pair import Params
 from dflash_jax.engine import break_even, vocabulary
 from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.handle import AsyncDriver, AsyncStream, RequestHandle, Stream
@@ -29,7 +22,12 @@ from dflash_jax.engine.state_machine.speculation import BreakEven
 from dflash_jax.engine.structured.call_grammars import CallGrammars
 from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.errors import PlanError, RequestError
-from dflash_jax.plan import Plan
+from dflash_jax.graph.build import WORKERS, CompiledPrograms, Executable
+from dflash_jax.graph.executor import Executor, LocalExecutor
+from dflash_jax.graph.explain import Explanation
+from dflash_jax.graph.graph import Graph
+from dflash_jax.graph.keys import WARM_UP_KINDS, ProgramKey, Variant
+from dflash_jax.graph.steps.pair import Params
 from dflash_jax.show import precision
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers.tool_schema import chat_tools
@@ -44,10 +42,8 @@ class Engine:
 
     def __init__(
         self,
-        target: TargetConfig,
-        drafter: DrafterConfig | None,
+        graph: Graph,
         params: Params,
-        plan: Plan | None = None,
         *,
         tokenizer: Tokenizer | None = None,
         progress: bool = False,
@@ -56,39 +52,44 @@ class Engine:
         """Put parameters on their device; compile nothing.
 
         Args:
+          graph: modules and plan.
           params: of both models, by role; NumPy or JAX arrays. An `executor` has its own instead.
-          plan: open choices are resolved for the default device.
           tokenizer: without one, prompts are token ids.
           progress: announce on standard error what takes longer than two seconds.
 
         Raises:
-          PlanError: the plan does not fit the models or the memory.
           ForkedProcessError: JAX runs in the parent of this process. Other methods raise it, too.
         """
         forking.check_not_forked()
-        plan = plan if plan and plan.resolved else resolve_here(plan or Plan(), target, drafter)
-        self.target, self.drafter, self.plan = target, drafter, plan
+        self.graph, self.plan, self.target = graph, graph.plan, graph.config
         self.tokenizer, self.progress = tokenizer, progress
-        runs = executor or LocalExecutor(plan, target, drafter, params)
-        self.runner = runner = ModelRunner(target, drafter, runs, plan)
-        self.core = EngineCore(self.runner, plan)
+        runs = executor or LocalExecutor(graph, params)
+        self.runner = runner = ModelRunner(graph, runs)
+        self.core = EngineCore(self.runner, self.plan)
         self.events = self.core.events
         self._driver = AsyncDriver()
-        self.grammars = Grammars(tokenizer, target.vocab_size, target.eos_token_ids)
+        self.grammars = Grammars(tokenizer, self.target.vocab_size, graph.stop_tokens)
         self.call_grammars = CallGrammars(
             self.grammars, lambda missing: runner.compiled.compile(missing, workers=1), tokenizer
         )
 
     def __repr__(self) -> str:
-        plan, kind = self.plan, f"{self.drafter.kind} drafter" if self.drafter else "no drafter"
-        block = f", block {plan.block}" if self.drafter else ""
-        target = f"{self.target.model_type} target of {self.target.num_layers} layers"
+        plan, drafts = self.plan, self.drafter is not None
+        kind = f"{self.graph.drafter_name} drafter" if drafts else "no drafter"
+        block = f", block {plan.block}" if drafts else ""
+        target = f"{self.graph.target_name} target of {self.target.num_layers} layers"
         rows = f"{plan.rows} row{'s' * (plan.rows > 1)} of {plan.max_length} tokens"
         return f"<Engine: {target}, {kind}{block}, {rows}, {precision(plan)}>"
 
+    @property
+    def drafter(self) -> Any:
+        """Config of the drafter, or the drafter itself if it has none; None without a drafter."""
+        drafter = self.graph.pair.drafter
+        return getattr(drafter, "config", drafter)
+
     def explain(self, *, compile: bool = False) -> Explanation:
         """Return the report of `dflash-jax explain` about the engine; it prints as a table."""
-        return explain_here(self.target, self.drafter, self.plan, compile=compile)
+        return self.graph.explain(compile=compile)
 
     def generate(
         self,
@@ -413,8 +414,7 @@ class Engine:
         Raises:
           PlanError: the engines' models or `Plan.shape` differ.
         """
-        ours, theirs = ((e.target, e.drafter, e.plan.shape) for e in (self, other))
-        if ours != theirs:
+        if self.graph != other.graph:
             expected = f"expected the same models and the same plan.shape, {self.plan.shape}"
             raise PlanError(f"the other engine's programs are of another shape; {expected}")
         self.runner.compiled, self.break_even = other.compiled, other.break_even

@@ -4,11 +4,11 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 
-from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.result import Piece, Result, Stats
 from dflash_jax.engine.running_request import RunningRequest
 from dflash_jax.engine.scheduler import variants_of
 from dflash_jax.errors import RequestError
+from dflash_jax.graph.keys import Variant
 
 
 class RequestHandle:

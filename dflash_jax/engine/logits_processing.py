@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.decode.inputs import SetLogitsStateInputs
-from dflash_jax.decode.logits_processing import LogitsState
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.result import TokenLogprob
-from dflash_jax.state import Logprobs, StepOutput
+from dflash_jax.graph.state import Logprobs, StepOutput
+from dflash_jax.graph.steps.inputs import SetLogitsStateInputs
+from dflash_jax.graph.steps.logits_processing import LogitsState
 
 
 class LogitsProcessor:

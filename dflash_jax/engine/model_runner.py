@@ -11,21 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.compiler.build import CompiledPrograms, Executable
-from dflash_jax.compiler.executor import Executor
-from dflash_jax.compiler.keys import LOGITS_VARIANTS, STEP_VARIANTS, ProgramKey, Step, Variant
-from dflash_jax.compiler.programs import is_multi_step
-from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.decode import forced_tokens
-from dflash_jax.decode.forced_tokens import ForcedTokens
-from dflash_jax.decode.inputs import (
-    CopyRowInputs,
-    DecodeInputs,
-    PrefillInputs,
-    PromptLogprobsInputs,
-)
-from dflash_jax.decode.logits_processing import mask_words
-from dflash_jax.decode.pair import Params
 from dflash_jax.engine.logits_processing import LogitsProcessor
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.prefix.disk import identity
@@ -35,8 +20,22 @@ from dflash_jax.engine.scheduler import SchedulerOutput
 from dflash_jax.engine.state_machine.trace import CallTime
 from dflash_jax.engine.structured.grammars import Grammar
 from dflash_jax.engine.structured.mask_thread import MaskThread
-from dflash_jax.plan import Plan
-from dflash_jax.state import RowStep, StepOutput, read_output
+from dflash_jax.graph.abstract import PlannedPair
+from dflash_jax.graph.build import CompiledPrograms, Executable
+from dflash_jax.graph.executor import Executor
+from dflash_jax.graph.keys import LOGITS_VARIANTS, STEP_VARIANTS, ProgramKey, Step, Variant
+from dflash_jax.graph.programs import is_multi_step
+from dflash_jax.graph.state import RowStep, StepOutput, read_output
+from dflash_jax.graph.steps import forced_tokens
+from dflash_jax.graph.steps.forced_tokens import ForcedTokens
+from dflash_jax.graph.steps.inputs import (
+    CopyRowInputs,
+    DecodeInputs,
+    PrefillInputs,
+    PromptLogprobsInputs,
+)
+from dflash_jax.graph.steps.logits_processing import mask_words
+from dflash_jax.graph.steps.pair import Params
 
 Output = tuple[int, tuple[int, ...], StepOutput]  # first row, rows that wait, and the output
 
@@ -70,17 +69,16 @@ class ModelRunner:
     rows and the prefix cache; it is None without one.
     """
 
-    def __init__(
-        self, target: TargetConfig, drafter: DrafterConfig | None, executor: Executor, plan: Plan
-    ):
-        self.target, self.drafter, self.plan, self.executor = target, drafter, plan, executor
+    def __init__(self, graph: PlannedPair, executor: Executor):
+        self.graph, self.plan, self.executor = graph, graph.plan, executor
+        plan, vocab = graph.plan, graph.config.vocab_size
         self.compiled = CompiledPrograms(executor.programs, executor.compile)
         self._fed_rows = plan.fed_rows
         self._multi_step = {x: is_multi_step(plan, x) for x in STEP_VARIANTS}
         self.state: Any = executor.empty_state()
         self.prefixes = self._make_prefixes(executor.params)
         self._masks = MaskThread()
-        self._logits = LogitsProcessor(target.vocab_size, executor.empty_logits_state)
+        self._logits = LogitsProcessor(vocab, executor.empty_logits_state)
         # Kept on the device, because sending a number in every call takes 0.1 ms.
         self._num_steps = executor.put([np.int32(n) for n in range(plan.steps_per_call + 1)])
 
@@ -287,7 +285,7 @@ class ModelRunner:
         prefill = step == Step.PREFILL
         rows = self._fed_rows if prefill else self.plan.rows
         width = self.plan.plain_width if step == Step.PLAIN else self.plan.block
-        shape = (rows, 1 if prefill else width, mask_words(self.target.vocab_size))
+        shape = (rows, 1 if prefill else width, mask_words(self.graph.config.vocab_size))
         masks = np.full(shape, 2**32 - 1, np.uint32)
         self._masks.fill(
             [
@@ -301,5 +299,5 @@ class ModelRunner:
     def _make_prefixes(self, params: Params) -> PrefixStore | None:
         if not self.plan.prefix_cache:
             return None
-        name = functools.partial(identity, self.plan, self.target, self.drafter, params)
+        name = functools.partial(identity, self.graph, params)
         return PrefixStore(self.plan, self.compiled.programs, name)

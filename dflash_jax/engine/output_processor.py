@@ -4,7 +4,6 @@ import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 
-from dflash_jax.decode.forced_tokens import ForcedTokens
 from dflash_jax.engine.events import EventLog
 from dflash_jax.engine.logits_processing import prompt_logprobs, token_logprobs
 from dflash_jax.engine.model_runner import InFlightStep
@@ -13,7 +12,8 @@ from dflash_jax.engine.running_request import RunningRequest, StepDetails
 from dflash_jax.engine.state_machine import controller
 from dflash_jax.engine.state_machine.controller import Restart
 from dflash_jax.engine.state_machine.trace import CallTime
-from dflash_jax.state import RowStep
+from dflash_jax.graph.state import RowStep
+from dflash_jax.graph.steps.forced_tokens import ForcedTokens
 
 log = logging.getLogger("dflash_jax.engine")
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from dflash_jax.decode.forced_tokens import ForcedTokens
 from dflash_jax.engine.detokenizer import OutputBuffer
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.request import CancelCell, Request
@@ -20,7 +19,8 @@ from dflash_jax.engine.state_machine.trace import CallTime
 from dflash_jax.engine.structured.call_grammars import CallGrammars
 from dflash_jax.engine.structured.grammars import Grammar
 from dflash_jax.errors import ComputeError, DFlashError, RequestError
-from dflash_jax.state import CHOICES
+from dflash_jax.graph.state import CHOICES
+from dflash_jax.graph.steps.forced_tokens import ForcedTokens
 from dflash_jax.tokenizer import Tokenizer
 
 _STOPPED = controller.Cancelled(controller.Finish.STOP)

@@ -132,7 +132,7 @@ class SamplingParams:
             check(fits or (value is None and name in _OPTIONAL), name, value, expected)
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
-                from dflash_jax.decode.logits_processing import TOP  # which imports JAX
+                from dflash_jax.graph.steps.logits_processing import TOP  # which imports JAX
 
                 expected = f"None, or how many alternatives to report, 0 to {TOP}"
                 check(type(value) is int and 0 <= value <= TOP, name, value, expected)

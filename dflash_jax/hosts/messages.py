@@ -10,7 +10,7 @@ import ml_dtypes  # noqa: F401  # registers bfloat16 with NumPy
 import msgspec
 import numpy as np
 
-from dflash_jax.compiler.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.keys import ProgramKey, Step, Variant
 
 Key = tuple[str, str]  # step and variant of a program; "" for no variant
 

@@ -6,15 +6,16 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from dflash_jax.compiler.resolve import resolve
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import HostError, PlanError
+from dflash_jax.graph.resolve import resolve
 from dflash_jax.hosts import messages
 from dflash_jax.hosts.group import LOAD_S, START_S, HostGroup
 from dflash_jax.hosts.launch import Launcher
 from dflash_jax.hosts.remote import RemoteExecutor
 from dflash_jax.loading import OpenPair
+from dflash_jax.models import build_graph, build_pair
 from dflash_jax.plan import Plan
 from dflash_jax.tokenizer import Tokenizer
 
@@ -82,10 +83,9 @@ class HostedPair:
                 f"hosts have different models under {self._sources['target']!r} and"
                 f" {self._sources['drafter']!r}; copy the same files to each host"
             )
-        executor = RemoteExecutor(group, plan, self.configs, loaded[0])
-        return Engine(
-            *self.configs, executor.params, plan, tokenizer=self.tokenizer, executor=executor
-        )
+        graph = build_graph(*self.configs, plan)
+        executor = RemoteExecutor(group, graph, loaded[0])
+        return Engine(graph, executor.params, tokenizer=self.tokenizer, executor=executor)
 
 
 def completed(
@@ -116,7 +116,7 @@ def completed(
         )
     memory = min(reply.memory for reply in joined)
     memory *= len(joined) if platform == "cpu" else total
-    return resolve(plan, target, drafter, platform=platform, memory=memory)
+    return resolve(plan, build_pair(target, drafter), platform=platform, memory=memory)
 
 
 def _default_mesh(rows: int, devices: int, kv_heads: int) -> tuple[int, int]:

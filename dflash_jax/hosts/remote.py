@@ -8,16 +8,15 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from dflash_jax.compiler.build import WORKERS
-from dflash_jax.compiler.keys import ProgramKey
-from dflash_jax.compiler.programs import Program, declare
-from dflash_jax.compiler.settings import isolated_jax_config
-from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.errors import RequestError
+from dflash_jax.graph.abstract import PlannedPair
+from dflash_jax.graph.build import WORKERS
+from dflash_jax.graph.keys import ProgramKey
+from dflash_jax.graph.programs import Program, declare
+from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.hosts import messages
 from dflash_jax.hosts.group import HostGroup
 from dflash_jax.hosts.messages import pack, to_key
-from dflash_jax.plan import Plan
 
 COMPILE_S = 3600.0  # seconds in which programs have to be compiled
 
@@ -103,11 +102,10 @@ class RemoteExecutor:
     def __init__(
         self,
         group: HostGroup,
-        plan: Plan,
-        models: tuple[TargetConfig, DrafterConfig | None],
+        graph: PlannedPair,
         loaded: messages.Loaded,
     ):
-        self.programs: Mapping[ProgramKey, Program] = declare(plan, *models, placed=False)
+        self.programs: Mapping[ProgramKey, Program] = declare(graph, placed=False)
         self.compile: Callable[..., dict[ProgramKey, Any]] = self._compile
         self.put: Callable[[Any], Any] = self._put
         self.params: Any = RemoteTree(group, 0)

@@ -20,17 +20,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.compiler.build import WORKERS
-from dflash_jax.compiler.cache import use_compilation_cache
-from dflash_jax.compiler.executor import LocalExecutor, vectors_digest
-from dflash_jax.compiler.settings import isolated_jax_config, untraced
 from dflash_jax.device import default_device, free_memory
 from dflash_jax.errors import HostError
+from dflash_jax.graph.build import WORKERS
+from dflash_jax.graph.cache import use_compilation_cache
+from dflash_jax.graph.executor import LocalExecutor, vectors_digest
+from dflash_jax.graph.settings import isolated_jax_config, untraced
 from dflash_jax.hosts import messages
 from dflash_jax.hosts.channel import Channel, WrongTokenError
 from dflash_jax.hosts.launch import TOKEN, free_port
 from dflash_jax.hosts.messages import from_key, pack, unpack
 from dflash_jax.loading import open_pair
+from dflash_jax.models import build_graph
 from dflash_jax.plan import Plan
 from dflash_jax.version import __version__
 
@@ -137,7 +138,7 @@ class HostWorker:
         with isolated_jax_config():
             weights = pair.weights(plan)
             digest = configs_digest(pair.configs) + vectors_digest(weights)
-            self._executor = LocalExecutor(plan, *pair.configs, weights)
+            self._executor = LocalExecutor(build_graph(*pair.configs, plan), weights)
             del weights
             self._executor.empty_state()  # for its size; freed at once
         made = self._executor

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.state import LayerCache
+from dflash_jax.kernels.caches import LayerCache
 
 WIDEST = 32  # most tokens of a block: one bit per token says whether it sees a slot
 PIECE = 64  # slots read at a time

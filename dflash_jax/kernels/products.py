@@ -9,7 +9,7 @@ weights, so they differ only in the order of summation.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -254,7 +254,12 @@ def with_kernel(params: Any, kernel: bool) -> Any:
     return jax.tree.map(choose, params, is_leaf=lambda leaf: isinstance(leaf, Packed))
 
 
-def set_weight_layout(params: dict[str, Any], layout: str) -> None:
+def set_weight_layout(
+    params: dict[str, Any],
+    layout: str,
+    declared: Collection[str] | None = None,
+    path: tuple[str, ...] = (),
+) -> None:
     """Store the matrices [D, ...] of a parameter tree in a layout, in place.
 
     One matrix at a time, so that no more memory is needed than for the largest. NumPy transposes
@@ -263,11 +268,16 @@ def set_weight_layout(params: dict[str, Any], layout: str) -> None:
     Args:
       layout: `Plan.weight_layout`. Packed matrices have a layout of their own, or are interleaved;
         then parameters that are not matrices become float32.
+      declared: paths of the weights that may be stored in a layout; others stay as they are, and so
+        do all parameters of a model that declares none. None for models of ours.
+      path: of the tree.
     """
     for name, leaf in params.items():
+        at = (*path, name)
         if isinstance(leaf, dict):
-            set_weight_layout(leaf, layout)
-        elif is_matrix(name):
+            if path or declared is None or any(x.startswith(f"{name}/") for x in declared):
+                set_weight_layout(leaf, layout, declared, at)
+        elif is_matrix(name) and (declared is None or "/".join(at) in declared):
             params[name] = _relaid(leaf, layout_of(layout, leaf.shape))
         elif (
             layout == "interleaved"

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DrafterConfig
+from dflash_jax.graph.protocols import CacheMaker, Draft, DraftSampler, SharedLayers
+from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.nn.attention import attend, slot_positions, visible, write_keys_values
-from dflash_jax.nn.draft import Draft, DraftSampler, SharedLayers
 from dflash_jax.nn.layers import (
     GatedMLP,
     columns_of,
@@ -30,7 +31,6 @@ from dflash_jax.nn.layers import (
     weight,
 )
 from dflash_jax.nn.rope import rope_tables, rotate
-from dflash_jax.state import LayerCache
 
 Kept = TypeVar("Kept")
 Attend = Callable[[Float[Array, "B T D"]], tuple[Float[Array, "B T D"], Kept]]
@@ -139,9 +139,9 @@ class DrafterLayer(nn.Module):
 
 
 class DFlash(nn.Module):
-    """The drafter: `context` turns taps into keys, `propose` drafts one block.
+    """The drafter (a `graph.protocols.Drafter`): taps become keys, and a block attends to them.
 
-    Other kinds build on it.
+    Other kinds build on it. Its state is one `LayerCache` per layer.
 
     Attributes:
       layer: makes a layer from the config, its window, and whether it is causal in the block.
@@ -168,15 +168,47 @@ class DFlash(nn.Module):
             shape = (c.draft_vocab_size,)
             self.d2t = declare(self, "d2t", nn.initializers.zeros, shape, jnp.int32)
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Hidden states of the target that it reads."""
+        return tuple(i + 1 for i in self.config.target_layer_ids)
+
+    @property
+    def trained_block(self) -> int:
+        """The block that it was trained on; a step has room for a draft."""
+        return max(self.config.step_width, 2)
+
+    @property
+    def block(self) -> int:
+        """The block that its makers advise, at most the trained one."""
+        drafts = self.config.speculative_tokens
+        return min(drafts + 1, self.trained_block) if drafts else self.trained_block
+
+    @property
+    def reads(self) -> int:
+        """Tokens past a row's position that it writes: it always sees a trained block."""
+        return self.config.step_width
+
+    @property
+    def predicts_survival(self) -> bool:
+        """Whether its drafts have probabilities of acceptance."""
+        return self.config.predicts_survival
+
+    def empty(self, make: CacheMaker) -> tuple[LayerCache, ...]:
+        """Return empty context caches, one per layer."""
+        c = self.config
+        return tuple(make(c.num_kv_heads, c.head_dim, window) for window in c.windows)
+
     def fuse(self, taps: Sequence[Float[Array, "B T D"]]) -> Float[Array, "B T D"]:
         """Return c = norm(fc(taps)), with the taps concatenated in config order."""
         c = dot(jnp.concatenate(taps, axis=-1), self.fc)
         return rms_norm(c, self.hidden_norm, self.config.rms_norm_eps)
 
-    def context(
+    def observe(
         self,
-        taps: Sequence[Float[Array, "B T D"]],
         caches: Sequence[LayerCache],
+        tokens: Int[Array, "B T"],
+        taps: Sequence[Float[Array, "B T D"]],
         start: Int[Array, " B"],
     ) -> tuple[LayerCache, ...]:
         """Return the caches with the context keys of T tokens at start .. start+T-1."""
@@ -213,29 +245,27 @@ class DFlash(nn.Module):
 
     def predict(
         self,
-        block: Int[Array, "B T"],
         caches: Sequence[LayerCache],
+        anchor: Int[Array, " B"],
         start: Int[Array, " B"],
-        layers: SharedLayers,
+        shared: SharedLayers,
+        places: int,
     ) -> tuple[Float[Array, "B R D"], Float[Array, "B R N"], tuple[LayerCache, ...]]:
-        """Hidden states and logits of the T-1 drafted places, and the caches after the call.
+        """Return hidden states and logits of R drafted places, and the caches after the call.
 
         Masks attend to each other: a drafter that was trained on longer blocks sees one of that
-        length here, too, and its last places are not used.
-
-        Args:
-          block: [anchor, mask, mask, ...], as long as the step. The anchor's own place predicts
-            nothing; a drafter that samples from it has no use for the last mask instead.
+        length here, too, and its last places are not used. The anchor's own place predicts nothing,
+        except in a drafter that samples from it, which needs one mask less.
         """
         c = self.config
-        block = block[:, :-1] if c.sample_from_anchor else block
-        length = block.shape[1]
-        unused = ((0, 0), (0, max(c.block_size - length, 0)))
-        block = jnp.pad(block, unused, constant_values=c.mask_token_id)
-        embed = self.embed if c.own_embedding else layers.embed
+        length = places + (not c.sample_from_anchor)
+        masks = (len(anchor), max(c.block_size, length) - 1)
+        block = jnp.full(masks, c.mask_token_id, anchor.dtype)
+        block = jnp.concatenate([anchor[:, None], block], axis=1)
+        embed = self.embed if c.own_embedding else shared.embed
         hidden, caches = self(embed(block), caches, start)
         hidden = hidden[:, :length]
-        said = project(hidden, self.head) if c.own_head else self.lent(hidden, layers)
+        said = project(hidden, self.head) if c.own_head else self.lent(hidden, shared)
         logits = self.adjust(said)
         if c.sample_from_anchor:
             return hidden, logits, caches
@@ -243,21 +273,21 @@ class DFlash(nn.Module):
 
     def propose(
         self,
-        block: Int[Array, "B T"],
         caches: Sequence[LayerCache],
+        anchor: Int[Array, " B"],
         start: Int[Array, " B"],
-        layers: SharedLayers,
+        shared: SharedLayers,
         sampler: DraftSampler,
     ) -> tuple[Draft, tuple[LayerCache, ...]]:
-        """Drafts after the anchor, each place for itself. Arguments as of `predict`."""
-        _, logits, caches = self.predict(block, caches, start, layers)
+        """Draft each place for itself."""
+        _, logits, caches = self.predict(caches, anchor, start, shared, sampler.places)
         choice = sampler.sample_all(logits)
         tokens = self.token(choice.index)
         return sampler.draft(tokens, choice.q, choice.finite, ids=self.tokens()), caches
 
-    def lent(self, hidden: Float[Array, "B T D"], layers: SharedLayers) -> Float[Array, "B T N"]:
-        """What the target's head says of the tokens that the drafter knows."""
-        logits, ids = layers.head(hidden), self.tokens()
+    def lent(self, hidden: Float[Array, "B T D"], shared: SharedLayers) -> Float[Array, "B T N"]:
+        """Return the logits of the target's head for the tokens that the drafter knows."""
+        logits, ids = shared.head(hidden), self.tokens()
         return logits if ids is None else jnp.take(logits, ids, axis=-1)
 
     def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:

@@ -4,7 +4,8 @@ The selector rescores each position's best tokens given the token before, from l
 (formulas as in the `dflash` 0.1.0 reference; own implementation).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -12,11 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config.dflash2 import DFlash2Config
+from dflash_jax.graph.protocols import Draft, DraftSampler, SharedLayers
+from dflash_jax.kernels.caches import LayerCache
+from dflash_jax.kernels.vocabulary import all_finite, top_k
 from dflash_jax.models.dflash import Attend, DFlash, DrafterAttention, Kept
-from dflash_jax.nn.draft import Draft, DraftSampler, SharedLayers
 from dflash_jax.nn.layers import GatedMLP, declare, dot, norm_weight, product, rms_norm, weight
-from dflash_jax.nn.vocabulary import all_finite, top_k
-from dflash_jax.state import LayerCache
 
 
 class DynamicConvolution(nn.Module):
@@ -98,50 +99,35 @@ class ConvolvedLayer(nn.Module):
             return x + conv(self.mlp(conv(h, kernels, 0)), kernels, 1), kept
 
 
-class DFlash2(nn.Module):
-    """The v1 drafter with convolved layers, and the selector's tables."""
+class DFlash2(DFlash):
+    """The v1 drafter with convolved layers and a selector; contexts are not convolved."""
 
-    config: DFlash2Config
+    config: DFlash2Config  # pyrefly: ignore[bad-override-mutable-attribute]  (Linen fields are frozen)
+    layer: Callable[..., Any] = ConvolvedLayer
 
     def setup(self) -> None:
         """Declare the weights."""
+        super().setup()
         c = self.config
-        self.backbone = DFlash(c, ConvolvedLayer)
-        nn.share_scope(self, self.backbone)
         self.hidden = weight(self, "selector_hidden", (c.hidden_size, c.selector_rank))
         self.predecessor = weight(self, "predecessor", (c.vocab_size, c.selector_rank))
         self.successor = weight(self, "successor", (c.vocab_size, c.selector_rank))
 
-    def __call__(
-        self, x: Float[Array, "B T D"], caches: Sequence[LayerCache], start: Int[Array, " B"]
-    ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
-        """As `DFlash`."""
-        return self.backbone(x, caches, start)
-
-    def context(
-        self,
-        taps: Sequence[Float[Array, "B T D"]],
-        caches: Sequence[LayerCache],
-        start: Int[Array, " B"],
-    ) -> tuple[LayerCache, ...]:
-        """As `DFlash`; the context is not convolved."""
-        return self.backbone.context(taps, caches, start)
-
     def propose(
         self,
-        block: Int[Array, "B T"],
         caches: Sequence[LayerCache],
+        anchor: Int[Array, " B"],
         start: Int[Array, " B"],
-        layers: SharedLayers,
+        shared: SharedLayers,
         sampler: DraftSampler,
     ) -> tuple[Draft, tuple[LayerCache, ...]]:
-        """Drafts after the anchor along the selector's path; q is over the candidates."""
-        hidden, logits, caches = self.backbone.predict(block, caches, start, layers)
+        """Draft along the selector's path; q is over the candidates."""
+        hidden, logits, caches = self.predict(caches, anchor, start, shared, sampler.places)
         finite = all_finite(logits).all(axis=1)
         with jax.named_scope("selector"):
             unary, index = top_k(logits, self.config.selector_top_k)
-            ids = self.backbone.token(index)
-            pairs = self.pair_scores(hidden, unary, ids, block[:, 0])
+            ids = self.token(index)
+            pairs = self.pair_scores(hidden, unary, ids, anchor)
             places, size = ids.shape[1:]
             noise = sampler.noise(places, size)
             at, path, q = jnp.zeros_like(start), [], []

@@ -13,23 +13,22 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config.dspark import DSparkConfig
+from dflash_jax.graph.protocols import Draft, DraftSampler, SharedLayers
+from dflash_jax.kernels.caches import LayerCache
+from dflash_jax.kernels.vocabulary import all_finite
 from dflash_jax.models.dflash import DFlash
-from dflash_jax.nn.draft import Draft, DraftSampler, SharedLayers
 from dflash_jax.nn.layers import dot, project, weight
-from dflash_jax.nn.vocabulary import all_finite
-from dflash_jax.state import LayerCache
 
 
-class DSpark(nn.Module):
+class DSpark(DFlash):
     """The v1 drafter with the weights of both heads."""
 
-    config: DSparkConfig
+    config: DSparkConfig  # pyrefly: ignore[bad-override-mutable-attribute]  (Linen fields are frozen)
 
     def setup(self) -> None:
         """Declare the weights."""
+        super().setup()
         c = self.config
-        self.backbone = DFlash(c)
-        nn.share_scope(self, self.backbone)
         rank, width = c.markov_rank, c.hidden_size
         if rank:
             self.w1 = weight(self, "markov_w1", (c.vocab_size, rank))
@@ -45,36 +44,21 @@ class DSpark(nn.Module):
             self.confidence = weight(self, "confidence", (read, 1))
             self.confidence_bias = weight(self, "confidence_bias", (1,))
 
-    def __call__(
-        self, x: Float[Array, "B T D"], caches: Sequence[LayerCache], start: Int[Array, " B"]
-    ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
-        """As `DFlash`."""
-        return self.backbone(x, caches, start)
-
-    def context(
-        self,
-        taps: Sequence[Float[Array, "B T D"]],
-        caches: Sequence[LayerCache],
-        start: Int[Array, " B"],
-    ) -> tuple[LayerCache, ...]:
-        """As `DFlash`."""
-        return self.backbone.context(taps, caches, start)
-
     def propose(
         self,
-        block: Int[Array, "B T"],
         caches: Sequence[LayerCache],
+        anchor: Int[Array, " B"],
         start: Int[Array, " B"],
-        layers: SharedLayers,
+        shared: SharedLayers,
         sampler: DraftSampler,
     ) -> tuple[Draft, tuple[LayerCache, ...]]:
-        """Drafts after the anchor, each place knowing the token chosen before it."""
-        hidden, logits, caches = self.backbone.predict(block, caches, start, layers)
+        """Draft each place by the token chosen before it."""
+        hidden, logits, caches = self.predict(caches, anchor, start, shared, sampler.places)
         if self.config.markov_rank:
             with jax.named_scope("markov"):
-                return self._walk(block[:, 0], hidden, logits, caches, sampler)
+                return self._walk(anchor, hidden, logits, caches, sampler)
         choice = sampler.sample_all(logits)
-        ids, tokens = self.backbone.tokens(), self.backbone.token(choice.index)
+        ids, tokens = self.tokens(), self.token(choice.index)
         survival = self._survival([hidden[:, i] for i in range(hidden.shape[1])])
         draft = sampler.draft(tokens, choice.q, choice.finite, ids=ids, survival=survival)
         return draft, caches
@@ -97,10 +81,10 @@ class DSpark(nn.Module):
             bias, state = self.bias(hidden[:, i], previous, state)
             read.append(jnp.concatenate([hidden[:, i], previous], axis=-1))
             choice = sampler.sample_one(logits[:, i] + bias, None if noise is None else noise[:, i])
-            token, finite = self.backbone.token(choice.index), finite & choice.finite
+            token, finite = self.token(choice.index), finite & choice.finite
             path.append(token)
             q.append(choice.q)
-        tokens, ids = jnp.stack(path, axis=1), self.backbone.tokens()
+        tokens, ids = jnp.stack(path, axis=1), self.tokens()
         drawn = None if noise is None else jnp.stack(q, axis=1)
         draft = sampler.draft(tokens, drawn, finite, ids=ids, survival=self._survival(read))
         return draft, caches

@@ -4,7 +4,7 @@ Full layers have other head widths and numbers, and may use their raw keys as va
 layers may have no keys: they read the cache of an earlier layer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import flax.linen as nn
 import jax
@@ -13,8 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import EARLY, LATE, UPSTREAM
 from dflash_jax.config.gemma4 import Gemma4Config
+from dflash_jax.graph.protocols import CacheMaker, TargetOutput
+from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.nn.attention import attend, slot_positions, visible, write_keys_values
-from dflash_jax.nn.decoder import Decoder, TargetOutput
+from dflash_jax.nn.decoder import Decoder
 from dflash_jax.nn.layers import (
     GatedMLP,
     dot,
@@ -26,7 +28,6 @@ from dflash_jax.nn.layers import (
 )
 from dflash_jax.nn.moe import expert_weights, experts, softmax_then_top
 from dflash_jax.nn.rope import rope_tables, rotate
-from dflash_jax.state import LayerCache
 
 SCALE = 1.0  # of attention scores, as queries and keys are normed
 
@@ -192,6 +193,12 @@ class Gemma4(Decoder):
         kept = tuple(states[i] for i in taps)
         return TargetOutput(hidden=hidden, taps=kept, caches=tuple(written))
 
+    def empty_caches(self, make: CacheMaker) -> tuple[LayerCache, ...]:
+        """Return one cache for each layer that has keys; layers that share have none."""
+        c = self.config
+        owners = range(c.num_layers - c.shared_layers)
+        return tuple(make(*c.heads(i), c.windows[i]) for i in owners)
+
     def per_layer_inputs(
         self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]
     ) -> Float[Array, "B T L P"]:
@@ -207,11 +214,3 @@ class Gemma4(Decoder):
 def build(config: Gemma4Config) -> nn.Module:
     """Return the target module of a Gemma 4 config."""
     return Gemma4(config, make_layer=Gemma4Layer, final_norm=rms_norm_wide)
-
-
-def empty_caches(
-    config: Gemma4Config, cache: Callable[[int, int, int | None], LayerCache]
-) -> tuple[LayerCache, ...]:
-    """Return one cache for each layer that has keys; layers that share have none."""
-    owners = range(config.num_layers - config.shared_layers)
-    return tuple(cache(*config.heads(i), config.windows[i]) for i in owners)

@@ -7,11 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dflash_jax.config.gpt_oss import GptOssConfig
-from dflash_jax.nn.decoder import Decoder, Layer, empty_caches
+from dflash_jax.nn.decoder import Decoder, Layer
 from dflash_jax.nn.layers import dot, rms_norm_wide, weight
 from dflash_jax.nn.moe import expert_weights, experts, top_then_softmax
-
-__all__ = ["build", "empty_caches"]
 
 SHARPNESS = 1.702  # of the gate's sigmoid
 

@@ -3,9 +3,7 @@
 import flax.linen as nn
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.nn.decoder import Decoder, empty_caches
-
-__all__ = ["build", "empty_caches"]
+from dflash_jax.nn.decoder import Decoder
 
 
 def build(config: TargetConfig) -> nn.Module:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config.qwen3_5 import HybridConfig
-from dflash_jax.models import MakeCache
+from dflash_jax.graph.protocols import CacheMaker
+from dflash_jax.kernels.caches import Cache, LayerCache, RecurrentCache, Update
 from dflash_jax.nn.attention import attend, slot_positions, visible, write_keys_values
 from dflash_jax.nn.decoder import Decoder
 from dflash_jax.nn.delta import (
@@ -25,7 +26,6 @@ from dflash_jax.nn.delta import (
 from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, rms_norm, rms_norm_from_one, weight
 from dflash_jax.nn.moe import expert_weights, experts, softmax_then_top, swiglu
 from dflash_jax.nn.rope import rope_tables, rotate
-from dflash_jax.state import Cache, LayerCache, RecurrentCache, Update
 
 
 class GatedAttention(nn.Module):
@@ -179,22 +179,26 @@ def _split(x: Float[Array, "B T E"], *sizes: int) -> list[Float[Array, "B T part
     return [x[..., end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
+class HybridDecoder(Decoder):
+    """The decoder with recurrent layers."""
+
+    config: HybridConfig  # pyrefly: ignore[bad-override-mutable-attribute]  (Linen fields are frozen)
+
+    def empty_caches(self, make: CacheMaker) -> tuple[Cache, ...]:
+        """Return caches: keys and values, or recurrent state and convolution inputs."""
+        c = self.config
+        state = (c.value_heads, c.key_width, c.value_width)
+        inputs = (c.conv_kernel - 1, c.conv_channels)
+        return tuple(
+            make.recurrent(state, inputs) if recurrent else make(c.num_kv_heads, c.head_dim, None)
+            for recurrent in c.recurrent
+        )
+
+
 def build(config: HybridConfig) -> nn.Module:
     """Return the target module of a Qwen3.5 config."""
-    return Decoder(config, make_layer=_layer, final_norm=rms_norm_from_one)
+    return HybridDecoder(config, make_layer=_layer, final_norm=rms_norm_from_one)
 
 
 def _layer(config: HybridConfig, i: int) -> nn.Module:
     return HybridLayer(config, config.recurrent[i])
-
-
-def empty_caches(config: HybridConfig, cache: MakeCache) -> tuple[Cache, ...]:
-    """Return caches: keys and values, or recurrent state and convolution inputs."""
-    state = (config.value_heads, config.key_width, config.value_width)
-    inputs = (config.conv_kernel - 1, config.conv_channels)
-    return tuple(
-        cache.recurrent(state, inputs)
-        if recurrent
-        else cache(config.num_kv_heads, config.head_dim, None)
-        for recurrent in config.recurrent
-    )

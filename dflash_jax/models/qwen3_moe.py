@@ -5,11 +5,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
-from dflash_jax.nn.decoder import Decoder, Layer, dense_mlp, empty_caches
+from dflash_jax.nn.decoder import Decoder, Layer, dense_mlp
 from dflash_jax.nn.layers import dot, weight
 from dflash_jax.nn.moe import expert_weights, experts, softmax_then_top, swiglu
-
-__all__ = ["build", "empty_caches"]
 
 
 class SparseMLP(nn.Module):

@@ -6,60 +6,40 @@ nothing; its requests decode plainly.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
-import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config import TargetConfig
+from dflash_jax.graph.protocols import CacheMaker, Draft, DraftSampler, SharedLayers
+from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.nn.attention import write_keys_values
-from dflash_jax.nn.draft import Draft, DraftSampler, SharedLayers
-from dflash_jax.state import LayerCache
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RecorderConfig(DrafterConfig):
-    """Which taps to keep; each cache holds two of them, as keys and as values."""
+@dataclasses.dataclass(frozen=True)
+class Recorder:
+    """A drafter that keeps taps (a `graph.protocols.Drafter`).
 
-    kind: str = "recorder"
+    Attributes:
+      taps: the hidden states to keep; each cache holds two of them, as keys and as values.
+      width: of a hidden state.
+    """
 
+    taps: tuple[int, ...]
+    width: int
+    block: int = 2
 
-def recorder(target: TargetConfig, layer_ids: Sequence[int]) -> RecorderConfig:
-    """Return the config that records the outputs of target layers, counted from 0."""
-    layers = -(-len(layer_ids) // 2)
-    return RecorderConfig(
-        hidden_size=target.hidden_size,
-        num_layers=layers,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=target.hidden_size,
-        intermediate_size=1,
-        rms_norm_eps=target.rms_norm_eps,
-        rope=target.rope,
-        vocab_size=target.vocab_size,
-        block_size=2,
-        mask_token_id=0,
-        target_layer_ids=tuple(layer_ids),
-        num_target_layers=target.num_layers,
-        windows=(None,) * layers,
-        causal=(False,) * layers,
-    )
+    def empty(self, make: CacheMaker) -> tuple[LayerCache, ...]:
+        """Return empty caches."""
+        return tuple(make(1, self.width, None) for _ in self.taps[::2])
 
-
-class Recorder(nn.Module):
-    """The module of a `RecorderConfig`."""
-
-    config: RecorderConfig
-
-    def __call__(
-        self, x: Float[Array, "B T D"], caches: Sequence[LayerCache], start: Int[Array, " B"]
-    ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
-        return x, tuple(caches)
-
-    def context(
+    def observe(
         self,
-        taps: Sequence[Float[Array, "B T D"]],
+        params: Any,
         caches: Sequence[LayerCache],
+        tokens: Int[Array, "B T"],
+        taps: Sequence[Float[Array, "B T D"]],
         start: Int[Array, " B"],
     ) -> tuple[LayerCache, ...]:
         """Return the caches with the taps of T tokens at start .. start+T-1."""
@@ -70,15 +50,21 @@ class Recorder(nn.Module):
 
     def propose(
         self,
-        block: Int[Array, "B T"],
+        params: Any,
         caches: Sequence[LayerCache],
+        anchor: Int[Array, " B"],
         start: Int[Array, " B"],
-        layers: SharedLayers,
+        shared: SharedLayers,
         sampler: DraftSampler,
     ) -> tuple[Draft, tuple[LayerCache, ...]]:
         """Return a block without drafts."""
-        draft = sampler.draft(block[:, 1:], None, jnp.ones(len(block), bool))
-        return dataclasses.replace(draft, num_drafts=jnp.zeros_like(start)), tuple(caches)
+        nothing = jnp.zeros((len(anchor), sampler.places), anchor.dtype)
+        return sampler.certain(nothing, count=jnp.zeros_like(start)), tuple(caches)
+
+
+def recorder(target: TargetConfig, layer_ids: Sequence[int]) -> Recorder:
+    """Return a drafter that records the outputs of target layers, counted from 0."""
+    return Recorder(tuple(i + 1 for i in layer_ids), target.hidden_size)
 
 
 def recorded(
@@ -87,8 +73,3 @@ def recorded(
     """Return the taps in one row of a recorder's caches; slots past its position are garbage."""
     pairs = [x[row, 0] for cache in caches for x in (cache.k, cache.v)]
     return jnp.stack(pairs[:count]).astype(jnp.float32)
-
-
-def build(config: RecorderConfig) -> Recorder:
-    """Return the module of a recorder."""
-    return Recorder(config)

@@ -14,26 +14,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import PAIRED, DrafterConfig
-from dflash_jax.models import build_drafter
-from dflash_jax.nn.draft import Draft, DraftSampler, SharedLayers
+from dflash_jax.graph.protocols import CacheMaker, Draft, DraftSampler, SharedLayers
 from dflash_jax.nn.layers import declare
-from dflash_jax.state import LayerCache
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ScriptedConfig(DrafterConfig):
-    """The replaced drafter, and the size of its script."""
-
-    kind: str = "scripted"
-    overruled: DrafterConfig
-    script_rows: int = 1
-    script_length: int = 64
-
-    @property
-    def predicts_survival(self) -> bool:
-        """Whether the drafter predicts how likely its drafts are to be accepted."""
-        return self.overruled.predicts_survival
+def _of_overruled(name: str) -> Any:
+    """Return a property that is an optional member of the replaced drafter."""
+    return property(lambda self: getattr(self.overruled, name))
 
 
 class Scripted(nn.Module):
@@ -41,48 +28,56 @@ class Scripted(nn.Module):
 
     Digits, because ids above 256 are not exact in bfloat16. Negative numbers keep the drafter's
     own token.
+
+    Attributes:
+      overruled: the drafter, a Linen module; its parameters are among those of this one.
+      rows, length: of the script.
     """
 
-    config: ScriptedConfig
+    overruled: Any
+    rows: int = 1
+    length: int = 64
+
+    config = _of_overruled("config")
+    taps = _of_overruled("taps")
+    block = _of_overruled("block")
+    trained_block = _of_overruled("trained_block")
+    reads = _of_overruled("reads")
+    predicts_survival = _of_overruled("predicts_survival")
 
     def setup(self) -> None:
         """Declare the weights."""
-        c = self.config
-        pairing = {name: getattr(c, name) for name in PAIRED}  # `paired` may have set them
-        overruled: Any = build_drafter(dataclasses.replace(c.overruled, **pairing))
-        self.overruled = overruled
-        nn.share_scope(self, overruled)
-        shape = (c.script_rows, c.script_length, 2)
+        nn.share_scope(self, self.overruled)
+        shape = (self.rows, self.length, 2)
         self.script = declare(self, "script", nn.initializers.zeros, shape)
 
-    def __call__(
-        self, x: Float[Array, "B T D"], caches: Sequence[LayerCache], start: Int[Array, " B"]
-    ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
+    def empty(self, make: CacheMaker) -> Any:
         """As the replaced drafter."""
-        return self.overruled(x, caches, start)
+        return self.overruled.empty(make)
 
-    def context(
+    def observe(
         self,
+        state: Any,
+        tokens: Int[Array, "B T"],
         taps: Sequence[Float[Array, "B T D"]],
-        caches: Sequence[LayerCache],
         start: Int[Array, " B"],
-    ) -> tuple[LayerCache, ...]:
+    ) -> Any:
         """As the replaced drafter."""
-        return self.overruled.context(taps, caches, start)
+        return self.overruled.observe(state, tokens, taps, start)
 
     def propose(
         self,
-        block: Int[Array, "B T"],
-        caches: Sequence[LayerCache],
+        state: Any,
+        anchor: Int[Array, " B"],
         start: Int[Array, " B"],
-        layers: SharedLayers,
+        shared: SharedLayers,
         sampler: DraftSampler,
-    ) -> tuple[Draft, tuple[LayerCache, ...]]:
-        """The drafter's proposal; each scripted token replaces its own, with probability 1."""
-        found, caches = self.overruled.propose(block, caches, start, layers, sampler)
+    ) -> tuple[Draft, Any]:
+        """Replace each scripted token of the drafter's proposal, with probability 1."""
+        found, state = self.overruled.propose(state, anchor, start, shared, sampler)
         assert found.finite is not None
         assert found.num_drafts is not None
-        at = start[:, None] + jnp.arange(1, block.shape[1])[None, :]
+        at = start[:, None] + jnp.arange(1, found.block.shape[1])[None, :]
         digits = self.script.astype(jnp.float32)
         script = digits[:, :, 0] * 256 + digits[:, :, 1]
         said = jnp.take_along_axis(script, jnp.minimum(at, script.shape[1] - 1), axis=1)
@@ -96,9 +91,4 @@ class Scripted(nn.Module):
             q = jnp.where(scripted[:, :, None], sure, q)
         draft = sampler.draft(tokens, q, finite)
         num_drafts = jnp.where(finite, found.num_drafts, 0)
-        return dataclasses.replace(draft, num_drafts=num_drafts), caches
-
-
-def build(config: ScriptedConfig) -> Scripted:
-    """Return the module of a scripted drafter."""
-    return Scripted(config)
+        return dataclasses.replace(draft, num_drafts=num_drafts), state

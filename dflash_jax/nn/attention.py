@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int8, Num
 
+from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.kernels.native.layers import attend_native
 from dflash_jax.kernels.selection import kernels
 from dflash_jax.nn.layers import product
-from dflash_jax.state import LayerCache
 
 PIECE = 256  # slots that `attend_pieces` handles at a time
 

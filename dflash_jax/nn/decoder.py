@@ -6,10 +6,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import LATE, UPSTREAM, TargetConfig
+from dflash_jax.config import LATE, UPSTREAM, TargetConfig, family_of
+from dflash_jax.config.family import target_families
+from dflash_jax.graph.protocols import CacheMaker, TargetOutput
+from dflash_jax.kernels.caches import Cache, LayerCache
 from dflash_jax.nn.attention import attend, slot_positions, visible, write_keys_values
 from dflash_jax.nn.layers import (
     GatedMLP,
@@ -22,16 +24,6 @@ from dflash_jax.nn.layers import (
     weight,
 )
 from dflash_jax.nn.rope import rope_tables, rotate
-from dflash_jax.state import Cache, LayerCache, Update
-
-
-@struct.dataclass
-class TargetOutput:
-    """Result of a forward pass over T tokens. Nothing is committed yet."""
-
-    hidden: Float[Array, "B T D"]  # after the final norm
-    taps: tuple[Float[Array, "B T D"], ...]
-    caches: tuple[Update, ...]
 
 
 class Attention(nn.Module):
@@ -134,6 +126,16 @@ class Decoder(nn.Module):
     make_layer: Callable[[Any, int], nn.Module] = dense_layer
     final_norm: Callable[[Array, Array, float], Array] = rms_norm
 
+    @property
+    def any_width(self) -> bool:
+        """Whether native kernels give a token the same bits in calls of any width.
+
+        XLA compiles products, sums and even rotations for one token otherwise than for several.
+        Native kernels do not. What is left for XLA is computed number by number.
+        """
+        family = target_families()[family_of(self.config.model_type)]
+        return family.any_width and not self.config.num_experts
+
     def setup(self) -> None:
         """Declare the parameters and layers."""
         c = self.config
@@ -179,6 +181,17 @@ class Decoder(nn.Module):
         tied = self.config.tie_embeddings
         return columns_of(self.head if tied else self.embedding, tokens, self.norm.dtype)
 
+    @nn.nowrap
+    def shared_layers(self) -> tuple["Decoder", tuple[str, ...]]:
+        """Return a module with the embedding and head alone, and the names of its parameters."""
+        return Decoder(self.config), ("embed", "head", "norm")
+
+    def empty_caches(self, make: CacheMaker) -> tuple[Cache, ...]:
+        """Return the caches of the layers, which all have the same kv heads."""
+        c = self.config
+        windows = c.windows or (None,) * c.num_layers
+        return tuple(make(c.num_kv_heads, c.head_dim, window) for window in windows)
+
     def first(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Return the input of layer 0: embeddings, scaled if the family does so."""
         x = self.embed(tokens)
@@ -193,11 +206,3 @@ class Decoder(nn.Module):
         """Return the head's float32 output without a cap; drafters apply their own."""
         with jax.named_scope("head"):
             return project(hidden, self.head)
-
-
-def empty_caches(
-    config: TargetConfig, cache: Callable[[int, int, int | None], LayerCache]
-) -> tuple[LayerCache, ...]:
-    """Return the caches of a `Decoder` whose layers all have the same kv heads."""
-    windows = config.windows or (None,) * config.num_layers
-    return tuple(cache(config.num_kv_heads, config.head_dim, window) for window in windows)

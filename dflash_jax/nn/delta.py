@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.state import RecurrentCache
+from dflash_jax.kernels.caches import RecurrentCache
 
 CHUNK = 64  # tokens per triangular system
 HIGHEST = jax.lax.Precision.HIGHEST

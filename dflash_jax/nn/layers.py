@@ -4,7 +4,6 @@ Contractions and norms accumulate in float32, whatever the dtype of weights and 
 results have the activations' dtype. Weights may be packed (`dflash_jax.quant`).
 """
 
-import dataclasses
 import functools
 import string
 from collections.abc import Callable
@@ -15,20 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.graph.protocols import WEIGHTS, WeightInfo
 from dflash_jax.kernels.native.layers import normalise
 from dflash_jax.kernels.products import Weight, contract, gather
 from dflash_jax.kernels.selection import kernels
 from dflash_jax.quant.layouts import StructuredWeight
-
-MODEL_AXES = "model_axes"  # the collection of `ModelAxis` values, with the paths of parameters
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class ModelAxis:
-    """The axis of a weight that the devices of a mesh may split."""
-
-    axis: int
 
 
 def weight(
@@ -43,10 +33,10 @@ def weight(
 
     Args:
       split: the axis that the devices of a mesh may split; None keeps the weight whole. `init`
-        records it in the collection `MODEL_AXES`; other calls ignore it.
+        records it in the collection `WEIGHTS`; other calls ignore it.
     """
-    if split is not None and module.is_mutable_collection(MODEL_AXES):
-        module.put_variable(MODEL_AXES, name, ModelAxis(split))
+    if module.is_mutable_collection(WEIGHTS):
+        module.put_variable(WEIGHTS, name, WeightInfo(split))
     return declare(module, name, nn.initializers.normal(scale), shape)
 
 

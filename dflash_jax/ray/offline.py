@@ -10,8 +10,8 @@ import numpy as np
 import ray
 import ray.data
 
-from dflash_jax.compiler.cache import use_compilation_cache
-from dflash_jax.compiler.keys import Variant
+from dflash_jax.graph.cache import use_compilation_cache
+from dflash_jax.graph.keys import Variant
 from dflash_jax.train.data import example
 from dflash_jax.train.decoding import EnginePool
 from dflash_jax.train.recipe import Recipe

@@ -20,7 +20,7 @@ class Replica:
 
     async def __init__(self, flags: Sequence[str]):
         from dflash_jax.cli.serve import check, configuration
-        from dflash_jax.compiler.background import BackgroundCompiler
+        from dflash_jax.graph.background import BackgroundCompiler
         from dflash_jax.ray.options import parse
         from dflash_jax.server.run import log_to_stderr, new_server
 

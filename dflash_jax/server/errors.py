@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from dflash_jax.compiler.build import CompiledPrograms
-from dflash_jax.compiler.keys import Variant
 from dflash_jax.errors import ComputeError, DFlashError, HostError, QueueFullError, RequestError
+from dflash_jax.graph.build import CompiledPrograms
+from dflash_jax.graph.keys import Variant
 from dflash_jax.server.fields import ENGINE_OPTIONS
 from dflash_jax.server.protocol import Problem
 

@@ -7,12 +7,12 @@ import math
 import time
 from collections.abc import AsyncGenerator
 
-from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.request import CancelReason as Reason
 from dflash_jax.engine.result import Piece, Result
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.engine.state_machine import OFF
 from dflash_jax.errors import StructureError
+from dflash_jax.graph.keys import Variant
 from dflash_jax.server.background import LONG_PROMPT, by_size, in_thread
 from dflash_jax.server.conversation import parse_tool_calls
 from dflash_jax.server.errors import (

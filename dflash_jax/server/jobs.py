@@ -3,12 +3,12 @@
 import dataclasses
 from collections.abc import Callable
 
-from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.handle import RequestHandle
 from dflash_jax.engine.request import CancelCell
 from dflash_jax.engine.result import Piece, Result
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.errors import DFlashError
+from dflash_jax.graph.keys import Variant
 
 Listener = Callable[[int, list[Piece], "Result | Exception | None"], None]
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.engine import Engine
+from dflash_jax.graph.keys import Variant
 
 log = logging.getLogger("dflash_jax.server")
 ATTEMPTS = 6  # starts that may fail in a row
@@ -114,9 +114,9 @@ def rebuilt(old: Engine) -> Engine:
     Raises:
       PlanError, JaxRuntimeError: there is no memory for it.
     """
-    parts = old.target, old.drafter, old.params, old.plan
+    graph, params = old.graph, old.params
     old.runner.drop()  # there may be no room for two states
-    new = Engine(*parts, tokenizer=old.tokenizer)
+    new = Engine(graph, params, tokenizer=old.tokenizer)
     new.share_programs(old)
     share_grammars(new, old)
     return new

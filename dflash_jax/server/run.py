@@ -16,9 +16,9 @@ from typing import Any
 
 import uvicorn
 
-from dflash_jax.compiler.background import BackgroundCompiler
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
+from dflash_jax.graph.background import BackgroundCompiler
 from dflash_jax.server.app import Server
 from dflash_jax.server.connection_limit import (
     ACCEPTED_AT_ONCE,

@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from dflash_jax.compiler.background import BackgroundCompiler
-from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.handle import RequestHandle
 from dflash_jax.engine.request import CancelReason as Reason
 from dflash_jax.errors import ComputeError, DFlashError, HostError
+from dflash_jax.graph.background import BackgroundCompiler
+from dflash_jax.graph.keys import Variant
 from dflash_jax.server import errors, lifecycle
 from dflash_jax.server.background import StructureThreads
 from dflash_jax.server.jobs import Job, JobUpdate

@@ -10,15 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.compiler import jit
-from dflash_jax.compiler.keys import ProgramKey, Step, Variant
-from dflash_jax.compiler.memory import budget
-from dflash_jax.compiler.models import weight_specs
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result
 from dflash_jax.engine.sampling_params import SamplingParams
+from dflash_jax.graph import Graph, Pair
+from dflash_jax.graph.abstract import PlannedPair
+from dflash_jax.graph.build import jit
+from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.kernels.products import set_weight_layout, with_kernel
-from dflash_jax.loading import resolve_here
+from dflash_jax.models import build_target
 from dflash_jax.models.recorder import recorded, recorder
 from dflash_jax.plan import Plan, Weights
 from dflash_jax.quant.layouts import pack_tree
@@ -57,16 +57,18 @@ class EnginePool:
     ):
         self._most, self._weights = most, weights
         self._model, self._variant, self._tokenizer = model, variant, tokenizer
-        self._recorder = recorder(model.config, taps) if taps else None
+        self._pair = Pair(
+            build_target(model.config), recorder(model.config, taps) if taps else None
+        )
         self._chunk = chunk
         self._lock = threading.Lock()
         self._free: dict[Bucket, queue.SimpleQueue[Engine]] = {}
 
     def count(self, bucket: Bucket) -> int:
         """Return the number of concurrent engines: at most what a quarter of the memory holds."""
-        plan = self._plan(bucket)
-        each = budget(plan, self._model.config, self._recorder)
-        room = plan.memory_limit // 4 // (each.caches + each.temporaries)
+        graph = self._graph(bucket)
+        each = graph.budget
+        room = graph.plan.memory_limit // 4 // (each.caches + each.temporaries)
         return max(1, min(parallel_calls(self._most), room))
 
     @contextlib.contextmanager
@@ -84,12 +86,12 @@ class EnginePool:
 
     def _new_pool(self, bucket: Bucket) -> "queue.SimpleQueue[Engine]":
         free: queue.SimpleQueue[Engine] = queue.SimpleQueue()
-        model, plan, first = self._model, self._plan(bucket), None
-        params = {"target": packed_params(model, plan)} | (
-            {"drafter": {}} if self._recorder else {}
-        )
+        graph, first = self._graph(bucket), None
+        params = {"target": packed_params(self._model, graph)}
+        if graph.pair.drafter is not None:
+            params["drafter"] = {}
         for _ in range(self.count(bucket)):
-            engine = Engine(model.config, self._recorder, params, plan, tokenizer=self._tokenizer)
+            engine = Engine(graph, params, tokenizer=self._tokenizer)
             if first is None:
                 first = engine
                 # Requests that never draft need no such program.
@@ -100,7 +102,7 @@ class EnginePool:
             free.put(engine)
         return free
 
-    def _plan(self, bucket: Bucket) -> Plan:
+    def _graph(self, bucket: Bucket) -> Graph:
         config = self._model.config
         length = min(bucket.length, config.max_length)
         plan = Plan(
@@ -109,19 +111,20 @@ class EnginePool:
             dtype=self._model.dtype,
             weights=self._weights,
             exact=False,
-            block=2 if self._recorder else 0,
+            block=2 if self._pair.drafter else 0,
             chunk=self._chunk,
             prefix_cache=PREFIXES if self._chunk else 0,
         )
-        return resolve_here(plan, config, self._recorder)
+        return Graph(self._pair, plan)
 
 
-def packed_params(model: TargetModel, plan: Plan) -> dict[str, Any]:
+def packed_params(model: TargetModel, graph: PlannedPair) -> dict[str, Any]:
     """Return the target's parameters for a plan; those of the model if it keeps floats."""
+    plan = graph.plan
     if plan.weights == FLOAT:
         return model.params
     exact = {"target": jax.device_get(model.params)}
-    packed = pack_tree(exact, weight_specs(plan, model.config, None))
+    packed = pack_tree(exact, PlannedPair(Pair(graph.pair.target), plan).specs)
     set_weight_layout(packed, plan.weight_layout)
     return jax.device_put(with_kernel(packed, plan.kernels != "xla"))["target"]
 
@@ -167,7 +170,6 @@ def _row_reader() -> Callable[..., jax.Array]:
 
 
 def _taps(engine: Engine, row: int, tokens: int) -> np.ndarray:
-    assert engine.drafter is not None
-    count = len(engine.drafter.target_layer_ids)
+    count = len(engine.graph.pair.taps)
     taps = _row_reader()(engine.runner.state.drafter, np.int32(row), count)
     return jax.device_get(taps)[:, :tokens]

@@ -11,7 +11,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.config import ALWAYS_FLOAT32
-from dflash_jax.decode.pair import Pair
+from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.nn.layers import rms_norm
 from dflash_jax.train import anchors as anchoring
 from dflash_jax.train import objective
@@ -132,7 +132,7 @@ def scores(
     )
     score = objective.scorer(
         pair.drafter,
-        lambda x: pair.target_call(params, x, method=pair.head),
+        pair.shared(params).head,
         lambda x: pair.target_call(params, x, method="logits"),
         recipe.loss,
     )

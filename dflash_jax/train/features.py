@@ -13,13 +13,12 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.compiler import jit
-from dflash_jax.compiler.memory import gibi
-from dflash_jax.compiler.models import CacheMaker
-from dflash_jax.compiler.resolve import resolve_here
-from dflash_jax.decode.pair import Pair
-from dflash_jax.models import target_caches
-from dflash_jax.nn.vocabulary import argmax
+from dflash_jax.graph.abstract import PlanCacheMaker
+from dflash_jax.graph.build import jit
+from dflash_jax.graph.memory import gibi
+from dflash_jax.graph.steps.pair import Pair
+from dflash_jax.kernels.vocabulary import argmax
+from dflash_jax.models import build_graph
 from dflash_jax.plan import Plan, Weights
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train.decoding import packed_params
@@ -61,7 +60,7 @@ def target_features(
     plan = Plan(rows=rows, max_length=count * width, block=2, chunk=width, dtype=dtype, rings=False)
     chunks = jnp.pad(tokens, ((0, 0), (0, count * width - length)))
     chunks = jnp.moveaxis(chunks.reshape(rows, count, width), 1, 0)
-    caches = target_caches(pair.target.config, CacheMaker(plan))
+    caches = pair.target.empty_caches(PlanCacheMaker(plan))
 
     def read(caches: Any, chunk: tuple[Array, Array]) -> Any:
         start = jnp.full(rows, chunk[1] * width, jnp.int32)
@@ -106,12 +105,12 @@ def reader(pair: Pair, model: TargetModel, weights: Weights) -> tuple[Pair, dict
     Args:
       model: its matrices have been rounded to `weights` already.
     """
-    plan = Plan(dtype=model.dtype, weights=weights, exact=False)
-    plan = resolve_here(plan, model.config, None)
+    graph = build_graph(model.config, None, Plan(dtype=model.dtype, weights=weights, exact=False))
+    plan = graph.plan
     if weights == FLOAT or plan.kernels != "native":
         return pair, model.params
     native = dataclasses.replace(pair, kernels=plan.kernels, activations=plan.activations)
-    return native, packed_params(model, plan)
+    return native, packed_params(model, graph)
 
 
 class FeatureCache:

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.compiler import jit
 from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.decode.pair import Pair
+from dflash_jax.graph.build import jit
+from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.train.drafter import FIXED, anchored
 from dflash_jax.train.rows import TokenRows
 

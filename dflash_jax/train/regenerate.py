@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.errors import ConfigError
+from dflash_jax.graph.keys import Variant
 from dflash_jax.plan import Weights
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train.decoding import EnginePool, Taps, decode

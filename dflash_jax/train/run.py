@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 
-from dflash_jax.compiler.models import build_pair
 from dflash_jax.config import DrafterConfig
 from dflash_jax.errors import ComputeError
+from dflash_jax.models import build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train import (
     data,

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.errors import ConfigError, RequestError
+from dflash_jax.graph.keys import Variant
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train.decoding import EnginePool, decode

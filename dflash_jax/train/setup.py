@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.compiler.models import weight_specs
 from dflash_jax.config import DrafterConfig, TargetConfig, check_pair
 from dflash_jax.errors import ConfigError, HostError
+from dflash_jax.graph.abstract import PlannedPair
+from dflash_jax.models import build_pair
 from dflash_jax.plan import Plan, Weights
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.target_model import TargetModel
@@ -163,7 +164,7 @@ def rounded(model: TargetModel, weights: Weights) -> TargetModel:
     if weights == FLOAT:
         return model
     plan = Plan(weights=weights)
-    specs = weight_specs(plan, model.config, None)
+    specs = PlannedPair(build_pair(model.config), plan).specs
     own = {path.removeprefix("target/"): how for path, how in specs.items()}
     exact = jax.tree.map(lambda x: np.asarray(x, np.float32), jax.device_get(model.params))
 

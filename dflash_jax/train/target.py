@@ -11,9 +11,9 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.compiler import jit
 from dflash_jax.config import TargetConfig
-from dflash_jax.state import LayerCache, empty_cache
+from dflash_jax.graph.build import jit
+from dflash_jax.kernels.caches import LayerCache, empty_cache
 
 LAYER = "layers_"
 OUTPUTS = (("attention", "o"), ("mlp", "down"))  # projections of a layer that add to its input

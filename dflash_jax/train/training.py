@@ -9,11 +9,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dflash_jax.compiler import jit
-from dflash_jax.compiler.models import build_pair
 from dflash_jax.config import DrafterConfig, check_pair
-from dflash_jax.decode.pair import Pair
 from dflash_jax.errors import ConfigError
+from dflash_jax.graph.build import jit
+from dflash_jax.graph.steps.pair import Pair
+from dflash_jax.models import build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train import drafter, features, hosts, initial_weights, loop, objective, optimizer
 from dflash_jax.train.feature_store import FeatureStore

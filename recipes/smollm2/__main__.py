@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import dflash_jax
-from dflash_jax.compiler import enable_compilation_cache
 from dflash_jax.errors import ConfigError, DFlashError
+from dflash_jax.graph.cache import enable_compilation_cache
 from dflash_jax.train import run as training
 from dflash_jax.train.data_reuse import FILES
 from dflash_jax.train.files import saved_as, write_json

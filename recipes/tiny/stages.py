@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 from tokenizers import Tokenizer
 
-from dflash_jax.compiler import jit
 from dflash_jax.config import TargetConfig
+from dflash_jax.graph.build import jit
 from dflash_jax.models import qwen3
 from dflash_jax.train import export, loop, optimizer, rows
 from dflash_jax.train import target as pretraining

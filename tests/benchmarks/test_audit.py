@@ -18,17 +18,20 @@ from benchmarks.audit.models import AuditedEngine, build
 from benchmarks.audit.scenario import Scenario, draw_scenario
 from benchmarks.audit.setups import DRAFTERS, SHORT, WEIGHTS, draw_setup
 from benchmarks.soak_families import FAMILIES, pairs
-from dflash_jax.compiler import compile_programs, declare
-from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.config.family import drafter_kinds, family_of, target_families
-from dflash_jax.decode import forced_tokens, steps
-from dflash_jax.decode.logits_processing import LogitsState
 from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.model_runner import InFlightStep
 from dflash_jax.engine.running_request import RunningRequest
 from dflash_jax.engine.state_machine.controller import Finish
 from dflash_jax.engine.structured.grammars import Grammar
-from dflash_jax.state import OutputColumn
+from dflash_jax.graph.build import compile_programs
+from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.programs import declare
+from dflash_jax.graph.state import OutputColumn
+from dflash_jax.graph.steps import decoding as steps
+from dflash_jax.graph.steps import forced_tokens
+from dflash_jax.graph.steps.logits_processing import LogitsState
+from dflash_jax.models import build_graph
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 
@@ -167,7 +170,7 @@ def recompiled(
 ) -> None:
     """Compile the speculative step again, from patched functions."""
     made, wanted = engine.engine, ProgramKey(Step.SPECULATIVE, variant)
-    declared = declare(made.plan, made.target, made.drafter)
+    declared = declare(build_graph(made.target, made.drafter, made.plan))
     for key, program in compile_programs([declared[wanted]]).items():
         patch.setitem(made.executables, key, program)
 

@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 
 from dflash_jax import Plan
-from dflash_jax.compiler import ProgramKey, Step, Variant, compile_programs, jit
-from dflash_jax.compiler.models import build_pair, idle_rules
 from dflash_jax.config import TargetConfig
-from dflash_jax.decode import steps
-from dflash_jax.decode.drafting import draft as draft_step
-from dflash_jax.decode.inputs import DecodeInputs, ForcedTokensInputs
-from dflash_jax.decode.multi_step import multi_step, plain_multi_step
-from dflash_jax.decode.steps import verify_block
 from dflash_jax.engine.engine import Engine
-from dflash_jax.nn.draft import Draft
-from dflash_jax.state import DecodeState, RowRules, read_output
+from dflash_jax.graph.abstract import idle_rules
+from dflash_jax.graph.build import compile_programs, jit
+from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.protocols import Draft
+from dflash_jax.graph.state import DecodeState, RowRules, read_output
+from dflash_jax.graph.steps import decoding as steps
+from dflash_jax.graph.steps.decoding import verify_block
+from dflash_jax.graph.steps.drafting import draft as draft_step
+from dflash_jax.graph.steps.inputs import DecodeInputs, ForcedTokensInputs
+from dflash_jax.graph.steps.multi_step import multi_step, plain_multi_step
+from dflash_jax.models import build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import (
     random_engine,

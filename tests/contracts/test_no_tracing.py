@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from dflash_jax.compiler import Variant
 from dflash_jax.engine.engine import Engine
+from dflash_jax.graph.keys import Variant
 
 
 @pytest.fixture(scope="module")

@@ -13,25 +13,20 @@ import numpy as np
 import pytest
 
 from dflash_jax import Plan
-from dflash_jax.compiler import (
-    Executable,
-    Program,
-    ProgramKey,
-    Step,
-    Variant,
-    compile_programs,
-    declare,
-    resolve,
-)
-from dflash_jax.compiler import build as build_module
-from dflash_jax.compiler.memory import budget
-from dflash_jax.compiler.models import empty_state, idle_rules
-from dflash_jax.decode import steps
-from dflash_jax.decode.inputs import ForcedTokensInputs, PrefillInputs
-from dflash_jax.decode.pair import forward
+from dflash_jax.graph import build as build_module
+from dflash_jax.graph.abstract import idle_rules
+from dflash_jax.graph.build import Executable, compile_programs
+from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.memory import budget
+from dflash_jax.graph.programs import Program, declare
+from dflash_jax.graph.resolve import resolve
+from dflash_jax.graph.state import DecodeState, read_output
+from dflash_jax.graph.steps import decoding as steps
+from dflash_jax.graph.steps.inputs import ForcedTokensInputs, PrefillInputs
+from dflash_jax.graph.steps.pair import forward
 from dflash_jax.kernels.native.build import library
+from dflash_jax.models import build_graph, build_pair
 from dflash_jax.plan import Kernels
-from dflash_jax.state import DecodeState, read_output
 from dflash_jax.testing import AMPLE, random_params, tiny_drafter, tiny_target
 
 BLOCK, CHUNK = 8, 16
@@ -59,11 +54,11 @@ DRAFTER = tiny_drafter(
 def plan(rows: int, *, exact: bool = True, kernels: Kernels = "xla") -> Plan:
     made = Plan(rows=rows, max_length=2000, block=BLOCK, chunk=CHUNK, dtype="float32", exact=exact)
     made = dataclasses.replace(made, kernels=kernels)
-    return resolve(made, TARGET, DRAFTER, platform="cpu", memory=AMPLE)
+    return resolve(made, build_pair(TARGET, DRAFTER), platform="cpu", memory=AMPLE)
 
 
 def build(rows: int, *keys: ProgramKey, exact: bool = True) -> dict[ProgramKey, Executable]:
-    programs = declare(plan(rows, exact=exact), TARGET, DRAFTER)
+    programs = declare(build_graph(TARGET, DRAFTER, plan(rows, exact=exact)))
     return compile_programs(programs[key] for key in keys)
 
 
@@ -84,11 +79,11 @@ def test_the_programs_are_few_and_known_from_the_plan() -> None:
     both = {ProgramKey(step, variant) for step in steps for variant in FEW}
     helpers = {FORCED, SCORED, REPLACED, CLEARED}
     for exact in (True, False):
-        found = declare(plan(3, exact=exact), TARGET, DRAFTER, variants=FEW)
+        found = declare(build_graph(TARGET, DRAFTER, plan(3, exact=exact)), variants=FEW)
         assert found.keys() == both | helpers | {COPIED}
-    alone = declare(plan(1), TARGET, None, variants=FEW).keys()
+    alone = declare(build_graph(TARGET, None, plan(1)), variants=FEW).keys()
     assert alone == {key for key in both if key.step != Step.SPECULATIVE} | helpers
-    every = declare(plan(3), TARGET, DRAFTER).keys()
+    every = declare(build_graph(TARGET, DRAFTER, plan(3))).keys()
     assert every - both - helpers - {COPIED} == {
         ProgramKey(Step.SET_LOGITS_STATE),
         *(ProgramKey(step, Variant.PENALIZED) for step in steps),
@@ -103,7 +98,7 @@ def test_the_programs_are_few_and_known_from_the_plan() -> None:
 def test_with_native_kernels_steps_need_less_memory_and_still_copy_no_state(
     built: dict[tuple[int, ProgramKey], Executable],
 ) -> None:
-    programs = declare(plan(3, kernels="native"), TARGET, DRAFTER)
+    programs = declare(build_graph(TARGET, DRAFTER, plan(3, kernels="native")))
     native = compile_programs(programs[key] for key in (PREFILL, PLAIN, SPECULATIVE))
     for key, program in native.items():
         assert program.aliased_bytes == built[3, key].aliased_bytes
@@ -112,7 +107,7 @@ def test_with_native_kernels_steps_need_less_memory_and_still_copy_no_state(
 
 def test_the_width_of_plain_steps_follows_from_the_plan() -> None:
     for exact in (True, False):
-        program = declare(plan(3, exact=exact), TARGET, DRAFTER)[PLAIN]
+        program = declare(build_graph(TARGET, DRAFTER, plan(3, exact=exact)))[PLAIN]
         _, _, out = jax.eval_shape(program.function, *program.arguments)
         assert out.packed.shape[-1] == (BLOCK if exact else 1) + 5
 
@@ -144,14 +139,14 @@ def test_temporaries_stay_under_the_budget_of_the_plan(
     built: dict[tuple[int, ProgramKey], Executable],
 ) -> None:
     for (rows, name), program in built.items():
-        allowed = budget(plan(rows), TARGET, DRAFTER).temporaries
+        allowed = budget(build_graph(TARGET, DRAFTER, plan(rows))).temporaries
         assert program.temporary_bytes <= allowed, (rows, name)
 
 
 def test_prefixes_are_copied_a_chunk_at_a_time() -> None:
     """Taking and putting back a chunk of one row moves neither rows nor caches."""
     kept = dataclasses.replace(plan(3), prefix_cache=1 << 30)
-    programs = declare(kept, TARGET, DRAFTER)
+    programs = declare(build_graph(TARGET, DRAFTER, kept))
     take, put = ProgramKey(Step.TAKE_SEGMENT), ProgramKey(Step.PUT_SEGMENT)
     built = compile_programs(programs[key] for key in (take, put))
     chunk = 2 * CHUNK * 2 * 64 * 4  # keys and values of a layer
@@ -171,7 +166,7 @@ def test_a_program_looks_once_at_its_models_and_never_at_how_weights_begin(
     key: ProgramKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tracing a deep model takes seconds."""
-    program = declare(plan(3), TARGET, DRAFTER)[key]
+    program = declare(build_graph(TARGET, DRAFTER, plan(3)))[key]
     passes = []
 
     def noted(*arguments: Any, **options: Any) -> Any:
@@ -203,12 +198,12 @@ def test_programs_read_their_parts_by_name(built: dict[tuple[int, ProgramKey], E
 def test_no_step_has_room_for_an_unpacked_matrix(weights: str) -> None:
     target = tiny_target(num_layers=1, hidden_size=256, intermediate_size=4096)
     made = Plan(max_length=64, block=4, chunk=16, dtype="bfloat16", weights=weights, kernels="xla")
-    made = resolve(made, target, None, platform="cpu", memory=AMPLE)
-    programs = declare(made, target, None)
+    made = resolve(made, build_pair(target, None), platform="cpu", memory=AMPLE)
+    programs = declare(build_graph(target, None, made))
     largest = 256 * 2 * 4096 * 2  # bytes of gate and up in bfloat16
     program = compile_programs([programs[PLAIN]])[PLAIN]
     assert program.temporary_bytes < largest * 0.75
-    assert program.argument_bytes < 1.2 * budget(made, target, None).weights
+    assert program.argument_bytes < 1.2 * budget(build_graph(target, None, made)).weights
 
 
 @pytest.mark.parametrize("backend", ["gpu", "cpu"])
@@ -254,7 +249,7 @@ def test_kernels_of_the_target_are_chosen_before_others_share_them(
 )
 def test_no_variant_fuses_the_sums_of_its_logits_with_their_readers(key: ProgramKey) -> None:
     """On a GPU a product may end with a sum of parts, which XLA would fuse with its only reader."""
-    program = declare(plan(3), TARGET, DRAFTER)[key]
+    program = declare(build_graph(TARGET, DRAFTER, plan(3)))[key]
     text = jax.jit(program.function).lower(*program.arguments).as_text()
     shape = "1x1" if key.step == Step.PREFILL else f"3x{BLOCK}"
     assert re.search(rf"optimization_barrier .*: tensor<{shape}x{TARGET.vocab_size}xf32>", text)
@@ -263,7 +258,7 @@ def test_no_variant_fuses_the_sums_of_its_logits_with_their_readers(key: Program
 @pytest.mark.parametrize("key", [PLAIN, SPECULATIVE, PREFILL, FORCED], ids=str)
 def test_the_target_is_given_tokens_and_positions_that_share_nothing(key: ProgramKey) -> None:
     """Else a drafted step would read the drafter's rotary table where a plain one makes its own."""
-    program = declare(plan(3), TARGET, DRAFTER)[key]
+    program = declare(build_graph(TARGET, DRAFTER, plan(3)))[key]
     text = jax.jit(program.function).lower(*program.arguments).as_text()
     width, rows = (CHUNK, 1) if key == PREFILL else (BLOCK, 3)
     assert re.search(
@@ -275,10 +270,10 @@ def test_a_forced_step_makes_the_whole_pass_of_a_plain_one(
     built: dict[tuple[int, ProgramKey], Executable],
 ) -> None:
     """What only the caches need of the last layer could be other kernels than a plain step's."""
-    params = random_params(TARGET, DRAFTER, seed=1)
+    params = random_params(build_pair(TARGET, DRAFTER), seed=1)
     last = params["target"][f"layers_{TARGET.num_layers - 1}"]["mlp"]
     last["down"] = np.full_like(last["down"], np.nan)  # in no cache
-    state = empty_state(plan(3), TARGET, DRAFTER)
+    state = build_graph(TARGET, DRAFTER, plan(3)).empty_state()
     tokens, count = np.ones((3, BLOCK), np.int32), np.array([2, 0, BLOCK], np.int32)
     inputs = ForcedTokensInputs(tokens, num_fed=count, anchor=count)
     state, _, finite = built[3, FORCED](jax.device_put(params), state, None, inputs)
@@ -291,7 +286,7 @@ def test_a_prompt_is_fed_to_its_row_and_to_no_other(
 ) -> None:
     """Its row becomes what the only row of a smaller plan becomes; all others keep their bits."""
     rng, row = np.random.default_rng(0), 1
-    params = jax.device_put(random_params(TARGET, DRAFTER, seed=1))
+    params = jax.device_put(random_params(build_pair(TARGET, DRAFTER), seed=1))
     fed = (
         rng.integers(0, 60, (1, CHUNK)).astype(np.int32),
         np.array([11], np.int32),
@@ -299,7 +294,7 @@ def test_a_prompt_is_fed_to_its_row_and_to_no_other(
     )
 
     def noise(rows: int) -> DecodeState:
-        empty = empty_state(plan(rows), TARGET, DRAFTER)
+        empty = build_graph(TARGET, DRAFTER, plan(rows)).empty_state()
         filled = jax.tree.map(lambda x: jnp.asarray(rng.integers(0, 9, x.shape), x.dtype), empty)
         return filled
 

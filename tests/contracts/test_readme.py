@@ -105,7 +105,7 @@ def test_python_runs_and_prints_what_its_comments_say(
     def shared(target: str, drafter: str = "own", *, plan: dj.Plan | None = None) -> Engine:
         """One engine for all blocks, after all that `load` does before it reads weights."""
         pair = loading.open_pair(target, drafter)
-        loading.resolve_here(plan or dj.Plan(), *pair.configs)
+        pair.planned(plan or dj.Plan())
         return engine
 
     if "import ray" in text:

@@ -8,15 +8,12 @@ import jax
 import pytest
 
 from dflash_jax import Plan
-from dflash_jax.compiler import (
-    ProgramKey,
-    Step,
-    Variant,
-    compile_programs,
-    declare,
-    resolve,
-)
 from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.graph.build import compile_programs
+from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.programs import declare
+from dflash_jax.graph.resolve import resolve
+from dflash_jax.models import build_graph, build_pair
 from dflash_jax.testing import AMPLE, tiny_drafter, tiny_target
 
 VOCAB = 977
@@ -31,8 +28,8 @@ OPTIONAL = {"random_bits", "threefry2x32", "top_k", "sort", "random_seed"}
 
 def programs_of(drafter: DrafterConfig, target: TargetConfig = TARGET) -> dict[ProgramKey, Any]:
     made = Plan(rows=2, max_length=64, block=4, chunk=8, dtype="float32")
-    plan = resolve(made, target, drafter, platform="cpu", memory=AMPLE)
-    return declare(plan, target, drafter)
+    plan = resolve(made, build_pair(target, drafter), platform="cpu", memory=AMPLE)
+    return declare(build_graph(target, drafter, plan))
 
 
 def unconditional(jaxpr: Any) -> Iterator[str]:

@@ -22,6 +22,7 @@ from dflash_jax.converters.models import open_model
 from dflash_jax.converters.names import published
 from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.models import build_pair
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.utils import atomic
 
@@ -122,7 +123,7 @@ def test_round_trips_are_byte_stable(tmp_path, folder, layout, dtype):
 def test_a_dspark_round_trip_is_byte_stable(tmp_path, layout, dtype, own):
     target = tiny_target()
     config = tiny_drafter(target, "dspark", own_embedding=own, own_head=own, dtype=dtype)
-    tree = TreeSource(random_params(target, config)["drafter"], config)
+    tree = TreeSource(random_params(build_pair(target, config))["drafter"], config)
     name = "x.gguf" if layout == "gguf" else "x"
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
@@ -139,7 +140,7 @@ def test_a_dspark_round_trip_is_byte_stable(tmp_path, layout, dtype, own):
 def test_heads_that_a_layout_does_not_know_are_refused(tmp_path):
     target = tiny_target()
     config = tiny_drafter(target, "dspark", markov_head="rnn")
-    tree = TreeSource(random_params(target, config)["drafter"], config)
+    tree = TreeSource(random_params(build_pair(target, config))["drafter"], config)
     with pytest.raises(ConfigError, match="a rnn Markov head has no place in a drafter GGUF"):
         export.export(Weights(config, tree), tmp_path / "x.gguf", layout="gguf", dtype="float32")
 

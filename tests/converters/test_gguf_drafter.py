@@ -17,6 +17,7 @@ from dflash_jax.converters.models import open_model
 from dflash_jax.converters.taps import read_taps
 from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.models import build_pair
 from dflash_jax.testing import folder_params, random_params, tiny_drafter, tiny_target
 
 FOLDER = ORACLE / "drafters" / "v1_full"
@@ -151,7 +152,7 @@ def dspark(folder, **changes):
     """A DSpark drafter in a speculators folder (a reduced vocabulary has no other)."""
     target = tiny_target()
     config = tiny_drafter(target, "dspark", **changes)
-    params = random_params(target, config)["drafter"]
+    params = random_params(build_pair(target, config))["drafter"]
     if config.draft_vocab_size:
         ids = np.sort(np.random.default_rng(0).permutation(97)[: config.draft_vocab_size])
         params["d2t"] = (ids - np.arange(len(ids))).astype(np.int32)

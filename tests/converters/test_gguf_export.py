@@ -29,6 +29,7 @@ from dflash_jax.converters.models import open_model
 from dflash_jax.converters.target_tokenizer import of_model
 from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.models import build_pair
 from dflash_jax.testing import random_params, tiny_target
 
 FAMILIES = ["llama3", "qwen3", *NAMES]
@@ -217,7 +218,7 @@ def test_settings_that_files_cannot_hold_are_refused(tmp_path, name, changes, me
 )
 def test_weights_that_a_type_cannot_hold_are_refused(tmp_path, value, kind, message):
     config = tiny_target(hidden_size=64, intermediate_size=64)
-    params = random_params(config, None)["target"]
+    params = random_params(build_pair(config, None))["target"]
     down = np.array(params["layers_0"]["mlp"]["down"])
     down[3, 5] = value
     params["layers_0"]["mlp"]["down"] = down

@@ -8,12 +8,13 @@ from gguf_models import write_drafter, write_target
 from weight_files import ORACLE
 
 from dflash_jax.cli.describe import describe
-from dflash_jax.compiler import declare
-from dflash_jax.compiler.resolve import resolve_here
 from dflash_jax.config import read_drafter_config, read_target_config
 from dflash_jax.converters.cli import main
 from dflash_jax.converters.models import open_model
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.graph.programs import declare
+from dflash_jax.graph.resolve import resolve_here
+from dflash_jax.models import build_graph, build_pair
 from dflash_jax.plan import Plan
 from dflash_jax.utils.sources import locate
 
@@ -75,8 +76,8 @@ def test_a_speculators_drafter_is_described_by_its_config_alone(tmp_path, vocabu
     (folder / "model.safetensors").unlink()
     target, drafter = describe(ORACLE / "drafters" / "target_qwen3", folder)
     assert (drafter.draft_vocab_size, drafter.own_head) == (vocabulary or 0, bool(vocabulary))
-    plan = resolve_here(Plan(max_length=64), target, drafter)
-    assert declare(plan, target, drafter)
+    plan = resolve_here(Plan(max_length=64), build_pair(target, drafter))
+    assert declare(build_graph(target, drafter, plan))
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,14 @@ from weight_files import ORACLE
 import dflash_jax as dj
 from dflash_jax.checkpoint import save
 from dflash_jax.cli import main
-from dflash_jax.compiler.resolve import resolve
 from dflash_jax.converters.cli import main as converters
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.quants.types import BY_NAME
 from dflash_jax.errors import CheckpointError, PlanError
+from dflash_jax.graph.resolve import resolve
 from dflash_jax.kernels.native.build import Library
 from dflash_jax.loading import OpenPair, open_pair
+from dflash_jax.models import build_graph, build_pair
 from dflash_jax.quant import layouts
 from dflash_jax.quant.layouts import Joined, Packed
 
@@ -204,7 +205,7 @@ def test_decoding_from_packed_blocks_is_decoding_from_their_floats(mixed: Path) 
 
 
 def test_a_plan_for_packed_weights_is_json_and_counts_their_bytes(mixed: Path) -> None:
-    from dflash_jax.compiler.memory import budget, weight_bytes
+    from dflash_jax.graph.memory import budget, weight_bytes
 
     pair = open_pair(mixed, None)
     plan = pair.with_stored(
@@ -213,11 +214,13 @@ def test_a_plan_for_packed_weights_is_json_and_counts_their_bytes(mixed: Path) -
     assert dj.Plan.from_json(plan.to_json()) == plan
     assert len({plan, dataclasses.replace(plan)}) == 1
     target, _ = pair.configs
-    sizes = weight_bytes(plan, target, None)["target"]
+    sizes = weight_bytes(build_graph(target, None, plan))["target"]
     assert sizes["head"] == VOCAB * 256 * 6.5625 / 8
     assert sizes["layers_0/mlp/gate_up"] == 2 * 512 * 256 * 4.5 / 8
     found = pair.engine(plan).params
-    assert budget(plan, target, None).weights == sum(x.nbytes for x in jax.tree.leaves(found))
+    assert budget(build_graph(target, None, plan)).weights == sum(
+        x.nbytes for x in jax.tree.leaves(found)
+    )
 
 
 @pytest.mark.soak
@@ -237,12 +240,11 @@ def test_explain_counts_packed_weights(mixed: Path, capsys: pytest.CaptureFixtur
 def test_floats_are_quantised_while_they_are_read(
     mixed: Path, weights: str, tmp_path: Path
 ) -> None:
-    from dflash_jax.compiler.models import weight_specs
 
     model = open_model(mixed)
     plan = dj.Plan(weights=weights)
     specs = {
-        p.removeprefix("target/"): s for p, s in weight_specs(plan, model.config, None).items()
+        p.removeprefix("target/"): s for p, s in build_graph(model.config, None, plan).specs.items()
     }
     found = leaves(model.load("bfloat16", specs=specs))
     floats = leaves(model.load("float32"))
@@ -277,13 +279,13 @@ def test_what_cannot_stay_packed_is_refused_with_the_remedy(tmp_path: Path) -> N
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether there are native kernels, as far as plans are concerned."""
     found = Library(Path("kernels.so")) if request.param else Library(None, "no compiler")
-    monkeypatch.setattr(sys.modules["dflash_jax.compiler.resolve"], "library", lambda: found)
+    monkeypatch.setattr(sys.modules["dflash_jax.graph.resolve"], "library", lambda: found)
     return request.param
 
 
 def resolved(pair: OpenPair, platform: str = "cpu", **choices: Any) -> dj.Plan:
     plan = pair.with_stored(dj.Plan(max_length=64, **choices))
-    return resolve(plan, *pair.configs, platform=platform, memory=1 << 40)
+    return resolve(plan, build_pair(*pair.configs), platform=platform, memory=1 << 40)
 
 
 def test_blocks_stay_packed_by_default_where_there_are_kernels(mixed: Path, kernels: bool) -> None:

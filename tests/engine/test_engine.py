@@ -30,6 +30,7 @@ from dflash_jax.errors import (
     PlanError,
     RequestError,
 )
+from dflash_jax.models import build_graph
 from dflash_jax.plan import WeightLayout
 from dflash_jax.quant.layouts import ColumnMajor, Tiled
 from dflash_jax.testing import AMPLE, force_acceptance, set_script
@@ -41,8 +42,9 @@ MANY = 24
 
 def twin(engine: Engine, **changes: Any) -> Engine:
     """Return another engine that shares the compiled programs."""
-    parts = {name: getattr(engine, name) for name in ("target", "drafter", "params", "plan")}
-    made = Engine(**parts | changes)
+    parts = {name: getattr(engine, name) for name in ("target", "drafter", "plan")}
+    graph = build_graph(**{name: changes.pop(name, old) for name, old in parts.items()})
+    made = Engine(graph, **{"params": engine.params} | changes)
     made.compiled.executables = engine.executables
     return made
 
@@ -85,7 +87,7 @@ def test_an_engine_made_by_hand_completes_its_plan(tiny: Engine, truth: list[int
     assert made.plan.resolved
     assert made.plan == dataclasses.replace(tiny.plan, memory_limit=made.plan.memory_limit)
     assert made.generate(PROMPT, max_tokens=9).token_ids == truth[:9]
-    default = Engine(tiny.target, tiny.drafter, tiny.params)
+    default = Engine(build_graph(tiny.target, tiny.drafter), tiny.params)
     assert default.plan.max_length == min(1024, tiny.target.max_length)
     with pytest.raises(PlanError, match="max_length is 9999, but the target was made for"):
         twin(tiny, plan=Plan(max_length=9999))
@@ -137,7 +139,7 @@ def test_weights_can_be_reordered_for_another_plan_and_back(
 ) -> None:
     turned = twin(tiny, plan=dataclasses.replace(tiny.plan, weight_layout=layout))
     assert isinstance(turned.params["target"]["layers_0"]["mlp"]["down"], kept)
-    back = Engine(tiny.target, tiny.drafter, turned.params, tiny.plan)
+    back = Engine(build_graph(tiny.target, tiny.drafter, tiny.plan), turned.params)
     for ours, theirs in zip(*map(jax.tree.leaves, (back.params, tiny.params)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     turned.compiled.executables = {}

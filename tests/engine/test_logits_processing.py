@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.engine import request as requests
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.state_machine import OFF
 from dflash_jax.engine.state_machine.words import Words
 from dflash_jax.errors import RequestError
+from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import force_acceptance, set_script
 

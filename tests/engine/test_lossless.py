@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from dflash_jax import Plan
-from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.engine.engine import Engine
+from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.state import output_columns
 from dflash_jax.plan import Kernels
-from dflash_jax.state import output_columns
 from dflash_jax.testing import (
     force_acceptance,
     random_engine,

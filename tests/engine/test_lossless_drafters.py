@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from dflash_jax import Plan
-from dflash_jax.compiler import resolve
 from dflash_jax.errors import PlanError
+from dflash_jax.graph.resolve import resolve
+from dflash_jax.models import build_pair
 from dflash_jax.testing import (
     AMPLE,
     random_engine,
@@ -84,10 +85,10 @@ def test_a_bar_needs_a_confidence_head() -> None:
     for drafter in (None, tiny_drafter(target), tiny_drafter(target, "dspark")):
         plan = Plan(max_length=64, min_survival=0.5)
         if drafter is not None and drafter.predicts_survival:
-            resolved = resolve(plan, target, drafter, platform="cpu", memory=AMPLE)
+            resolved = resolve(plan, build_pair(target, drafter), platform="cpu", memory=AMPLE)
             assert resolved.block == drafter.block_size + 1  # the anchor also predicts
             continue
         with pytest.raises(PlanError, match="has no confidence head"):
-            resolve(plan, target, drafter, platform="cpu", memory=AMPLE)
+            resolve(plan, build_pair(target, drafter), platform="cpu", memory=AMPLE)
     with pytest.raises(PlanError, match="expected a number from 0 to 1"):
         Plan(min_survival=1.5)

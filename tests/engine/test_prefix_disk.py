@@ -20,6 +20,7 @@ from dflash_jax import Plan
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.prefix.disk import PrefixDisk
 from dflash_jax.errors import PlanError
+from dflash_jax.models import build_graph
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_hybrid, tiny_target
 
 CHUNK = 16
@@ -37,7 +38,7 @@ def opened(engine: Engine, folder: Path, **fields: Any) -> Engine:
     """Return an engine as after a restart: the same models, and prefixes on disk only."""
     fields = {"prefix_cache": 1 << 20, "prefix_folder": str(folder)} | fields
     plan = dataclasses.replace(engine.plan, **fields)
-    made = Engine(engine.target, engine.drafter, engine.params, plan)
+    made = Engine(build_graph(engine.target, engine.drafter, plan), engine.params)
     made.compiled.executables = engine.executables  # the prefix programs are added
     return made
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from dflash_jax import CancelCell, Plan
-from dflash_jax.compiler.keys import ProgramKey, Step
 from dflash_jax.config import TargetConfig
 from dflash_jax.engine import request as requests
 from dflash_jax.engine.engine import Engine
@@ -17,6 +16,8 @@ from dflash_jax.engine.state_machine import OFF, guards
 from dflash_jax.engine.state_machine.controller import Cancelled, Finish
 from dflash_jax.engine.state_machine.words import Words
 from dflash_jax.errors import CheckpointError, ComputeError, PlanError, SnapshotError
+from dflash_jax.graph.keys import ProgramKey, Step
+from dflash_jax.models import build_graph
 from dflash_jax.testing import (
     random_engine,
     scripted_engine,
@@ -205,7 +206,8 @@ def test_p20_the_prefix_cache_changes_no_bit_of_a_first_run(warm: Engine) -> Non
     warm.generate(prompt, max_tokens=1)
     kept = visible(warm, 0)
     without = Engine(
-        warm.target, warm.drafter, warm.params, dataclasses.replace(warm.plan, prefix_cache=0)
+        build_graph(warm.target, warm.drafter, dataclasses.replace(warm.plan, prefix_cache=0)),
+        warm.params,
     )
     without.compiled.executables = {
         n: p for n, p in warm.executables.items() if n in without.compiled.programs
@@ -367,10 +369,12 @@ def test_a_small_budget_evicts_and_stays_exact() -> None:
     big = make(SLIDING)
     assert big.prefix_cache
     small = Engine(
-        big.target,
-        big.drafter,
+        build_graph(
+            big.target,
+            big.drafter,
+            dataclasses.replace(big.plan, prefix_cache=3 * big.prefix_cache.segment_bytes),
+        ),
         big.params,
-        dataclasses.replace(big.plan, prefix_cache=3 * big.prefix_cache.segment_bytes),
     )
     prompts = [[*text(10, seed=i % 3), *text(20, seed=30 + i)] for i in range(9)]
     wanted = [r.token_ids for r in big.generate_many(prompts, max_tokens=6)]
@@ -393,7 +397,9 @@ def broken(warm: Engine) -> Engine:
     table = np.array(warm.params["target"]["embed"])
     table[:, 77] = np.nan
     target = warm.params["target"] | {"embed": jax.device_put(table)}
-    made = Engine(warm.target, warm.drafter, warm.params | {"target": target}, warm.plan)
+    made = Engine(
+        build_graph(warm.target, warm.drafter, warm.plan), warm.params | {"target": target}
+    )
     made.compiled.executables = warm.executables
     return made
 

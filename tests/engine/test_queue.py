@@ -8,6 +8,7 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import QueueFullError
+from dflash_jax.models import build_graph
 
 PROMPT = [5, 4, 3, 2, 1]
 
@@ -16,7 +17,7 @@ PROMPT = [5, 4, 3, 2, 1]
 def short(tiny3: Engine) -> Engine:
     """`tiny3` with a queue of four requests."""
     plan = dataclasses.replace(tiny3.plan, queue=4)
-    engine = Engine(tiny3.target, tiny3.drafter, tiny3.params, plan)
+    engine = Engine(build_graph(tiny3.target, tiny3.drafter, plan), tiny3.params)
     engine.compiled.executables = tiny3.executables
     return engine
 

@@ -16,7 +16,6 @@ import tokenizers
 from tokenizers import decoders, models
 
 import dflash_jax as dj
-from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.engine import request as requests
 from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.engine import Engine
@@ -25,6 +24,8 @@ from dflash_jax.engine.state_machine.announcements import Cue
 from dflash_jax.engine.state_machine.speculation import BreakEven
 from dflash_jax.engine.state_machine.words import Words
 from dflash_jax.errors import RequestError
+from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.models import build_graph
 from dflash_jax.testing import set_script
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES
@@ -305,10 +306,8 @@ def test_tokens_after_the_stop_string_are_not_counted(scripted: Engine, truth: l
     core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.decoder = decoders.Fuse()
     made = Engine(
-        scripted.target,
-        scripted.drafter,
+        build_graph(scripted.target, scripted.drafter, scripted.plan),
         scripted.params,
-        scripted.plan,
         tokenizer=Tokenizer(core, None, {}),
     )
     made.compiled.executables = scripted.executables
@@ -478,7 +477,7 @@ def test_L1_L2_events_are_logged_only_when_recovery_is_on(
 
 
 def test_decode_modes_change_only_by_a_measured_cost(tiny: Engine, truth: list[int]) -> None:
-    engine = Engine(tiny.target, tiny.drafter, tiny.params, tiny.plan)
+    engine = Engine(build_graph(tiny.target, tiny.drafter, tiny.plan), tiny.params)
     engine.compiled.executables = tiny.executables
     engine.warm_up(measure=True)
     assert engine.break_even.at(0) > 0
@@ -505,7 +504,7 @@ FAILURE = jax.errors.JaxRuntimeError("INTERNAL: made to fail")
 
 def failing(engine: Engine, step: Step, calls: set[int], error: BaseException = FAILURE) -> Engine:
     """Return an engine in which some calls of one program fail after their state was donated."""
-    made = Engine(engine.target, engine.drafter, engine.params, engine.plan)
+    made = Engine(build_graph(engine.target, engine.drafter, engine.plan), engine.params)
     number = iter(range(10_000))
     keys = [key for key in engine.executables if key.step == step]
 
@@ -733,7 +732,7 @@ def test_an_end_is_judged_by_the_odds_of_the_target(
 
 def test_a_plan_without_odds_has_the_programs_without_them(tiny: Engine, words: Any) -> None:
     plan = dataclasses.replace(tiny.plan, call_odds=False)
-    without = Engine(tiny.target, tiny.drafter, tiny.params, plan)
+    without = Engine(build_graph(tiny.target, tiny.drafter, plan), tiny.params)
     wanted = tiny.generate(PROMPT, max_tokens=20)
     found = without.generate(PROMPT, max_tokens=20)
     assert found.token_ids == wanted.token_ids

@@ -10,12 +10,13 @@ import pytest
 
 from dflash_jax import Plan
 from dflash_jax.bench.profile import profile
-from dflash_jax.compiler.keys import ProgramKey, Step, Variant
-from dflash_jax.decode.inputs import DecodeInputs
 from dflash_jax.engine import break_even
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.scheduler import BURST, SchedulerOutput, StepPacer
-from dflash_jax.state import OutputColumn
+from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.state import OutputColumn
+from dflash_jax.graph.steps.inputs import DecodeInputs
+from dflash_jax.models import build_graph
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 
 SPECULATIVE = ProgramKey(Step.SPECULATIVE, Variant.GREEDY)
@@ -108,7 +109,7 @@ def test_plain_calls_extend_the_drafters_context_as_single_steps_do(
 
 def test_a_plain_step_of_a_call_leaves_the_drafters_weights_alone(multi_step: Engine) -> None:
     """The loop over steps multiplies as often as that of an engine without a drafter."""
-    alone = Engine(multi_step.target, None, multi_step.params, multi_step.plan)
+    alone = Engine(build_graph(multi_step.target, None, multi_step.plan), multi_step.params)
 
     def products(engine: Engine) -> tuple[int, int]:
         program = engine.compiled.programs[ProgramKey(Step.PLAIN, Variant.GREEDY)]

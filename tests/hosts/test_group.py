@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dflash_jax import Plan
-from dflash_jax.compiler.keys import ProgramKey, Step
 from dflash_jax.errors import ComputeError, HostError, PlanError
+from dflash_jax.graph.keys import ProgramKey, Step
 from dflash_jax.hosts import group as group_module
 from dflash_jax.hosts import messages
 from dflash_jax.hosts.group import HostGroup

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from dflash_jax.compiler.keys import ProgramKey, Step, Variant
 from dflash_jax.errors import HostError
+from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.hosts import channel as channel_module
 from dflash_jax.hosts import messages
 from dflash_jax.hosts.channel import Channel

@@ -14,6 +14,7 @@ from dflash_jax.errors import HostError, RequestError
 from dflash_jax.hosts.launch import ChildLauncher, ChildProcess
 from dflash_jax.hosts.pair import HostedPair
 from dflash_jax.loading import open_pair
+from dflash_jax.models import build_pair
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from tests.hosts.test_group import until
 
@@ -38,7 +39,7 @@ def test_two_hosts_give_the_tokens_of_one_process_until_one_is_killed(
     drafter = tiny_drafter(
         target, target_layer_ids=(0,), num_layers=1, windows=(None,), causal=(False,)
     )
-    weights = random_params(target, drafter, dtype="float32", seed=0)
+    weights = random_params(build_pair(target, drafter), dtype="float32", seed=0)
     save(tmp_path / "target", target, weights["target"])
     save(tmp_path / "drafter", drafter, weights["drafter"])
     sources: dict[str, str | None] = {

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.kernels.native.build import library
 from dflash_jax.kernels.native.layers import attend_native, normalise, rotate_pairs
 from dflash_jax.kernels.selection import kernels, using_kernels
 from dflash_jax.nn import layers
 from dflash_jax.nn.attention import attend, attend_whole, to_int8, write_keys_values
 from dflash_jax.nn.rope import rotate
-from dflash_jax.state import LayerCache
 
 pytestmark = pytest.mark.skipif(
     not library(), reason=f"there are no native kernels: {library().reason}"

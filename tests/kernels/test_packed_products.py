@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.compiler import jit
+from dflash_jax.graph.build import jit
 from dflash_jax.kernels import products
 from dflash_jax.kernels.pallas_products import COLUMNS, multiply
 from dflash_jax.nn.layers import project

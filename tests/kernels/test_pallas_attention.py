@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.compiler import jit
+from dflash_jax.graph.build import jit
+from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.kernels.pallas_attention import LEAST, attend_kernel, fits
 from dflash_jax.kernels.selection import using_kernels
 from dflash_jax.nn.attention import attend, attend_whole, slot_positions, to_int8, visible
-from dflash_jax.state import LayerCache
 
 K, G, H = 2, 3, 16
 

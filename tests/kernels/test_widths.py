@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from dflash_jax import Plan
-from dflash_jax.compiler import jit
-from dflash_jax.compiler.models import build_pair, empty_state
 from dflash_jax.config import TargetConfig
 from dflash_jax.config.family import target_families
-from dflash_jax.decode.pair import forward, logits_of
 from dflash_jax.errors import PlanError
+from dflash_jax.graph.build import jit
+from dflash_jax.graph.state import DecodeState, commit
+from dflash_jax.graph.steps.pair import forward, logits_of
 from dflash_jax.kernels.native.build import library
-from dflash_jax.state import DecodeState, commit
+from dflash_jax.models import build_graph, build_pair
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_hybrid, tiny_moe, tiny_target
 
 pytestmark = pytest.mark.skipif(
@@ -53,7 +53,8 @@ def all_steps(
         return commit(state, caches, draft, fed, state.anchor), logits
 
     state = dataclasses.replace(
-        empty_state(plan, target, None), position=jnp.full((plan.rows,), start, jnp.int32)
+        build_graph(target, None, plan).empty_state(),
+        position=jnp.full((plan.rows,), start, jnp.int32),
     )
     run, found = jit(step), []
     for at in range(0, tokens.shape[1], width):

@@ -12,20 +12,21 @@ import pytest
 from safetensors.numpy import load_file
 
 from dflash_jax import Plan
-from dflash_jax.compiler import jit, resolve
-from dflash_jax.compiler.keys import ProgramKey, Step, Variant
-from dflash_jax.compiler.models import empty_state, idle_rules
 from dflash_jax.config import TargetConfig, drafter_config
 from dflash_jax.config.dflash2 import DFlash2Config
 from dflash_jax.converters import export
 from dflash_jax.converters.models import open_model
-from dflash_jax.decode.drafting import RowDraftSampler
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
-from dflash_jax.models import build_drafter, build_target
+from dflash_jax.graph.abstract import idle_rules
+from dflash_jax.graph.build import jit
+from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.protocols import SharedLayers
+from dflash_jax.graph.resolve import resolve
+from dflash_jax.graph.state import RowRules
+from dflash_jax.graph.steps.drafting import RowDraftSampler
+from dflash_jax.models import build_drafter, build_graph, build_pair, build_target
 from dflash_jax.models.dflash2 import DynamicConvolution
-from dflash_jax.nn.draft import SharedLayers
-from dflash_jax.state import RowRules
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 
 KINDS = [
@@ -80,7 +81,7 @@ def test_two_rounds_of_drafting_are_the_reference(oracle: Path, name: str) -> No
     case = Case(oracle / "drafters" / name)
     v, prompt = case.vectors, case.meta["rounds"]["prompt"]
     plan = Plan(max_length=64, block=8, chunk=prompt, dtype="float32")
-    caches = empty_state(plan, case.target, case.drafter).drafter
+    caches = build_graph(case.target, case.drafter, plan).empty_state().drafter
     rules, layers = idle_rules(plan), case.layers()
 
     def draft(
@@ -170,8 +171,8 @@ def test_speculative_generation_is_the_reference(oracle: Path, name: str) -> Non
     case = Case(oracle / "drafters" / name)
     memory = 1 << 40
     plan = Plan(max_length=128, block=8, chunk=24)
-    plan = resolve(plan, case.target, case.drafter, platform="cpu", memory=memory)
-    engine = Engine(case.target, case.drafter, case.params, plan)
+    plan = resolve(plan, build_pair(case.target, case.drafter), platform="cpu", memory=memory)
+    engine = Engine(build_graph(case.target, case.drafter, plan), case.params)
     del engine.compiled.programs[
         ProgramKey(Step.PLAIN, Variant.GREEDY)
     ]  # not needed here, and compiling takes the time
@@ -188,7 +189,7 @@ def test_without_convolution_and_successors_it_is_version_one() -> None:
     target = tiny_target(num_layers=2)
     v2 = tiny_drafter(target, "dflash2", target_layer_ids=(0,))
     v1 = tiny_drafter(target, target_layer_ids=(0,))
-    params = random_params(target, v2)["drafter"]
+    params = random_params(build_pair(target, v2))["drafter"]
     plain = {k: v for k, v in params.items() if k not in ("predecessor", "successor")}
     plain.pop("selector_hidden")
     for i in range(2):
@@ -207,7 +208,7 @@ def test_without_convolution_and_successors_it_is_version_one() -> None:
     start, block = jnp.asarray([0]), jnp.asarray([[5, *[96] * 7]])
     drafts = []
     for config, tree in ((v1, plain), (v2, params)):
-        caches = empty_state(plan, target, config).drafter
+        caches = build_graph(target, config, plan).empty_state().drafter
         model, greedy = build_drafter(config), recorder(idle_rules(plan), block, start)
         args, variables = (block, caches, start, layers, greedy), {"params": jax.device_put(tree)}
         propose = functools.partial(model.apply, variables, *args, method="propose")

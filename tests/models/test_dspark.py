@@ -14,7 +14,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from dflash_jax import Plan
-from dflash_jax.compiler.models import empty_state, idle_rules
 from dflash_jax.config import DrafterConfig, drafter_config
 from dflash_jax.config.dspark import DSparkConfig
 from dflash_jax.converters import export, families
@@ -22,10 +21,11 @@ from dflash_jax.converters.models import open_model
 from dflash_jax.converters.names import speculators
 from dflash_jax.converters.names.published import drafter_fields
 from dflash_jax.converters.tree_source import TreeSource
-from dflash_jax.decode.drafting import RowDraftSampler
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.models import build_drafter
-from dflash_jax.nn.draft import SharedLayers
+from dflash_jax.graph.abstract import idle_rules
+from dflash_jax.graph.protocols import SharedLayers
+from dflash_jax.graph.steps.drafting import RowDraftSampler
+from dflash_jax.models import build_drafter, build_graph, build_pair
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 
 TARGET = tiny_target(num_layers=2)
@@ -38,11 +38,11 @@ LAYERS = SharedLayers(lambda ids: TABLE[ids], lambda h: jnp.einsum("btd,vd->btv"
 
 def make(**changes: Any) -> tuple[DrafterConfig, dict[str, Any]]:
     config = tiny_drafter(TARGET, "dspark", target_layer_ids=(0,), **changes)
-    return config, jax.device_put(random_params(TARGET, config, seed=2)["drafter"])
+    return config, jax.device_put(random_params(build_pair(TARGET, config), seed=2)["drafter"])
 
 
 def run(config: DrafterConfig, params: dict[str, Any], method: Any, *args: Any) -> Any:
-    caches = empty_state(PLAN, TARGET, config).drafter
+    caches = build_graph(TARGET, config, PLAN).empty_state().drafter
     module: Any = build_drafter(config)
     return module.apply({"params": params}, BLOCK, caches, START, LAYERS, *args, method=method)
 
@@ -102,7 +102,7 @@ def test_slot_k_predicts_the_token_after_it() -> None:
     params["markov_w2"] = params["markov_w2"] * 0
     v1 = tiny_drafter(TARGET, target_layer_ids=(0,))
     kept = {k: v for k, v in params.items() if not k.startswith("markov")}
-    caches = empty_state(PLAN, TARGET, v1).drafter
+    caches = build_graph(TARGET, v1, PLAN).empty_state().drafter
     hidden, _ = build_drafter(v1).apply({"params": kept}, LAYERS.embed(BLOCK[:, :5]), caches, START)
     expected = np.argmax(LAYERS.head(hidden), axis=-1)
     np.testing.assert_array_equal(propose(config, params).tokens, expected)
@@ -215,7 +215,7 @@ def test_configs_of_specforge_and_modelopt_mean_the_same() -> None:
 def test_speculators_folders_with_a_reduced_vocabulary(tmp_path: Path, kind: str) -> None:
     """A separate head, ids as offsets, taps one higher; an unfilled table is the target's."""
     config = tiny_drafter(TARGET, kind, target_layer_ids=(0,), draft_vocab_size=40, own_head=True)
-    params = random_params(TARGET, config)["drafter"]
+    params = random_params(build_pair(TARGET, config))["drafter"]
     params["d2t"] = np.sort(np.random.default_rng(0).choice(97, 40, False)) - np.arange(40)
     tensors = stored(config, params) | {
         "t2d": np.zeros(97, bool),

@@ -16,10 +16,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
-from dflash_jax.compiler import jit
-from dflash_jax.compiler.keys import ProgramKey, Step, Variant
-from dflash_jax.compiler.models import build_pair, empty_state
-from dflash_jax.compiler.programs import declare
 from dflash_jax.config import (
     check_pair,
     paired,
@@ -30,8 +26,11 @@ from dflash_jax.config import (
 from dflash_jax.config.gemma4 import Gemma4Config
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError
-from dflash_jax.models import build_drafter
-from dflash_jax.state import DecodeState, commit
+from dflash_jax.graph.build import jit
+from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.programs import declare
+from dflash_jax.graph.state import DecodeState, commit
+from dflash_jax.models import build_drafter, build_graph, build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import (
     folder_params,
@@ -56,7 +55,7 @@ class Blocks:
     def __init__(self, config: Gemma4Config, params: Any, dtype: str = "float32"):
         self.pair, self.params = build_pair(config, None), {"target": params}
         plan = dj.Plan(rows=2, max_length=160, block=WIDTH, chunk=WIDTH, dtype=dtype)
-        self.empty = jax.device_put(empty_state(plan, config, None))
+        self.empty = jax.device_put(build_graph(config, None, plan).empty_state())
         self.taps = tuple(range(config.num_layers + 1))
         self.run = jit(self._run)
 
@@ -215,7 +214,7 @@ def test_drafting_changes_no_token(
 def test_a_tokens_bits_do_not_depend_on_its_block(dtype: str) -> None:
     """R2, R9: attention, routing and experts, at every position of a block and next to any row."""
     config = tiny_gemma(windows=(WINDOW, WINDOW, None), num_layers=3, shared_layers=0)
-    params = random_params(config, None, dtype=dtype, seed=3)["target"]
+    params = random_params(build_pair(config, None), dtype=dtype, seed=3)["target"]
     run = Blocks(config, jax.device_put(params), dtype)
     ids = np.array([prompt(48), prompt(48, 8)], np.int32)
     _, wanted = run.feed(run.empty, ids)
@@ -262,11 +261,13 @@ def test_a_derived_scale_is_rounded_as_in_the_target_and_an_explicit_one_is_not(
 
 def test_taps_are_taken_where_the_plan_says() -> None:
     config = tiny_gemma(num_layers=3, windows=(WINDOW, WINDOW, None), shared_layers=0)
-    params = random_params(config, None, seed=1)
+    params = random_params(build_pair(config, None), seed=1)
     scalars = (0.5, 2.0, 0.25)
     for i, value in enumerate(scalars):
         params["target"][f"layers_{i}"]["scalar"] = np.full(1, value, "f4")
-    state = empty_state(dj.Plan(max_length=16, block=2, chunk=8, dtype="float32"), config, None)
+    state = build_graph(
+        config, None, dj.Plan(max_length=16, block=2, chunk=8, dtype="float32")
+    ).empty_state()
     ids, every = jnp.asarray([prompt(8)], jnp.int32), tuple(range(4))
     pair = build_pair(config, None)
 
@@ -294,7 +295,7 @@ def test_programs_follow_taps_at() -> None:
     drafter = tiny_drafter(config)
     for at, used in (("auto", "late"), ("late", "late"), ("early", "early")):
         plan = dj.Plan(max_length=32, chunk=8, block=2, dtype="float32", taps_at=at)
-        programs = declare(plan, config, drafter)
+        programs = declare(build_graph(config, drafter, plan))
         greedy = (Step.PREFILL, Step.PLAIN, Step.SPECULATIVE)
         keys = [ProgramKey(step, Variant.GREEDY) for step in greedy]
         for key in [ProgramKey(Step.FORCED_TOKENS), *keys]:

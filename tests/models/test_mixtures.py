@@ -20,6 +20,7 @@ from dflash_jax.converters.models import open_model
 from dflash_jax.converters.names.published import fields
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.models import build_pair
 from dflash_jax.models.gpt_oss import clamped
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import (
@@ -256,7 +257,9 @@ def test_bfloat16_logits_are_finite_and_near_those_of_float32(family: str) -> No
     target = FAMILIES[family][0]()
     exact, rounded = (
         np.asarray(
-            TargetModel(target, random_params(target, None, dtype=dtype)["target"], dtype)
+            TargetModel(
+                target, random_params(build_pair(target, None), dtype=dtype)["target"], dtype
+            )
             .forward([prompt_of(40)])
             .logits
         )

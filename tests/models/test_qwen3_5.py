@@ -14,18 +14,19 @@ import pytest
 from safetensors.numpy import load_file
 
 import dflash_jax as dj
-from dflash_jax.compiler import compile_programs, jit
-from dflash_jax.compiler.keys import ProgramKey, Step
-from dflash_jax.compiler.memory import budget
-from dflash_jax.compiler.models import build_pair, empty_state
 from dflash_jax.config import read_target_config, target_config
 from dflash_jax.config.qwen3_5 import HybridConfig
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.names.published import fields
-from dflash_jax.decode.inputs import ForcedTokensInputs
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
-from dflash_jax.state import DecodeState, RecurrentCache, commit
+from dflash_jax.graph.build import compile_programs, jit
+from dflash_jax.graph.keys import ProgramKey, Step
+from dflash_jax.graph.memory import budget
+from dflash_jax.graph.state import DecodeState, commit
+from dflash_jax.graph.steps.inputs import ForcedTokensInputs
+from dflash_jax.kernels.caches import RecurrentCache
+from dflash_jax.models import build_graph, build_pair
 from dflash_jax.testing import (
     folder_params,
     random_engine,
@@ -93,7 +94,7 @@ class Cached:
         self.pair = build_pair(config, None)
         self.params = {"target": jax.device_put(folder_params(path, config))}
         plan = dj.Plan(rows=2, max_length=160, block=8, chunk=32, dtype="float32")
-        self.empty = empty_state(plan, config, None)
+        self.empty = build_graph(config, None, plan).empty_state()
         self.taps = tuple(range(config.num_layers + 1))
         self.run: Any = jit(self._run, static_argnums=4)
 
@@ -291,16 +292,16 @@ def test_states_are_updated_in_place(engine: Engine) -> None:
     engine.warm_up()
     for executable in engine.executables.values():
         assert executable.aliased_bytes == executable.donated_bytes > 0
-        allowed = budget(engine.plan, engine.target, engine.drafter).temporaries
+        allowed = budget(build_graph(engine.target, engine.drafter, engine.plan)).temporaries
         if engine.plan.dtype != "float32":  # a CPU converts weights to float32 for products
-            allowed += 2 * budget(engine.plan, engine.target, engine.drafter).weights
+            allowed += 2 * budget(build_graph(engine.target, engine.drafter, engine.plan)).weights
         assert executable.temporary_bytes <= allowed, executable.key
 
 
 def test_chunks_of_any_size_prefill_the_same_state() -> None:
     """Up to rounding, as the grid of a plan is fixed; chunks of one are token by token."""
     target = tiny_hybrid(num_layers=2, recurrent=(True, False))
-    params = jax.device_put(random_params(target, None))
+    params = jax.device_put(random_params(build_pair(target, None)))
     pair, prompt = build_pair(target, None), np.asarray([prompt_of(70)], np.int32)
 
     @jit
@@ -311,7 +312,7 @@ def test_chunks_of_any_size_prefill_the_same_state() -> None:
     found = []
     for chunk in (1, 7, 64, 512):
         plan = dj.Plan(max_length=80, chunk=chunk, block=2, dtype="float32")
-        state, hidden = empty_state(plan, target, None), []
+        state, hidden = build_graph(target, None, plan).empty_state(), []
         for at in range(0, 70, chunk):
             n = min(chunk, 70 - at)
             ids = np.pad(prompt[:, at : at + n], ((0, 0), (0, chunk - n)))

@@ -19,6 +19,7 @@ from dflash_jax.converters.export import Weights, export
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.errors import ConfigError
+from dflash_jax.models import build_pair
 from dflash_jax.testing import random_params
 
 TARGET: dict[str, Any] = {
@@ -94,7 +95,7 @@ def generate(target: Path, drafter: Path, **plan: Any) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     target, drafter = target_config(TARGET), drafter_config(DRAFTER)
-    params = random_params(target, drafter)
+    params = random_params(build_pair(target, drafter))
     found: dict[str, Any] = {"forms": {}}
     for role, config in (("target", target), ("drafter", drafter)):
         (folder / role).mkdir()

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.compiler import jit
+from dflash_jax.graph.build import jit
+from dflash_jax.kernels.caches import LayerCache, empty_cache
 from dflash_jax.nn.attention import (
     PIECE,
     attend,
@@ -21,7 +22,6 @@ from dflash_jax.nn.attention import (
     visible,
     write_keys_values,
 )
-from dflash_jax.state import LayerCache, empty_cache
 
 B, T, S, K, H = 2, 3, 8, 2, 4
 WRITE = jit(write_keys_values)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.compiler import jit
+from dflash_jax.graph.build import jit
+from dflash_jax.kernels.caches import RecurrentCache
 from dflash_jax.nn.delta import (
     DeltaInputs,
     DeltaUpdate,
@@ -16,7 +17,6 @@ from dflash_jax.nn.delta import (
     by_token,
     causal_conv,
 )
-from dflash_jax.state import RecurrentCache
 
 CLOSE = {"atol": 5e-5, "rtol": 2e-5}
 ROWS, KEY_HEADS, HEADS, KEY, VALUE, CHANNELS, KEPT = 3, 2, 4, 8, 6, 5, 3

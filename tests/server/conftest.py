@@ -14,6 +14,7 @@ import pytest
 from dflash_jax import Plan
 from dflash_jax.engine.engine import Engine
 from dflash_jax.loading import locate
+from dflash_jax.models import build_graph
 from dflash_jax.server.middleware import Settings
 from dflash_jax.server.run import RunningServer, ServerConfig, serve
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
@@ -99,7 +100,9 @@ def run_server(
 def twin(engine: Engine, **changes: Any) -> Engine:
     """Return another engine with the same weights and compiled programs, and a changed plan."""
     plan = dataclasses.replace(engine.plan, **changes)
-    made = Engine(engine.target, engine.drafter, engine.params, plan, tokenizer=engine.tokenizer)
+    made = Engine(
+        build_graph(engine.target, engine.drafter, plan), engine.params, tokenizer=engine.tokenizer
+    )
     made.compiled.executables = engine.executables
     return made
 
@@ -112,7 +115,7 @@ def random_tiny() -> Engine:
     drafter = tiny_drafter(target, target_layer_ids=(0,), **one)
     mute = random_engine(target, drafter, PLAN)
     tokenizer = Tokenizer.from_directory(locate("tiny", "target"))
-    engine = Engine(target, drafter, mute.params, mute.plan, tokenizer=tokenizer)
+    engine = Engine(build_graph(target, drafter, mute.plan), mute.params, tokenizer=tokenizer)
     engine.warm_up(sampled=True)
     return engine
 

@@ -15,12 +15,14 @@ import httpx
 import pytest
 
 from benchmarks.soak_serve import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES, is_error, send
-from dflash_jax.compiler import Program, build
-from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine import break_even
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.errors import PlanError
+from dflash_jax.graph import build
+from dflash_jax.graph.keys import Variant
+from dflash_jax.graph.programs import Program
+from dflash_jax.models import build_graph
 from dflash_jax.server.jobs import Job
 from dflash_jax.server.lifecycle import Warm
 from dflash_jax.server.middleware import Settings
@@ -69,7 +71,9 @@ def gate(random_tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]
 def cold(engine: Engine) -> Engine:
     """Return an engine over the same models with compiled greedy and sampled programs only."""
     made = Engine(
-        engine.target, engine.drafter, engine.params, engine.plan, tokenizer=engine.tokenizer
+        build_graph(engine.target, engine.drafter, engine.plan),
+        engine.params,
+        tokenizer=engine.tokenizer,
     )
     early = engine.compiled.keys(LIKELY)
     made.compiled.executables = {name: engine.executables[name] for name in early}

@@ -34,12 +34,12 @@ from benchmarks.soak_serve import (
     leave,
     send,
 )
-from dflash_jax.compiler import executor
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result, Stats
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.engine.state_machine.speculation import BreakEven
 from dflash_jax.errors import CheckpointError, ComputeError, RequestError
+from dflash_jax.graph import executor
 from dflash_jax.server import app, statistics
 from dflash_jax.server.generation import prepare
 from dflash_jax.server.jobs import Job

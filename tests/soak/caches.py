@@ -51,7 +51,7 @@ except Exception as error:
 XLA = """
 import sys, warnings
 import jax
-from dflash_jax.compiler.cache import use_compilation_cache
+from dflash_jax.graph.cache import use_compilation_cache
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

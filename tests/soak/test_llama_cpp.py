@@ -23,6 +23,7 @@ from dflash_jax.converters.gguf.header import STRING
 from dflash_jax.converters.gguf.writer import Typed
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.tree_source import TreeSource
+from dflash_jax.models import build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import (
     random_params,
@@ -91,7 +92,7 @@ def llama(file: Path, place: Path, count: int, *prompt: str) -> tuple[list[int],
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_computes_the_same_logits(tmp_path, name):
     config = FAMILIES[name]()
-    params = random_params(config, None)["target"]
+    params = random_params(build_pair(config, None))["target"]
     file, place = tmp_path / "x.gguf", tmp_path / "logits"
     weights = Weights(config, TreeSource(params, config), tokenizer=NO_TOKENIZER)
     export(weights, file, layout="gguf", dtype="f32")

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from dflash_jax import Plan
-from dflash_jax.compiler.models import build_pair, empty_state, idle_rules
-from dflash_jax.decode import steps
-from dflash_jax.decode.drafting import draft as draft_block
-from dflash_jax.decode.inputs import DecodeInputs, PrefillInputs
-from dflash_jax.nn.draft import SharedLayers
+from dflash_jax.graph.abstract import idle_rules
+from dflash_jax.graph.protocols import SharedLayers
+from dflash_jax.graph.steps import decoding as steps
+from dflash_jax.graph.steps.drafting import draft as draft_block
+from dflash_jax.graph.steps.inputs import DecodeInputs, PrefillInputs
+from dflash_jax.models import build_graph, build_pair
 from dflash_jax.testing import random_params, tiny_drafter, tiny_gemma, tiny_hybrid, tiny_target
 from dflash_jax.train import drafter, features, objective
 from dflash_jax.train.recipes import SMOKE
@@ -29,7 +30,7 @@ def made(kind: str, family: str = "qwen3") -> tuple[Any, Any, Any, dict[str, Any
     """Return pair, target config, drafter config and parameters."""
     target = tiny_target(num_layers=1) if family == "qwen3" else TARGETS[family]()
     config = tiny_drafter(target, kind, block_size=BLOCK, target_layer_ids=(0,))
-    params = jax.device_put(random_params(target, config, seed=3))
+    params = jax.device_put(random_params(build_pair(target, config), seed=3))
     return build_pair(target, config), target, config, params
 
 
@@ -54,7 +55,7 @@ def programs(kind: str, family: str = "qwen3") -> Any:
     @jax.jit
     def served(params, prefix, count, first):
         """Run the engine's prefill and the draft of its fused step."""
-        state, rules = empty_state(plan, target, config), idle_rules(plan)
+        state, rules = build_graph(target, config, plan).empty_state(), idle_rules(plan)
         fresh = jnp.ones(1, bool)
         inputs = PrefillInputs(prefix, count, fresh, rules)
         state, _, _ = steps.prefill(pair, params, state, None, inputs)
@@ -153,7 +154,7 @@ def slope(kind: str, parts: int = 1) -> Any:
     target = tiny_target(num_layers=1)
     shape = {"num_layers": 1, "windows": (None,), "causal": (False,), "target_layer_ids": (0,)}
     config = tiny_drafter(target, kind, block_size=BLOCK, **shape)
-    params = random_params(target, config, seed=3)
+    params = random_params(build_pair(target, config), seed=3)
     recipe = dataclasses.replace(SMOKE, kind=kind, parts=parts, head_weight=0.5)
     run = functools.partial(drafter.gradient, build_pair(target, config), recipe)
     given = jax.device_put((params["drafter"], params["target"]))
@@ -175,7 +176,7 @@ def test_a_bfloat16_recipe_trains_float32_weights_by_bfloat16_products():
     target = tiny_target(num_layers=1)
     shape = {"num_layers": 1, "windows": (None,), "causal": (False,), "target_layer_ids": (0,)}
     config = tiny_drafter(target, "dflash", block_size=BLOCK, **shape)
-    params = jax.device_put(random_params(target, config, seed=3))
+    params = jax.device_put(random_params(build_pair(target, config), seed=3))
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["target"])
     recipe = dataclasses.replace(SMOKE, dtype="bfloat16")
     run = functools.partial(drafter.gradient, build_pair(target, config), recipe)

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from dflash_jax.compiler.models import build_pair
 from dflash_jax.config import TargetConfig
 from dflash_jax.errors import CheckpointError
+from dflash_jax.models import build_pair
 from dflash_jax.plan import Weights
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_drafter, tiny_hybrid, tiny_target
@@ -30,7 +30,9 @@ def store_in(folder: Path) -> FeatureStore:
 
 
 def target(config: TargetConfig) -> TargetModel:
-    return TargetModel(config, jax.device_put(random_params(config, None)["target"]), "float32")
+    return TargetModel(
+        config, jax.device_put(random_params(build_pair(config, None))["target"]), "float32"
+    )
 
 
 def prompts(count: int) -> list[AnswerPrompt]:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.compiler.models import build_pair
 from dflash_jax.converters.models import open_model
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
 from dflash_jax.loading import resolve_here
+from dflash_jax.models import build_graph, build_pair
 from dflash_jax.plan import Plan
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
@@ -24,12 +24,12 @@ from dflash_jax.train.recipes import SMOKE
 from dflash_jax.train.rows import TokenRows
 
 TARGET = tiny_target(num_layers=4)
-PARAMS = random_params(TARGET, None)["target"]
+PARAMS = random_params(build_pair(TARGET, None))["target"]
 
 
 def test_a_drafter_starts_with_layers_of_its_target() -> None:
     config = tiny_drafter(TARGET)
-    params = random_params(TARGET, config, seed=1)["drafter"]
+    params = random_params(build_pair(TARGET, config), seed=1)["drafter"]
     whole, origin = initial_weights.from_target(params, PARAMS, (TARGET, config))
     assert origin == "what fits of the target's layers 1, 3"
     np.testing.assert_array_equal(whole["norm"], PARAMS["norm"])
@@ -43,7 +43,7 @@ def test_a_drafter_starts_with_layers_of_its_target() -> None:
     assert whole["fc"] is params["fc"]
     narrow = tiny_drafter(TARGET, num_layers=1, windows=(None,), causal=(False,), head_dim=16)
     assert initial_weights.spread_layers(TARGET, narrow) == [3]
-    shapes = random_params(TARGET, narrow)["drafter"]
+    shapes = random_params(build_pair(TARGET, narrow))["drafter"]
     found, _ = initial_weights.from_target(shapes, PARAMS, (TARGET, narrow))
     assert jax.tree.map(np.shape, found) == jax.tree.map(np.shape, shapes)
     _, origin = initial_weights.from_target(shapes, {"experts": {}}, (TARGET, narrow))
@@ -74,7 +74,7 @@ def test_scores_are_those_of_the_draft_vocabulary(kind: str) -> None:
     tokens, rng = np.asarray([2, 5, 8]), np.random.default_rng(0)
     hidden, teacher = jnp.asarray(rng.standard_normal((2, 1, 4, 32)), jnp.float32)
     params, fixed = initial_weights.with_draft_vocabulary(
-        random_params(TARGET, config)["drafter"], PARAMS, tokens
+        random_params(build_pair(TARGET, config))["drafter"], PARAMS, tokens
     )
     labels = jnp.asarray([[5, 6, 8, 96]])
     places = objective.Places(hidden, labels, jnp.asarray([[1, 5, 6, 8]]), teacher)
@@ -97,7 +97,7 @@ def test_tokens_outside_the_draft_vocabulary_count_as_wrong_and_have_no_loss() -
     tokens, rng = np.asarray([2, 5, 8]), np.random.default_rng(0)
     hidden = jnp.asarray(rng.standard_normal((1, 4, 32)), jnp.float32)
     params, fixed = initial_weights.with_draft_vocabulary(
-        random_params(TARGET, config)["drafter"], PARAMS, tokens
+        random_params(build_pair(TARGET, config))["drafter"], PARAMS, tokens
     )
     labels = jnp.asarray([[5, 6, 8, 96]])
     places = objective.Places(hidden, labels, labels, None)
@@ -156,9 +156,9 @@ def test_a_reduced_drafter_is_trained_written_and_decodes(kind: str, tmp_path: P
     np.testing.assert_array_equal(back["d2t"], params["d2t"])
     again = setup.read_start(tmp_path / "drafter", config)
     np.testing.assert_array_equal(fit(tmp_path / "b", again)[1]["d2t"], params["d2t"])
-    plan = resolve_here(Plan(max_length=64, block=4, chunk=16), TARGET, config)
+    plan = resolve_here(Plan(max_length=64, block=4, chunk=16), build_pair(TARGET, config))
     both = {"target": model.params, "drafter": jax.device_put(back)}
-    engine = Engine(TARGET, config, both, plan)
+    engine = Engine(build_graph(TARGET, config, plan), both)
     prompt = tokens[0].tolist()
     drafted = engine.generate(prompt, max_tokens=20)
     assert drafted.token_ids == engine.generate(prompt, max_tokens=20, speculative=False).token_ids

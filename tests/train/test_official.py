@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from dflash_jax.compiler.models import build_pair
 from dflash_jax.config import read_drafter_config, read_target_config
+from dflash_jax.models import build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import folder_params, random_params, tiny_target
 from dflash_jax.train import drafter, export, features, run, training
@@ -32,7 +32,7 @@ SHIPPED = Path(str(importlib.resources.files("dflash_jax"))) / "data" / "tiny"
 def trained(folder: Path, kind: str) -> Path:
     """Export a random target and a drafter trained for two steps, as a run does."""
     target = tiny_target(num_layers=3, vocab_size=128)
-    model = TargetModel(target, random_params(target, None)["target"], "float32")
+    model = TargetModel(target, random_params(build_pair(target, None))["target"], "float32")
     export.target(folder / "target", target, model.params, pad=0)
     recipe = dataclasses.replace(
         SMOKE,

@@ -9,7 +9,7 @@ import optax
 import pytest
 from optax import contrib
 
-from dflash_jax.compiler import jit
+from dflash_jax.graph.build import jit
 from dflash_jax.train import optimizer
 from dflash_jax.train.recipe import Schedule
 

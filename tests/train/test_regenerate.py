@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.compiler.keys import Variant
 from dflash_jax.errors import ConfigError
+from dflash_jax.graph.keys import Variant
+from dflash_jax.models import build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_target
 from dflash_jax.train import decoding, groups, threads
@@ -29,7 +30,9 @@ BUCKETS = (Bucket(length=40, rows=2),)
 @pytest.fixture(scope="module")
 def model() -> TargetModel:
     target = tiny_target(num_layers=1)
-    return TargetModel(target, jax.device_put(random_params(target, None)["target"]), "float32")
+    return TargetModel(
+        target, jax.device_put(random_params(build_pair(target, None))["target"]), "float32"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.models import build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_target
 from dflash_jax.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ def target_of(tokenizer: Tokenizer | None, ends: tuple[str, ...]) -> TargetModel
     assert tokenizer is not None
     stops = tuple(tokenizer.core.token_to_id(text) for text in ends)
     target = tiny_target(num_layers=1, vocab_size=tokenizer.size, eos_token_ids=stops)
-    params = random_params(target, None)["target"]
+    params = random_params(build_pair(target, None))["target"]
     return TargetModel(target, jax.device_put(params), "float32", tokenizer=tokenizer)
 
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.compiler import jit
 from dflash_jax.config import TargetConfig
+from dflash_jax.graph.build import jit
 from dflash_jax.models import qwen3
 from dflash_jax.testing import tiny_target
 from dflash_jax.train import optimizer, target

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from dflash_jax import Plan, load_target
-from dflash_jax.compiler.models import build_pair, weight_specs
 from dflash_jax.config import read_drafter_config
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ComputeError, ConfigError, DFlashError
-from dflash_jax.loading import locate, open_pair, resolve_here
+from dflash_jax.loading import locate, open_pair
+from dflash_jax.models import build_graph, build_pair
 from dflash_jax.quant.layouts import dequantise
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import folder_params, random_engine, random_params, tiny_target
@@ -48,7 +48,7 @@ def rows(count: int = 5) -> list[TokenRows]:
 
 def model() -> TargetModel:
     config = tiny_target(num_layers=2)
-    params = jax.device_put(random_params(config, None)["target"])
+    params = jax.device_put(random_params(build_pair(config, None))["target"])
     return TargetModel(config, params, "float32")
 
 
@@ -238,7 +238,7 @@ def test_one_sample_is_learnt_until_the_engine_keeps_whole_blocks(kind, draft_vo
         whole, recipe, 96, sample, tmp_path, identity="x", report=lambda line: None
     )
     trained = {"target": whole.params, "drafter": jax.device_put(params)}
-    engine = Engine(whole.config, config, trained, resolve_here(plan, whole.config, config))
+    engine = Engine(build_graph(whole.config, config, plan), trained)
     result = engine.generate(prompt, max_tokens=40)
     assert result.token_ids == said
     assert len(set(said)) > 4
@@ -249,7 +249,7 @@ def test_one_sample_is_learnt_until_the_engine_keeps_whole_blocks(kind, draft_vo
 @pytest.mark.parametrize("kept", ["int8", "int4"])
 def test_a_rounded_target_has_the_weights_an_engine_serves(kept):
     model = setup.open_target("tiny", dataclasses.replace(SMOKE, target_weights=kept))
-    specs = weight_specs(Plan(weights=kept), model.config, None)
+    specs = build_graph(model.config, None, Plan(weights=kept)).specs
     own = {path.removeprefix("target/"): how for path, how in specs.items()}
     served = open_pair("tiny", None).target.load("float32", specs=own)
     for path in own:
@@ -285,7 +285,7 @@ def test_a_drafter_begins_as_another_of_its_shape_and_no_other():
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
 def test_a_drafter_comes_back_from_its_folder_as_it_was_trained(kind, tmp_path):
     config = new_drafter(dataclasses.replace(RECIPE, kind=kind), tiny_target(num_layers=2), 96)
-    params = random_params(tiny_target(num_layers=2), config)["drafter"]
+    params = random_params(build_pair(tiny_target(num_layers=2), config))["drafter"]
     run.write_drafter(tmp_path / "drafter", config, params)
     read = read_drafter_config(tmp_path / "drafter")
     assert read == config
@@ -337,7 +337,7 @@ def test_a_command_killed_again_and_again_ends_with_the_same_bytes(tmp_path):
 
 DEVICES = """
 import dataclasses, functools, jax, numpy as np
-from dflash_jax.compiler.models import build_pair
+from dflash_jax.models import build_pair
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.train import drafter
 from dflash_jax.train.training import Placement

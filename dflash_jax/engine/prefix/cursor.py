@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from dflash_jax.engine.prefix.cache import Node
-from dflash_jax.state import Logprobs
+from dflash_jax.graph.state import Logprobs
 
 
 @dataclasses.dataclass(eq=False)

@@ -26,12 +26,11 @@ import jax
 import jaxlib
 import numpy as np
 
-from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.prefix import files
 from dflash_jax.engine.prefix.files import Arrays, Kinds, is_folder
 from dflash_jax.errors import CheckpointError, PlanError
+from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.kernels.native.build import library
-from dflash_jax.plan import Plan
 from dflash_jax.utils.atomic import new_path
 from dflash_jax.utils.private_folder import UnsafeFolderError, is_own, prepare, remove
 from dflash_jax.utils.processor import processor
@@ -58,7 +57,7 @@ class DiskCounters:
     skipped: int = 0  # requests that ended while too many waited
 
 
-def identity(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, params: Any) -> str:
+def identity(graph: PlannedPair, params: Any) -> str:
     """Return a digest of everything that determines a segment's bits.
 
     That is models, weights, the plan's `cache_key`, kernels, device, versions and `XLA_FLAGS`.
@@ -66,7 +65,8 @@ def identity(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None, pa
     device = jax.local_devices()[0]
     versions = [__version__, jax.__version__, jaxlib.__version__, os.environ.get("XLA_FLAGS")]
     kind = [device.platform, device.device_kind, device.platform == "cpu" and processor()]
-    made = [type(c).__name__ + repr(c) for c in (target, drafter)]
+    plan, models = graph.plan, (graph.pair.target, graph.pair.drafter)
+    made = [f"{type(x).__qualname__} {getattr(x, 'config', x)!r}" for x in models]
     leaves = jax.tree_util.tree_leaves_with_path(params)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         weights = list(pool.map(lambda leaf: _digest(leaf[1]), leaves))

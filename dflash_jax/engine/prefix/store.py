@@ -7,17 +7,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.compiler.keys import ProgramKey, Step
-from dflash_jax.compiler.programs import Program
-from dflash_jax.decode.inputs import SegmentInputs
-from dflash_jax.decode.rows import Segment
 from dflash_jax.engine.prefix.cache import Node, PrefixCache
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.prefix.disk import PrefixDisk
 from dflash_jax.engine.prefix.files import Kinds
 from dflash_jax.errors import PlanError, SnapshotError
+from dflash_jax.graph.keys import ProgramKey, Step
+from dflash_jax.graph.programs import Program
+from dflash_jax.graph.state import DecodeState
+from dflash_jax.graph.steps.inputs import SegmentInputs
+from dflash_jax.graph.steps.rows import Segment
 from dflash_jax.plan import Plan
-from dflash_jax.state import DecodeState
 
 Ids = tuple[int, ...]
 TAKE, PUT = ProgramKey(Step.TAKE_SEGMENT), ProgramKey(Step.PUT_SEGMENT)

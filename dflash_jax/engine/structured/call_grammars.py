@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.structured.grammars import Grammar, Grammars
 from dflash_jax.engine.vocabulary import calls_grammar
+from dflash_jax.graph.keys import Variant
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers.tool_schema import Tool
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.state import LayerCache
+from dflash_jax.kernels.caches import LayerCache
 
 
 def attend_native(

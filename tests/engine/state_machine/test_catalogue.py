@@ -19,7 +19,7 @@ ELSEWHERE = {
     **dict.fromkeys(("C14", "C20", "P24"), SERVER),
     "V7": "no rollback threshold: a commit selects exact states for any number of accepted drafts",
     "K9": "tests/engine/test_lossless_drafters.py: drafts unlikely to survive are not verified",
-    "K12": "tests/decode/test_sampling.py: the distribution of sampled tokens",
+    "K12": "tests/graph/test_sampling.py: the distribution of sampled tokens",
     "P17": "every plan has rows: tests/engine/test_lossless.py",
 }
 

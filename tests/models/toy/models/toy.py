@@ -4,10 +4,8 @@ import flax.linen as nn
 from jaxtyping import Array, Float
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.nn.decoder import Decoder, Layer, empty_caches
+from dflash_jax.nn.decoder import Decoder, Layer
 from dflash_jax.nn.layers import dot, weight
-
-__all__ = ["build", "empty_caches"]
 
 
 class SquaredMLP(nn.Module):

@@ -1,0 +1,256 @@
+"""A pair under a plan: the shapes of its parameters and state, without any arrays."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.config import ALWAYS_FLOAT32, AUTO, LATE
+from dflash_jax.graph.protocols import WEIGHTS, SharedLayers, WeightInfo
+from dflash_jax.graph.settings import isolated_jax_config
+from dflash_jax.graph.state import CHOICES, DecodeState, RowRules
+from dflash_jax.graph.steps.drafting import RowDraftSampler
+from dflash_jax.graph.steps.pair import Pair, Params
+from dflash_jax.kernels.caches import LayerCache, RecurrentCache, empty_cache, empty_recurrent
+from dflash_jax.kernels.products import abstract, abstract_layout
+from dflash_jax.plan import Plan
+from dflash_jax.quant.layouts import Spec, is_matrix, is_widened, spec
+
+OPTIONS = ("exact", "block", "min_survival", "kernels", "activations", "report_drafts")
+
+
+def path_name(path: Any) -> str:
+    """Return a key path of JAX's as text, such as "target/embed"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def by_path(tree: Any, *kept: type) -> dict[str, Any]:
+    """Return the leaves of a tree by path; nodes of the kept types count as leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kept))
+    return {path_name(path): leaf for path, leaf in leaves}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanCacheMaker:
+    """Makes the empty caches of a plan, one per layer (a `protocols.CacheMaker`)."""
+
+    plan: Plan
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.plan.rows
+
+    @property
+    def slots(self) -> int:
+        """Positions of a row, and room for the widest call after them."""
+        return self.plan.slots
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of activations."""
+        return jnp.dtype(self.plan.compute_dtype)
+
+    def __call__(self, kv_heads: int, head_dim: int, window: int | None) -> LayerCache:
+        """Return the cache of an attention layer."""
+        plan, ring = self.plan, self.plan.ring_slots(window)
+        dtype = self.dtype if plan.kv_dtype == "auto" else jnp.dtype(plan.kv_dtype)
+        options = {"dtype": dtype, "ring": ring is not None}
+        return empty_cache(plan.rows, kv_heads, ring or plan.slots, head_dim, **options)
+
+    def recurrent(self, state: tuple[int, int, int], inputs: tuple[int, int]) -> RecurrentCache:
+        """Return the cache of a recurrent layer: state [N, P, Q] and convolution inputs [W, C]."""
+        return empty_recurrent(self.plan.rows, state, inputs, dtype=self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedPair:
+    """A pair under a plan whose choices are made.
+
+    The pair's static options of steps are those of the plan.
+    """
+
+    pair: Pair
+    plan: Plan
+
+    def __post_init__(self) -> None:
+        """Set the static options of steps."""
+        options = {name: getattr(self.plan, name) for name in OPTIONS}
+        options["taps_at"] = LATE if self.plan.taps_at == AUTO else self.plan.taps_at
+        object.__setattr__(self, "pair", dataclasses.replace(self.pair, **options))
+
+    @property
+    def config(self) -> Any:
+        """The target's config."""
+        return self.pair.target.config
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """End tokens of the target."""
+        return tuple(getattr(self.config, "eos_token_ids", ()))
+
+    @property
+    def target_name(self) -> str:
+        """Family of the target, or its class."""
+        return getattr(self.config, "model_type", "") or type(self.pair.target).__name__
+
+    @property
+    def drafter_name(self) -> str:
+        """Kind of the drafter, or its class; "none" without a drafter."""
+        drafter = self.pair.drafter
+        kind = getattr(getattr(drafter, "config", None), "kind", "")
+        return kind or ("none" if drafter is None else type(drafter).__name__)
+
+    @functools.cached_property
+    def state(self) -> DecodeState:
+        """Shapes and dtypes of a state."""
+        return jax.eval_shape(self.empty_state)
+
+    def empty_state(self) -> DecodeState:
+        """Return a state with every row at position 0."""
+        plan, drafter = self.plan, ()
+        if self.pair.drafter is not None:
+            drafter = self.pair.drafter.empty(drafter_caches(self.pair, plan))
+        return DecodeState(
+            target=tuple(self.pair.target.empty_caches(PlanCacheMaker(plan))),
+            drafter=drafter,
+            position=jnp.zeros((plan.rows,), jnp.int32),
+            anchor=jnp.zeros((plan.rows,), jnp.int32),
+        )
+
+    @functools.cached_property
+    def params(self) -> Params:
+        """Shapes and dtypes of all parameters, by role.
+
+        Token ids stay integers, and parameters in `ALWAYS_FLOAT32` stay float32.
+        """
+        plan, declared, specs = self.plan, self.declared, self.specs
+        dtype, kernel = jnp.dtype(plan.dtype), plan.kernels != "xla"
+
+        def planned(path: Any, x: jax.ShapeDtypeStruct) -> Any:
+            name, key = path_name(path), str(getattr(path[-1], "key", ""))
+            if name in specs:
+                packed = abstract(x.shape, specs[name], dtype, kernel=kernel)
+                return abstract_layout(packed, plan.weight_layout)
+            kept = not jnp.issubdtype(x.dtype, jnp.floating) or key in ALWAYS_FLOAT32
+            ours = path[0].key in {name.split("/")[0] for name in declared}
+            chosen = jnp.dtype(plan.compute_dtype) if ours and is_widened(key) else dtype
+            stored = jax.ShapeDtypeStruct(x.shape, x.dtype if kept else chosen)
+            if name not in declared or not is_matrix(key):
+                return stored
+            return abstract_layout(stored, plan.weight_layout)
+
+        return jax.tree_util.tree_map_with_path(planned, self._variables("params"))
+
+    @functools.cached_property
+    def specs(self) -> dict[str, Spec]:
+        """How each packed parameter is packed, by its path with the role in front."""
+        if self.plan.weights == "packed":
+            return dict(self.plan.stored)
+        if self.plan.weights == "float":
+            return {}
+        leaves = by_path(self._variables("params"))
+        found = {path: spec(self.plan.weights, path, leaf.shape) for path, leaf in leaves.items()}
+        return {path: chosen for path, chosen in found.items() if chosen and path in self.declared}
+
+    @functools.cached_property
+    def declared(self) -> dict[str, WeightInfo]:
+        """Weights that may be stored in other forms, by path with the role."""
+        return by_path(self._variables(WEIGHTS), WeightInfo)
+
+    @property
+    def model_axes(self) -> dict[str, int]:
+        """The axis of each weight that a mesh may split, by path with the role."""
+        split = {path: info.split for path, info in self.declared.items()}
+        return {path: axis for path, axis in split.items() if axis is not None}
+
+    def _variables(self, kind: str) -> dict[str, Any]:
+        """Return shapes of the variables of a kind, by role."""
+        found = {"target": _variables(self.pair.target, None)}
+        if self.pair.drafter is not None:
+            found["drafter"] = _variables(self.pair.target, self.pair.drafter)
+        return {role: variables.get(kind, {}) for role, variables in found.items()}
+
+
+def drafter_caches(pair: Pair, plan: Plan) -> PlanCacheMaker:
+    """Return the maker of a drafter's caches.
+
+    A drafter may read longer blocks than are verified, and the tokens of several steps.
+    """
+    reads = getattr(pair.drafter, "reads", 0)
+    widest = max(plan.block, reads, plan.steps_per_call)
+    return PlanCacheMaker(dataclasses.replace(plan, block=widest))
+
+
+def init_params(pair: Pair, key: jax.Array) -> Params:
+    """Return fresh parameters of both models, in float32."""
+    found = {"target": _initial(pair.target, None, key).get("params", {})}
+    if pair.drafter is not None:
+        found["drafter"] = _initial(pair.target, pair.drafter, key).get("params", {})
+    return found
+
+
+@functools.lru_cache(maxsize=32)
+@isolated_jax_config()
+def _variables(target: Any, drafter: Any) -> dict[str, Any]:
+    """Return shapes of a model's variables, as float32. Tracing a large model takes seconds."""
+    return jax.eval_shape(lambda: _initial(target, drafter, jax.random.key(0)))
+
+
+_LEAST = Plan(max_length=2, block=2, chunk=1, dtype="float32", rings=False)
+
+
+def _initial(target: Any, drafter: Any, key: jax.Array) -> dict[str, Any]:
+    """Return the variables of the target, or of its drafter if that is given."""
+    model = target if drafter is None else drafter
+    if not isinstance(model, nn.Module):
+        init = getattr(model, "init", None)
+        return {} if init is None else {"params": init(key)}
+    tokens, start = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32)
+    if drafter is None:
+        caches = target.empty_caches(PlanCacheMaker(_LEAST))
+        return dict(model.init(key, tokens, caches, start, method=_all_of_target))
+    c = target.config
+    state = drafter.empty(drafter_caches(Pair(target, drafter), _LEAST))
+    taps = [jnp.zeros((1, 1, c.hidden_size), jnp.float32)] * len(drafter.taps)
+    shared = SharedLayers(
+        lambda tokens: jnp.zeros((*tokens.shape, c.hidden_size), jnp.float32),
+        lambda hidden: jnp.zeros((*hidden.shape[:-1], c.vocab_size), jnp.float32),
+    )
+    size = c.vocab_size
+    sampler = RowDraftSampler(idle_rules(_LEAST), start, start, 1, sampled=False, vocab_size=size)
+    given = (state, tokens, taps, start, shared, sampler)
+    return dict(model.init(key, *given, method=_all_of_drafter))
+
+
+def _all_of_target(module: Any, tokens: Any, caches: Any, start: Any) -> Any:
+    """Run every method that may declare parameters."""
+    return module.embed(tokens), module.logits(module(tokens, caches, start).hidden)
+
+
+def _all_of_drafter(
+    module: Any, state: Any, tokens: Any, taps: Any, start: Any, shared: Any, sampler: Any
+) -> Any:
+    """Run every method that may declare parameters."""
+    state = module.observe(state, tokens, taps, start)
+    return module.propose(state, start, start, shared, sampler)
+
+
+def idle_rules(plan: Plan) -> RowRules:
+    """Return rules under which every row is frozen."""
+    b = plan.rows
+    return RowRules(
+        stop_ids=jnp.full((b, plan.stop_slots), -1, jnp.int32),
+        limit=jnp.zeros((b,), jnp.int32),
+        max_drafts=jnp.full((b,), plan.block - 1, jnp.int32),
+        temperature=jnp.zeros((b,), jnp.float32),
+        top_k=jnp.zeros((b,), jnp.int32),
+        top_p=jnp.ones((b,), jnp.float32),
+        min_p=jnp.zeros((b,), jnp.float32),
+        seed=jnp.zeros((b, 2), jnp.uint32),
+        choices=jnp.full((b, CHOICES), -1, jnp.int32),
+        opening=jnp.full((b,), -1, jnp.int32) if plan.call_odds else None,
+    )

@@ -1,0 +1,286 @@
+"""The two interfaces that a graph is built on: a target and a drafter.
+
+Both may be Flax Linen modules or plain objects with pure functions. Methods of a Linen module are
+run by its `apply` and take the arguments below. Those of a plain object take its parameters first,
+such as `propose(params, state, anchor, ...)`, and an optional `init(key)` makes the parameters.
+Optional members may be absent. `dj.graph.check` tests the obligations of a target bit by bit.
+
+A target decides tokens, so its numbers must be reproducible: a token's bits must not depend on
+later tokens of its block, on other rows, or on where a block begins, and slots at or past a row's
+position must be read through a mask only. A drafter decides nothing: wrong, missing or non-finite
+drafts cost speed, never a token.
+
+Letters: B rows, T tokens of a call, D width, V vocabulary, R = T - 1 drafted places of a block, N
+tokens that a place chooses from.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+from flax import struct
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from dflash_jax.kernels.caches import LayerCache, RecurrentCache, Update
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """What steps need to know of a target. Any object with these attributes will do."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    eos_token_ids: tuple[int, ...] = ()
+    max_length: int = 1 << 20
+
+
+class CacheMaker(Protocol):
+    """Makes the state of layers, with the rows, slots and dtype of a plan.
+
+    Attributes:
+      rows: B.
+      slots: maximum number of positions of a row, and of tokens past them that a call may write.
+      dtype: of activations.
+    """
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def dtype(self) -> DTypeLike: ...
+
+    def __call__(self, kv_heads: int, head_dim: int, window: int | None) -> LayerCache:
+        """Return the cache of an attention layer; a ring if the window makes it smaller."""
+        ...
+
+    def recurrent(self, state: tuple[int, int, int], inputs: tuple[int, int]) -> RecurrentCache:
+        """Return the cache of a recurrent layer: its state [N, P, Q] and inputs [W, C]."""
+        ...
+
+
+WEIGHTS = "weights"  # the collection of `WeightInfo` values, with the paths of parameters
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class WeightInfo:
+    """How a weight may be stored, declared by `nn.layers.weight` in the collection `WEIGHTS`.
+
+    Weights that are declared may be quantised and laid out for kernels; others stay arrays.
+    """
+
+    split: int | None = None  # the axis that the devices of a mesh may split
+
+
+# -- the target ------------------------------------------------------------------------------------
+
+
+@struct.dataclass
+class TargetOutput:
+    """Result of a forward pass over T tokens. Nothing is committed yet."""
+
+    hidden: Float[Array, "B T D"]  # the input of `logits`
+    taps: tuple[Float[Array, "B T D"], ...]
+    caches: tuple[Update, ...]  # `LayerCache`s, or objects with `commit(num_committed)`
+
+
+class Target(Protocol):
+    """A language model with caches.
+
+    Optional members:
+      raw_logits(hidden): logits before a softcap, which drafters use in place of `logits`.
+      shared_layers(): a target with the embedding and head alone, and the names of its top
+        parameters; a drafter on a device of its own needs a copy of these. By default of all.
+      any_width: whether a token has the same bits in calls of every width, so that plain steps of
+        exact plans may be one token wide. By default they are as wide as blocks.
+    """
+
+    @property
+    def config(self) -> Any:
+        """A `ModelConfig`, or an object with its attributes."""
+        ...
+
+    def empty_caches(self, make: CacheMaker) -> tuple[Any, ...]:
+        """Return the caches of all layers, before any token.
+
+        Each is made by `make`, or is a pytree of arrays [B, ...] with methods `commit` and
+        `restart` (see `LayerCache`). It is called without parameters. Only shapes and dtypes
+        count: a new state is zeros.
+        """
+        ...
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        caches: Sequence[Any],
+        start: Int[Array, " B"],
+        *,
+        taps: tuple[int, ...] = (),
+        taps_at: str = "late",
+        chunked: bool = False,
+    ) -> TargetOutput:
+        """Run T tokens at positions start .. start+T-1 of each row.
+
+        Args:
+          taps: which hidden states to return: 0 is the input of layer 0, i+1 the output of layer i.
+          taps_at: variants of where in a layer they are taken; most targets may ignore it.
+          chunked: recurrent layers may process the tokens in chunks; others ignore it.
+        """
+        ...
+
+    def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Return embeddings, for drafters that use the target's table."""
+        ...
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Return float32 logits."""
+        ...
+
+
+# -- the drafter -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedLayers:
+    """The target's embedding and head, as a drafter uses them."""
+
+    embed: Callable[[Int[Array, "B T"]], Float[Array, "B T D"]]
+    head: Callable[[Float[Array, "B T D"]], Float[Array, "B T V"]]
+
+
+@struct.dataclass
+class Draft:
+    """A block for the target to verify.
+
+    In a plain step only the anchor counts: the rest of the block is padding and the other fields
+    are None. Where `finite` is False, none of the drafts is verified.
+    """
+
+    block: Int[Array, "B T"]  # the anchor, then R = T - 1 drafts
+    q: Float[Array, "B R V"] | None = None  # what drafts were sampled from; None if greedy
+    finite: Bool[Array, " B"] | None = None  # whether all numbers of the drafter were finite
+    num_drafts: Int[Array, " B"] | None = None  # leading drafts to verify
+
+
+@struct.dataclass
+class DraftChoice:
+    """Chosen drafts, as indices into the last axis of the logits."""
+
+    index: Int[Array, "B *places"]
+    q: Float[Array, "B *places N"] | None
+    finite: Bool[Array, " B"]
+
+
+class DraftSampler(Protocol):
+    """Chooses drafts by each row's sampling rules, and assembles them into a `Draft`.
+
+    Attributes:
+      places: R, the number of drafts of a block.
+    """
+
+    @property
+    def places(self) -> int: ...
+
+    def sample_all(self, logits: Float[Array, "B R N"]) -> DraftChoice:
+        """Choose all places at once, each independently; filters apply as to the target."""
+        ...
+
+    def noise(self, places: int, size: int) -> Float[Array, "B R N"] | None:
+        """Return the randomness for choosing place by place; None for greedy drafts."""
+        ...
+
+    def sample_one(
+        self, logits: Float[Array, "B N"], noise: Float[Array, "B N"] | None
+    ) -> DraftChoice:
+        """Choose one place; q is softmax(logits / temperature)."""
+        ...
+
+    def draft(
+        self,
+        tokens: Int[Array, "B R"],
+        q: Float[Array, "B R N"] | None,
+        finite: Bool[Array, " B"],
+        *,
+        ids: Int[Array, "*places N"] | None = None,
+        survival: Float[Array, "B R"] | None = None,
+    ) -> Draft:
+        """Assemble the chosen tokens into a draft.
+
+        Args:
+          ids: token of each entry of q; None if it is the index.
+          survival: probability that each draft and all before it are accepted.
+        """
+        ...
+
+    def certain(self, tokens: Int[Array, "B R"], count: Int[Array, " B"] | None = None) -> Draft:
+        """Draft given tokens, which were not drawn from any distribution.
+
+        Args:
+          count: number of leading drafts to verify; None for all.
+        """
+        ...
+
+
+class Drafter(Protocol):
+    """Proposes the tokens after each row's anchor, the last decided token.
+
+    Optional members:
+      config: its configuration, for reports.
+      block: tokens of the block that it advises, anchor included.
+      trained_block: the widest block whose last drafts are worth verifying.
+      reads: maximum number of tokens past a row's position that it writes into its state.
+      predicts_survival: whether its drafts have probabilities of acceptance (`Plan.min_survival`).
+      commit(state, num_committed): called with the state that `observe` returned, once it is known
+        how many of the observed tokens count. For states that are not positional.
+      take(state, row, start, length), put(state, row, start, segment): cut the part of a row that
+        belongs to `length` positions, and put it into a row, for the prefix cache. States made of
+        `LayerCache`s need neither; other drafters do not know tokens that come from the cache.
+      describe(): one line for reports.
+    """
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's hidden states that it reads, numbered as for `Target`; may be empty."""
+        ...
+
+    def empty(self, make: CacheMaker) -> Any:
+        """Return its state before any token: any pytree of arrays [B, ...], or ().
+
+        It is called without parameters. Only shapes and dtypes count: a new state is zeros. A row
+        is not cleared when a request ends; the next one begins by observing tokens at start 0.
+        """
+        ...
+
+    def observe(
+        self,
+        state: Any,
+        tokens: Int[Array, "B T"],
+        taps: Sequence[Float[Array, "B T D"]],
+        start: Int[Array, " B"],
+    ) -> Any:
+        """Return the state after the target ran T tokens at positions start .. start+T-1.
+
+        Not all of the tokens need be kept: those at or past the row's next position are observed
+        again, as others. A row with start 0 begins a new text.
+        """
+        ...
+
+    def propose(
+        self,
+        state: Any,
+        anchor: Int[Array, " B"],
+        start: Int[Array, " B"],
+        shared: SharedLayers,
+        sampler: DraftSampler,
+    ) -> tuple[Draft, Any]:
+        """Return `sampler.places` drafts after the anchor, which is at position `start`.
+
+        What it writes into the returned state at `start` and after is not kept.
+        """
+        ...

@@ -1,0 +1,221 @@
+"""Device state between steps, and the step output that the host reads.
+
+Letters: B rows, T tokens in a call, D width, V vocabulary, E stop tokens per row.
+"""
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from dflash_jax.kernels.caches import Update
+
+Logits = Float[Array, "B T V"]
+RowInts = Int[Array, " B"]  # an integer for each row
+
+
+@struct.dataclass
+class DecodeState:
+    """Everything a step donates and returns. One position rules all caches of a row."""
+
+    target: tuple[Any, ...]  # caches, as `Target.empty_caches` makes them
+    drafter: Any  # the drafter's state, as `Drafter.empty` makes it; () without a drafter
+    position: Int[Array, " B"]  # committed tokens
+    anchor: Int[Array, " B"]  # decided, not yet in any cache
+
+
+@struct.dataclass
+class RowRules:
+    """Stop and sampling rules of each row. Small arrays made by the host.
+
+    They let the device end a row on its own, so that the host may dispatch steps ahead.
+    """
+
+    stop_ids: Int[Array, "B E"]  # padded with -1
+    limit: Int[Array, " B"]  # maximum length of prompt and output together; 0 freezes a row
+    max_drafts: Int[Array, " B"]  # drafts to verify; a row with 0 decodes plainly in any step
+    temperature: Float[Array, " B"]  # 0 is greedy
+    top_k: Int[Array, " B"]  # 0 is off
+    top_p: Float[Array, " B"]  # 1 is off
+    min_p: Float[Array, " B"]  # minimum probability relative to the most probable token; 0 is off
+    seed: UInt32[Array, "B 2"]  # high word, low word
+    # Tokens among which `RowStep.next_best` is chosen, padded with -1; a row that begins with -1
+    # has the whole vocabulary.
+    choices: Int[Array, "B N"] | None = None
+    # First token of a tool call, whose odds every step reports (see `StepOutput`); -1 in rows that
+    # need none. None leaves the odds out of the program.
+    opening: Int[Array, " B"] | None = None
+
+
+# Maximum number of choices of a row: tokens that may continue the name of a declared tool. Of more,
+# the first by id count.
+CHOICES = 256
+
+
+@struct.dataclass
+class Logprobs:
+    """Log-probabilities under the target's own logits, before any logits processing."""
+
+    chosen: Float[Array, "B T"]
+    top_ids: Int[Array, "B T N"]  # most probable first
+    top: Float[Array, "B T N"]
+
+
+class OutputColumn(enum.IntEnum):
+    """Columns of a packed output after its tokens, counted from the end."""
+
+    NUM_TOKENS = -4  # decided tokens; the first ones of a row are valid
+    NEXT_BEST = -3  # see `RowStep`
+    FINITE = -2  # whether the target's logits are finite
+    NUM_DRAFTS = -1  # drafts verified; -1 if the drafter's numbers are not finite
+
+
+@struct.dataclass
+class StepOutput:
+    """Output of one step, or of R steps made by one call, packed for a single copy to the host.
+
+    Columns are T tokens, `draft_columns` drafts that were verified (-1 where there was none), and
+    those of `OutputColumn`. All columns of a step that was not made are -1.
+
+    With `reports_odds`, a first column holds the bits of a float32: the logit of
+    `RowRules.opening` minus that of the last decided token, or, in a row with `RowRules.choices`,
+    minus the largest logit.
+    """
+
+    packed: Int[Array, "*R B columns"]
+    logprobs: Logprobs | None = None  # of the T tokens, if there is a logits state
+    reports_odds: bool = struct.field(pytree_node=False, default=False)
+    # T - 1 in steps that draft, if the plan reports drafts (`Plan.report_drafts`).
+    draft_columns: int = struct.field(pytree_node=False, default=0)
+
+    @property
+    def tokens(self) -> Int[Array, "*R B T"]:
+        """Decided tokens; the first `num_tokens` of each row are valid."""
+        end = OutputColumn.NUM_TOKENS - self.draft_columns
+        return self.packed[..., int(self.reports_odds) : end]
+
+    @property
+    def num_tokens(self) -> Int[Array, "*R B"]:
+        """Number of tokens decided for each row."""
+        return self.packed[..., OutputColumn.NUM_TOKENS]
+
+    @property
+    def all_finite(self) -> Bool[Array, ""]:
+        """Whether all numbers of target and drafter are finite, in all rows."""
+        target, drafts = (
+            self.packed[..., column] for column in (OutputColumn.FINITE, OutputColumn.NUM_DRAFTS)
+        )
+        return (target > 0).all() & (drafts >= 0).all()
+
+
+def pack_output(
+    tokens: Int[Array, "B T"],
+    num_tokens: Int[Array, " B"],
+    next_best: Int[Array, " B"],
+    finite: Bool[Array, " B"],
+    num_drafts: Int[Array, " B"],
+    *,
+    drafts: Int[Array, "B T-1"] | None = None,
+    logprobs: Logprobs | None = None,
+    call_odds: Float[Array, " B"] | None = None,
+) -> StepOutput:
+    """Return the output of a step; `read_output` unpacks it on the host.
+
+    Args:
+      drafts: drafts to report, of which the first `num_drafts` were verified.
+    """
+    columns = {
+        OutputColumn.NUM_TOKENS: num_tokens,
+        OutputColumn.NEXT_BEST: next_best,
+        OutputColumn.FINITE: finite.astype(jnp.int32),
+        OutputColumn.NUM_DRAFTS: num_drafts,
+    }
+    parts = [tokens, jnp.stack([columns[column] for column in OutputColumn], axis=1)]
+    if drafts is not None:
+        verified = jnp.arange(drafts.shape[1])[None, :] < num_drafts[:, None]
+        parts.insert(1, jnp.where(verified, drafts, -1))
+    if call_odds is not None:
+        parts.insert(0, jax.lax.bitcast_convert_type(call_odds, jnp.int32)[:, None])
+    draft_columns = 0 if drafts is None else drafts.shape[1]
+    packed = jnp.concatenate(parts, axis=1)
+    return StepOutput(packed, logprobs, call_odds is not None, draft_columns)
+
+
+def output_columns(rules: RowRules) -> int:
+    """Return the number of columns besides tokens and drafts, in programs with such rules."""
+    return len(OutputColumn) + (rules.opening is not None)
+
+
+class RowStep(NamedTuple):
+    """Output of one step for one row, on the host."""
+
+    tokens: tuple[int, ...]  # newly decided, the next anchor last
+    # Best token at the last decided place except stop tokens, or the best of the choices.
+    next_best: int
+    finite: bool  # the target's logits
+    draft_finite: bool
+    num_drafts: int  # verified by the target
+    call_odds: float | None = None  # of `RowRules.opening`, if the program reports them
+    drafts: tuple[int, ...] = ()  # that were verified, if the program reports them
+
+
+def read_output(out: StepOutput) -> list[list[RowStep]]:
+    """Wait for a dispatched call and return its output, by step, then by row."""
+    packed = np.asarray(out.packed)
+    packed = packed.reshape(-1, *packed.shape[-2:])
+    packed = packed[packed[:, 0, OutputColumn.NUM_TOKENS] >= 0]  # steps that were made
+    read = functools.partial(_row_step, out.draft_columns)
+    if not out.reports_odds:
+        return [list(map(read, rows)) for rows in packed.tolist()]
+    odds = np.ascontiguousarray(packed[:, :, 0]).view(np.float32).tolist()
+    steps = zip(packed[:, :, 1:].tolist(), odds, strict=True)
+    return [list(map(read, rows, row_odds)) for rows, row_odds in steps]
+
+
+def _row_step(draft_columns: int, row: list[int], call_odds: float | None = None) -> RowStep:
+    num_tokens, next_best, finite, num_drafts = row[OutputColumn.NUM_TOKENS :]
+    tokens, draft_finite, num_drafts = tuple(row[:num_tokens]), num_drafts >= 0, max(num_drafts, 0)
+    drafts = ()
+    if draft_columns:
+        first = len(row) - len(OutputColumn) - draft_columns
+        drafts = tuple(row[first : first + num_drafts])
+    return RowStep(tokens, next_best, bool(finite), draft_finite, num_drafts, call_odds, drafts)
+
+
+def restart_rows(state: DecodeState, rows: Bool[Array, " B"]) -> DecodeState:
+    """Return a state in which some rows start at position 0, whatever they held before."""
+    return dataclasses.replace(
+        state,
+        target=tuple(cache.restart(rows) for cache in state.target),
+        position=jnp.where(rows, 0, state.position),
+    )
+
+
+def commit(
+    state: DecodeState,
+    target: Sequence[Update],
+    drafter: Any,
+    num_committed: Int[Array, " B"],
+    anchor: Int[Array, " B"],
+) -> DecodeState:
+    """Keep the first tokens that a forward pass wrote; nothing else advances a position in a step.
+
+    Args:
+      target: updates, or caches in which slots position .. position+T-1 were written.
+      drafter: the drafter's state after the committed tokens.
+      num_committed: tokens to keep, 0..T. With 0 the row stays as it was, anchor included.
+      anchor: the next anchor of rows with num_committed > 0.
+    """
+    return DecodeState(
+        target=tuple(update.commit(num_committed) for update in target),
+        drafter=drafter,
+        position=state.position + num_committed,
+        anchor=jnp.where(num_committed > 0, anchor, state.anchor),
+    )

@@ -1,0 +1,280 @@
+"""The steps that run a model: forward pass, decision, commit.
+
+| step              | forward pass over        | tokens committed                    |
+| ----------------- | ------------------------ | ----------------------------------- |
+| `prefill`         | a prompt chunk           | its `num_fed` tokens                |
+| `plain`           | anchor and padding       | 1                                   |
+| `speculative`     | anchor and drafts        | the anchor and the accepted drafts  |
+| `forced_tokens`   | tokens given by the host | `num_fed`                           |
+| `prompt_logprobs` | a prompt chunk           | none                                |
+
+Every step is a pure function `(pair, params, state, logits_state, inputs) -> (state, logits_state,
+output)`, where the logits state is None unless logits are processed. A forward pass writes all its
+tokens into the caches; `commit` then moves the row's one position past those that are kept. Slots
+after the position are garbage: masked, and overwritten by the next call.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from dflash_jax.graph.protocols import Draft
+from dflash_jax.graph.state import (
+    DecodeState,
+    Logits,
+    Logprobs,
+    RowInts,
+    RowRules,
+    StepOutput,
+    commit,
+    output_columns,
+    pack_output,
+    restart_rows,
+)
+from dflash_jax.graph.steps import logits_processing, sampling
+from dflash_jax.graph.steps.acceptance import (
+    accept_greedy,
+    accept_sampled,
+    cut,
+    finite_places,
+    frozen,
+)
+from dflash_jax.graph.steps.drafting import draft
+from dflash_jax.graph.steps.inputs import (
+    DecodeInputs,
+    ForcedTokensInputs,
+    PrefillInputs,
+    PromptLogprobsInputs,
+    UpdateDrafterInputs,
+)
+from dflash_jax.graph.steps.logits_processing import LogitsState, no_logprobs
+from dflash_jax.graph.steps.pair import Pair, Params, forward, logits_of
+from dflash_jax.kernels.caches import put_row, take_row
+from dflash_jax.kernels.vocabulary import argmax
+
+Processing = LogitsState | None  # None if logits are not processed
+StepResult = tuple[DecodeState, Processing, StepOutput]
+StepFn = Callable[..., StepResult]
+
+
+def prefill(
+    pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: PrefillInputs
+) -> StepResult:
+    """Feed a prompt chunk; the token it decides is meaningful after the last chunk only."""
+    num_fed, rules = inputs.num_fed, inputs.rules
+    state = restart_rows(state, inputs.fresh)
+    target, drafter, hidden = forward(pair, params, state, inputs.tokens, chunked=True)
+    last = jnp.maximum(num_fed - 1, 0)
+    hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
+    raw = logits = logits_of(pair, params, hidden)  # [B, 1, V]
+    if logits_state:
+        logits = logits_state.process(raw, inputs.tokens[:, :0], inputs.masks)
+    num_tokens, zero = jnp.minimum(num_fed, 1), jnp.zeros_like(num_fed)
+    sampled = pair.sampled
+    token = sampling.choose_token(logits, zero, state.position + num_fed, rules, sampled=sampled)
+    best = sampling.next_best(logits, token, zero, state.position + num_fed, rules, sampled=sampled)
+    logprobs = logits_state.logprobs(raw, token[:, None]) if logits_state else None
+    finite = (finite_places(raw) > 0) | (num_tokens == 0)
+    odds = sampling.call_odds(raw, token, zero, rules)
+    out = pack_output(
+        token[:, None], num_tokens, best, finite, zero, logprobs=logprobs, call_odds=odds
+    )
+    state = commit(state, target, pair.committed(drafter, num_fed), num_fed, token)
+    return state, logits_state and logits_state.count(out), out
+
+
+def plain(
+    pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: DecodeInputs
+) -> StepResult:
+    """Decode one token per row, in a block padded to the width of drafted ones."""
+    padded = Draft(jnp.pad(state.anchor[:, None], ((0, 0), (0, pair.block - 1))))
+    inputs = dataclasses.replace(inputs, draft=padded)
+    return verify(pair, params, state, logits_state, inputs)
+
+
+def speculative(
+    pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: DecodeInputs
+) -> StepResult:
+    """Draft a block, verify it, and commit the tokens the target would have decided itself."""
+    state, _, drafted = draft(pair, params, state, None, inputs)
+    inputs = dataclasses.replace(inputs, draft=drafted)
+    return verify(pair, params, state, logits_state, inputs)
+
+
+def verify(
+    pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: DecodeInputs
+) -> StepResult:
+    """Verify a block and commit what is accepted: the second half of a speculative step."""
+    _, state, logits_state, out = verify_block(pair, params, state, logits_state, inputs)
+    return state, logits_state, out
+
+
+def verify_block(
+    pair: Pair, params: Params, state: DecodeState, logits_state: Processing, inputs: DecodeInputs
+) -> tuple[Logits, *StepResult]:
+    """Verify a block as `verify` does, and return the processed logits before its results."""
+    assert inputs.draft is not None
+    drafted, rules, block = inputs.draft, inputs.rules, inputs.draft.block
+    target, drafter, hidden = forward(pair, params, state, block, chunked=not pair.exact)
+    raw = logits = logits_of(pair, params, hidden)
+    if logits_state:
+        logits = logits_state.process(raw, block[:, 1:], inputs.masks)
+    with jax.named_scope("verify"):
+        tokens, num_decided = _decided(pair, drafted, logits, state.position, rules)
+        good = finite_places(raw)
+        num_committed = cut(
+            jnp.minimum(num_decided, good), tokens, state.anchor, state.position, rules
+        )
+        idle = frozen(state.anchor, state.position, rules)  # its numbers are not reported
+        last = jnp.maximum(num_committed - 1, 0)
+        anchor = jnp.take_along_axis(tokens, last[:, None], axis=1)[:, 0]
+        end = state.position + num_committed
+        best = sampling.next_best(logits, anchor, last, end, rules, sampled=pair.sampled)
+        num_drafts = jnp.zeros_like(num_committed)
+        if drafted.num_drafts is not None and drafted.finite is not None:
+            reported = drafted.finite | (rules.max_drafts == 0) | idle
+            num_drafts = jnp.where(reported, drafted.num_drafts, -1)
+        logprobs = logits_state.logprobs(raw, tokens) if logits_state else None
+        odds = sampling.call_odds(raw, anchor, last, rules)
+        drafts = block[:, 1:] if pair.report_drafts and drafted.num_drafts is not None else None
+        more = {"drafts": drafts, "logprobs": logprobs, "call_odds": odds}
+        finite = (good > 0) | idle
+        out = pack_output(tokens, num_committed, best, finite, num_drafts, **more)
+    with jax.named_scope("commit"):
+        drafter = pair.committed(drafter, num_committed)
+        state = commit(state, target, drafter, num_committed, anchor)
+    return logits, state, logits_state and logits_state.count(out), out
+
+
+def _decided(
+    pair: Pair, drafted: Draft, logits: Logits, position: RowInts, rules: RowRules
+) -> tuple[Int[Array, "B T"], RowInts]:
+    """Return the decided tokens, accepted drafts first, and how many of them are valid."""
+    best, block = argmax(logits), drafted.block
+    num_decided = jnp.ones_like(position)
+    if drafted.num_drafts is not None:
+        num_decided = accept_greedy(block, best, drafted.num_drafts)
+    token = jnp.take_along_axis(best, num_decided[:, None] - 1, axis=1)[:, 0]
+    if pair.sampled:
+        draws = functools.partial(_sampled, drafted, logits, position, rules)
+        num_decided, token = jax.lax.cond(
+            sampling.any_sampled(rules), draws, lambda *greedy: greedy, num_decided, token
+        )
+    place = jnp.arange(block.shape[1])[None, :]
+    following = jnp.roll(block, -1, axis=1)
+    return jnp.where(place == num_decided[:, None] - 1, token[:, None], following), num_decided
+
+
+def _sampled(
+    drafted: Draft, logits: Logits, position: RowInts, rules: RowRules, *decided: RowInts
+) -> tuple[RowInts, RowInts]:
+    """Return the number of decided tokens and the last of them, drawn in rows that sample."""
+    num_greedy, greedy_token = decided
+    if drafted.q is None:
+        num_decided = jnp.ones_like(num_greedy)
+        last = num_decided - 1
+        token = sampling.choose_token(logits, last, position + num_decided, rules, sampled=True)
+    else:
+        num_drafts, places = drafted.num_drafts, (drafted.block.shape[1] - 1,)
+        keys = sampling.row_keys(rules, position, sampling.ACCEPT)
+        uniforms = jax.vmap(lambda key: jax.random.uniform(key, places))(keys)
+        p, drafts = sampling.probabilities(logits, rules), drafted.block[:, 1:]
+        num_decided, residual = accept_sampled(drafts, drafted.q, p, uniforms, num_drafts)
+        keys = sampling.row_keys(rules, position + num_decided, sampling.TOKEN)
+        token = sampling.draw(keys, residual)
+    greedy = rules.temperature <= 0
+    return jnp.where(greedy, num_greedy, num_decided), jnp.where(greedy, greedy_token, token)
+
+
+def forced_tokens(
+    pair: Pair, params: Params, state: DecodeState, logits_state: None, inputs: ForcedTokensInputs
+) -> tuple[DecodeState, None, Bool[Array, " B"]]:
+    """Feed tokens given by the host, taps included, and set the next anchor.
+
+    Returns:
+      The state, and which rows' hidden states are finite. Requiring all hidden states keeps the
+      target's pass whole: with the caches alone, its last layer would compile differently.
+    """
+    target, drafter, hidden = forward(pair, params, state, inputs.tokens, chunked=not pair.exact)
+    drafter = pair.committed(drafter, inputs.num_fed)
+    finite = jnp.isfinite(hidden).all(axis=(1, 2))
+    return commit(state, target, drafter, inputs.num_fed, inputs.anchor), None, finite
+
+
+def prompt_logprobs(
+    pair: Pair, params: Params, state: DecodeState, logits_state: None, inputs: PromptLogprobsInputs
+) -> tuple[DecodeState, None, Logprobs]:
+    """Return the log-probability of the token after each token of a prompt chunk.
+
+    Logits are computed for as many places at once as in a decode step.
+
+    Returns:
+      The state, in which no row has moved, and log-probabilities [1, C]. Those after the prompt's
+      last token are undefined.
+    """
+    alone = state.position.shape[0] == 1
+    one = restart_rows(state if alone else take_row(state, inputs.row), inputs.fresh)
+    pair = dataclasses.replace(pair, drafter=None)
+    target, _, hidden = forward(pair, params, one, inputs.tokens, chunked=True)
+    chunk, width = inputs.tokens.shape[1], pair.block
+    parts = -(-chunk // width)
+    ends = ((0, 0), (0, parts * width - chunk))
+    places = jnp.pad(hidden, (*ends, (0, 0))).reshape(parts, 1, width, -1)
+    following = jnp.pad(inputs.following, ends).reshape(parts, 1, width)
+
+    def scored(part: Any) -> Logprobs:
+        return logits_processing.logprobs(logits_of(pair, params, part[0]), part[1])
+
+    found = jax.lax.map(scored, (places, following))
+    found = jax.tree.map(lambda x: x.reshape(1, parts * width, *x.shape[3:]), found)
+    found = jax.tree.map(lambda x: x[:, :chunk], found)
+    if alone:  # the donated caches were written past the row's position
+        state = commit(state, target, state.drafter, jnp.zeros_like(state.position), state.anchor)
+    return state, None, found
+
+
+def update_drafter(
+    pair: Pair, params: Params, state: DecodeState, logits_state: None, inputs: UpdateDrafterInputs
+) -> tuple[DecodeState, None, None]:
+    """Update a drafter on a device of its own after a step of the target."""
+    start = jnp.where(inputs.fresh, 0, state.position)
+    drafter = pair.observe(params, state.drafter, inputs.observed, start)
+    state, num_committed = dataclasses.replace(state, position=start), inputs.position - start
+    drafter = pair.committed(drafter, num_committed)
+    return commit(state, (), drafter, num_committed, inputs.anchor), None, None
+
+
+def single_row(
+    run: StepFn, params: Params, state: DecodeState, logits_state: Processing, inputs: PrefillInputs
+) -> StepResult:
+    """Run a prefill on one row only; the others cost nothing and keep their bits.
+
+    Args:
+      run: a prefill of all rows of the state that it is given.
+      inputs: arrays of one row, except for the rules, which are those of all rows.
+    """
+    row, rules = inputs.row, inputs.rules
+    assert row is not None
+    one = dataclasses.replace(inputs, rules=take_row(rules, row), row=None)
+    part = take_row((state, logits_state), row)
+    # A loop of one iteration: otherwise XLA reads the row where it is used, and copies all rows to
+    # write it back.
+    logprobs = no_logprobs(1, 1, logits_state.bias.shape[-1]) if logits_state else None
+    packed = jnp.zeros((1, 1 + output_columns(rules)), jnp.int32)
+    empty = StepOutput(packed, logprobs, rules.opening is not None)
+
+    def cond(carry: Any) -> Bool[Array, ""]:
+        return carry[0]
+
+    def body(carry: Any) -> Any:
+        done = ~carry[0]
+        *part, out = run(params, *carry[1], one)
+        return done, tuple(part), out
+
+    _, part, out = jax.lax.while_loop(cond, body, (row >= 0, part, empty))
+    return *put_row((state, logits_state), part, row), out

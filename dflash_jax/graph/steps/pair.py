@@ -1,0 +1,126 @@
+"""A target and its drafter, and the target's forward pass."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.config import LATE
+from dflash_jax.graph.protocols import SharedLayers
+from dflash_jax.graph.state import DecodeState, Logits
+from dflash_jax.kernels.caches import Update
+from dflash_jax.kernels.selection import using_kernels
+
+Params = dict[str, Any]
+
+
+@struct.dataclass
+class Observed:
+    """What a drafter observes of a call of the target, where it does so later."""
+
+    tokens: Int[Any, "B T"]
+    taps: tuple[Float[Any, "B T D"], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """The modules of a target and its drafter, if any, and the static options of their steps.
+
+    Hashable: part of a program. `Graph` sets the options from its plan.
+    """
+
+    target: Any  # a `protocols.Target`
+    drafter: Any = None  # a `protocols.Drafter`
+    exact: bool = True  # blocks step recurrent layers token by token
+    taps_at: str = LATE  # where in a layer the drafter's taps are taken
+    keeps_taps: bool = False  # states carry an `Observed` instead of the drafter's state
+    block: int = 1  # tokens of a decode step
+    sampled: bool = False  # rows may draw tokens
+    min_survival: float = 0.0  # drafts less likely to be accepted are not verified
+    kernels: str = "xla"  # of layers, as `Plan.kernels`
+    activations: str = "int8"  # that native kernels multiply int8 weights by
+    report_drafts: bool = False  # the output of steps that draft has the drafts
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Hidden states the drafter reads; the output of layer i is state i + 1."""
+        return self.drafter.taps if self.drafter is not None else ()
+
+    def shared(self, params: Params) -> SharedLayers:
+        """Return the target's embedding, and its head without its softcap, for drafters."""
+        head = "raw_logits" if hasattr(self.target, "raw_logits") else "logits"
+        return SharedLayers(
+            functools.partial(self.target_call, params, method="embed"),
+            functools.partial(self.target_call, params, method=head),
+        )
+
+    def target_call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
+        """Run the target, or one of its methods by `method=`."""
+        with using_kernels(self.kernels, self.activations):
+            return call(self.target, params["target"], *args, **kwargs)
+
+    def drafter_call(self, params: Params, *args: Any, method: Any) -> Any:
+        """Run a method of the drafter, or a function of it."""
+        with using_kernels(self.kernels, self.activations):
+            return call(self.drafter, params.get("drafter", {}), *args, method=method)
+
+    def observe(
+        self, params: Params, state: Any, observed: Observed, start: Int[Array, " B"]
+    ) -> Any:
+        """Return the drafter's state after what it observed, before `committed`."""
+        if self.drafter is None:
+            return state
+        arguments = (state, observed.tokens, observed.taps, start)
+        return self.drafter_call(params, *arguments, method="observe")
+
+    def committed(self, state: Any, num_committed: Int[Array, " B"]) -> Any:
+        """Return the drafter's state after the first of the tokens that it observed last."""
+        commit = getattr(self.drafter, "commit", None)
+        if commit is None or self.keeps_taps:
+            return state
+        return commit(state, num_committed)
+
+
+def call(model: Any, params: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+    """Run a method of a Linen module by `apply`, or of a plain object with its parameters first."""
+    if isinstance(model, nn.Module):
+        return model.apply({"params": params}, *args, method=method, **kwargs)
+    function = getattr(model, method or "__call__")
+    return function(params, *args, **kwargs)
+
+
+def forward(
+    pair: Pair, params: Params, state: DecodeState, tokens: Int[Array, "B T"], *, chunked: bool
+) -> tuple[tuple[Update, ...], Any, Float[Array, "B T D"]]:
+    """Run T tokens of each row through the target, and let the drafter observe them.
+
+    With `chunked`, recurrent layers run in their chunked form.
+
+    Returns:
+      Updates of the target's caches, the drafter's state (with `Pair.keeps_taps`, what it has to
+      observe), and the target's hidden states.
+    """
+    # The barriers make XLA compile the target alike in every program. Without that of the
+    # positions, it would share the rotary table of the drafter where there is one.
+    tokens, start = jax.lax.optimization_barrier((tokens, state.position))
+    with jax.named_scope("target"):
+        where = {"taps": pair.taps, "taps_at": pair.taps_at, "chunked": chunked}
+        out = pair.target_call(params, tokens, state.target, start, **where)
+    out = jax.lax.optimization_barrier(out)
+    observed = Observed(tokens, out.taps)
+    if pair.keeps_taps:
+        return out.caches, observed, out.hidden
+    return out.caches, pair.observe(params, state.drafter, observed, state.position), out.hidden
+
+
+def logits_of(pair: Pair, params: Params, hidden: Float[Array, "B T D"]) -> Logits:
+    """Return the target's logits.
+
+    The barrier keeps XLA from fusing the last sum of the head's product with its readers, which
+    differ between programs.
+    """
+    return jax.lax.optimization_barrier(pair.target_call(params, hidden, method="logits"))

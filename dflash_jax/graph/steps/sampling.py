@@ -1,0 +1,148 @@
+"""Choosing tokens: distributions, draws, and random keys that depend on the request only.
+
+Steps without a sampled row draw nothing, even in programs that can.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from dflash_jax.graph.state import Logits, RowInts, RowRules
+from dflash_jax.graph.steps.acceptance import is_stop, stops_masked
+from dflash_jax.graph.steps.filters import filtered, is_filtered
+from dflash_jax.kernels.vocabulary import argmax
+
+DRAFT, ACCEPT, TOKEN, NEXT_BEST = range(4)  # purposes of a random number
+
+
+def choose_token(
+    logits: Logits, at: RowInts, position: RowInts, rules: RowRules, *, sampled: bool
+) -> RowInts:
+    """Return the token that place `at` of the logits chooses, for the given position."""
+    row = _place(logits, at)[:, 0]
+    best = argmax(row)
+    if not sampled:
+        return best
+    return _draw_where(rules.temperature > 0, row, best, position, rules, TOKEN)
+
+
+def next_best(
+    logits: Logits,
+    token: RowInts,
+    at: RowInts,
+    position: RowInts,
+    rules: RowRules,
+    *,
+    sampled: bool,
+) -> RowInts:
+    """Return the token to use instead of `token` where that is a stop token.
+
+    Chosen as by `choose_token`, among tokens that are no stop tokens. It has a random key of its
+    own: given that the key of `token` drew a stop token, the others would not have their
+    probabilities under that key. A row with `RowRules.choices` gets the best of those, sampled or
+    not. Rows whose token is no stop token get the best one, which is unused.
+    """
+    row = _place(logits, at)
+    free = stops_masked(row, rules)[:, 0]
+    best = argmax(free)
+    if sampled:
+        needed = is_stop(token[:, None], rules)[:, 0] & (rules.temperature > 0)
+        best = _draw_where(needed, free, best, position, rules, NEXT_BEST)
+    if rules.choices is None:
+        return best
+    return jnp.where(rules.choices[:, 0] >= 0, _best_choice(row[:, 0], rules.choices), best)
+
+
+def call_odds(
+    logits: Logits, token: RowInts, at: RowInts, rules: RowRules
+) -> Float[Array, " B"] | None:
+    """Return the log-ratio of the probabilities of `RowRules.opening` and of the decided token.
+
+    The decided token is `token`, or in a row with `RowRules.choices` the best one at place `at`.
+
+    Returns:
+      None if the rules have no `opening`; undefined in rows whose `opening` is -1.
+    """
+    if rules.opening is None:
+        return None
+    row = _place(logits, at)[:, 0].astype(jnp.float32)
+    pair = jnp.maximum(jnp.stack([rules.opening, token], axis=1), 0)
+    opening, other = jnp.moveaxis(jnp.take_along_axis(row, pair, axis=1), 1, 0)
+    if rules.choices is not None:
+        other = jnp.where(rules.choices[:, 0] >= 0, row.max(axis=1), other)
+    return opening - other
+
+
+def _place(logits: Logits, at: RowInts) -> Float[Array, "B 1 V"]:
+    return jnp.take_along_axis(logits, at[:, None, None], axis=1)
+
+
+def _draw_where(
+    rows: Bool[Array, " B"],
+    logits: Float[Array, "B V"],
+    best: RowInts,
+    position: RowInts,
+    rules: RowRules,
+    purpose: int,
+) -> RowInts:
+    """Return drawn tokens for some rows and the best ones for others."""
+
+    def drawn() -> RowInts:
+        p = probabilities(logits[:, None], rules)[:, 0]
+        return jnp.where(rows, draw(row_keys(rules, position, purpose), p), best)
+
+    return jax.lax.cond(rows.any(), drawn, lambda: best)
+
+
+def _best_choice(logits: Float[Array, "B V"], choices: Int[Array, "B N"]) -> RowInts:
+    """Return each row's choice with the largest logit, the first of equal ones."""
+    scores = jnp.take_along_axis(logits, jnp.maximum(choices, 0), axis=1)
+    scores = jnp.where(choices >= 0, scores, -jnp.inf)
+    return jnp.take_along_axis(choices, jnp.argmax(scores, axis=1)[:, None], axis=1)[:, 0]
+
+
+def any_sampled(rules: RowRules) -> Bool[Array, ""]:
+    """Return whether any row draws its tokens."""
+    return (rules.temperature > 0).any()
+
+
+def row_keys(rules: RowRules, position: RowInts, purpose: int) -> Key[Array, " B"]:
+    """Return a key per row from (request seed, position, purpose), whatever other rows do."""
+
+    def key(seed: Array, at: Array) -> Array:
+        # Other implementations draw depending on neighbouring rows.
+        start = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        return jax.random.fold_in(jax.random.fold_in(start, at), purpose)
+
+    return jax.vmap(key)(rules.seed, position)
+
+
+def probabilities(logits: Logits, rules: RowRules) -> Logits:
+    """Return the filtered distribution of each place, float32; one-hot at temperature 0.
+
+    A row without filters has the same bits whether or not others filter.
+    """
+    greedy = rules.temperature[:, None, None] <= 0
+    scaled = logits / jnp.where(greedy, 1.0, rules.temperature[:, None, None])
+    scaled = jax.lax.cond(
+        is_filtered(rules).any(), filtered, lambda scaled, _: scaled, scaled, rules
+    )
+    p = jax.nn.softmax(scaled, axis=-1)
+    return jnp.where(greedy, one_hot(argmax(logits), logits.shape[-1]), p)
+
+
+def one_hot(tokens: Int[Array, "*places"], vocab: int) -> Float[Array, "*places V"]:
+    """Return distributions with all probability on one token."""
+    return jax.nn.one_hot(tokens, vocab, dtype=jnp.float32)
+
+
+def draw(keys: Key[Array, " B"], p: Float[Array, "B *places V"]) -> Int[Array, "B *places"]:
+    """Draw one token per place by the Gumbel-max trick, each row by its own key."""
+    tiny = jnp.finfo(p.dtype).tiny
+    log_p = jnp.where(p > 0, jnp.log(jnp.maximum(p, tiny)), -jnp.inf)
+    return argmax(log_p + gumbel(keys, p.shape[1:]))
+
+
+def gumbel(keys: Key[Array, " B"], shape: tuple[int, ...]) -> Float[Array, "B *shape"]:
+    """Return Gumbel noise, float32, each row by its own key."""
+    return jax.vmap(lambda key: jax.random.gumbel(key, shape, jnp.float32))(keys)

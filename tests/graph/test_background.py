@@ -1,0 +1,190 @@
+"""Variants of programs, and compiling them in one thread of low priority."""
+
+import concurrent.futures
+import gc
+import logging
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from dflash_jax.engine.engine import Engine
+from dflash_jax.errors import PlanError
+from dflash_jax.graph import build
+from dflash_jax.graph.background import NICENESS, BackgroundCompiler
+from dflash_jax.graph.build import CompiledPrograms, compile_programs
+from dflash_jax.graph.keys import STEP_VARIANTS, ProgramKey, Step, Variant
+from dflash_jax.graph.programs import Program
+
+NUMBER = jax.ShapeDtypeStruct((), jnp.float32)
+SHARED = Step.CLEAR_ROWS  # needed by all of `STEP_VARIANTS`
+
+
+def programs(*variants: Variant) -> CompiledPrograms:
+    """A program of each of these variants, and one that all of them share."""
+    keys = [ProgramKey(SHARED), *(ProgramKey(Step.PLAIN, variant) for variant in variants)]
+    return CompiledPrograms({key: Program(key, jnp.sin, (NUMBER,)) for key in keys})
+
+
+def until_begun(compiled: CompiledPrograms) -> None:
+    """Waits until the first greedy program is being compiled."""
+    while compiled.progress["greedy"]["state"] != "compiling":
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Opens when programs may be compiled."""
+    opened, compile_program = threading.Event(), build._compile
+
+    def held(program: Program) -> Any:
+        assert opened.wait(60)
+        return compile_program(program)
+
+    monkeypatch.setattr(build, "_compile", held)
+    return opened
+
+
+def test_every_program_is_of_a_variant_and_a_variant_has_all_that_its_requests_use(
+    tiny: Engine,
+) -> None:
+    found = tiny.compiled.variants
+    assert set().union(*found.values()) == set(tiny.compiled.programs)
+    forced = {ProgramKey(Step.FORCED_TOKENS), ProgramKey(Step.REPLACE_ANCHOR)}
+    scored, logits = ProgramKey(Step.PROMPT_LOGPROBS), ProgramKey(Step.SET_LOGITS_STATE)
+    for variant in STEP_VARIANTS:
+        needed = {key for key in tiny.compiled.programs if key.variant in (variant, None)}
+        others = forced | {scored}
+        if variant not in (Variant.PENALIZED, Variant.CONSTRAINED):
+            others |= {logits}
+        assert set(found[variant]) == needed - others
+        assert found[variant][0].step == Step.PLAIN  # decides on a GPU which kernels others take
+    assert set(found[Variant.FORCED_TOKENS]) == forced
+    assert found[Variant.PROMPT_LOGPROBS] == (scored,)
+
+
+def test_what_a_request_waits_for_comes_before_what_nobody_asked_for(
+    gate: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="dflash_jax")
+    compiled, compiler = programs(*STEP_VARIANTS), BackgroundCompiler()
+    compiled.label = "tiny"
+    compiled.want(STEP_VARIANTS)  # for the count
+    wanted = [compiler.want(compiled, [variant]) for variant in STEP_VARIANTS]
+    until_begun(compiled)
+    urgent = compiler.want(compiled, [Variant.CONSTRAINED], urgent=True)
+    gate.set()
+    assert not concurrent.futures.wait([*wanted, urgent], 60).not_done
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == "tiny: compiling program 1 of 5: plain[greedy]"  # it had begun
+    assert said[1] == "tiny: compiling program 2 of 5: plain[constrained]"
+    assert said[2:] == [
+        "tiny: compiling program 3 of 5: clear_rows",
+        "tiny: compiling program 4 of 5: plain[sampled]",
+        "tiny: compiling program 5 of 5: plain[penalized]",
+    ]
+    assert compiled.executables[ProgramKey(Step.PLAIN, Variant.CONSTRAINED)](0.0) == 0.0
+
+
+def test_progress_says_what_is_ready_compiled_wanted_and_broken(
+    gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = programs(Variant.GREEDY, Variant.SAMPLED, Variant.PENALIZED)
+
+    def said() -> dict[str, tuple[str, int, int]]:
+        found = compiled.progress
+        return {name: (x["state"], x["compiled"], x["of"]) for name, x in found.items()}
+
+    assert said()["greedy"] == ("on demand", 0, 2)
+    compiler = BackgroundCompiler()
+    ready = compiler.want(compiled, [Variant.GREEDY])
+    later = compiler.want(compiled, [Variant.SAMPLED])
+    until_begun(compiled)
+    assert said()["sampled"] == ("waiting", 0, 2)
+    assert said()["penalized"] == ("on demand", 0, 2)
+    assert compiled.estimate_s([Variant.GREEDY]) > 0
+    gate.set()
+    ready.result(60)
+    later.result(60)
+    assert said()["sampled"] == ("ready", 2, 2)
+    assert compiled.estimate_s([Variant.GREEDY]) == 0
+
+    def broken(program: Program) -> None:
+        raise PlanError("no room")
+
+    monkeypatch.setattr(build, "_compile", broken)
+    with pytest.raises(PlanError, match="no room"):
+        compiler.want(compiled, [Variant.PENALIZED]).result(60)
+    assert compiled.progress["penalized"] == {
+        "state": "failed", "compiled": 1, "of": 2, "error": "no room"
+    }  # fmt: skip
+
+
+def test_a_stopped_compiler_ends_with_the_program_it_is_compiling(gate: threading.Event) -> None:
+    compiled, compiler = programs(Variant.GREEDY), BackgroundCompiler()
+    future = compiler.want(compiled, [Variant.GREEDY])
+    [thread] = [t for t in threading.enumerate() if t.name == "compiler"]
+    until_begun(compiled)
+    compiler.stop()
+    assert future.cancelled()
+    gate.set()
+    thread.join(60)
+    assert not compiler.compiling
+    assert len(compiled.executables) == 1
+    assert compiler.want(compiled, [Variant.GREEDY]).cancelled()
+
+
+def test_a_process_compiles_for_one_caller_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside: list[int] = []
+    running = threading.Semaphore(9)
+    compile_program = build._compile
+
+    def counted(program: Program) -> Any:
+        with running:
+            beside.append(running._value)
+            return compile_program(program)
+
+    monkeypatch.setattr(build, "_compile", counted)
+    compiler = BackgroundCompiler()
+    pair = [programs(*STEP_VARIANTS) for _ in range(2)]
+    futures = [compiler.want(pair[0], [variant]) for variant in STEP_VARIANTS]
+    pair[1].compile(STEP_VARIANTS, workers=1)
+    assert not concurrent.futures.wait(futures, 60).not_done
+    assert beside == [8] * 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own there")
+def test_the_thread_has_a_lower_priority_than_those_that_decode(gate: threading.Event) -> None:
+    own, found = os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), []
+    compiler = BackgroundCompiler()
+    future = compiler.want(programs(Variant.GREEDY), [Variant.GREEDY])
+    future.add_done_callback(
+        lambda _: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+    )
+    gate.set()
+    future.result(60)
+    [thread] = [t for t in threading.enumerate() if t.name == "compiler"] or [None]
+    if thread:
+        thread.join(60)
+    assert found == [min(own + NICENESS, 19)]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
+
+
+def test_traces_are_dropped_once_a_program_is_compiled(tiny: Engine) -> None:
+    """Millions of objects would stop every thread for each full garbage collection."""
+
+    def operations() -> int:
+        gc.collect()
+        return sum(type(x).__name__ == "JaxprEqn" for x in gc.get_objects())
+
+    made = [compile_programs([tiny.compiled.programs[ProgramKey(Step.PLAIN, Variant.SAMPLED)]])]
+    before = operations()  # those of functions that programs share are kept, and few
+    made.append(
+        compile_programs([tiny.compiled.programs[ProgramKey(Step.PREFILL, Variant.SAMPLED)]])
+    )
+    assert operations() - before < 200
