@@ -169,7 +169,8 @@ def compiled_steps(case: Case) -> Iterator[tuple[str, str]]:
     from dflash_jax.graph.keys import ProgramKey, Step, Variant
     from dflash_jax.graph.programs import declare
     from dflash_jax.graph.resolve import resolve
-    from dflash_jax.models import build_graph, build_pair
+    from dflash_jax.models import build_pair
+    from dflash_jax.testing import planned
 
     jax.lax.platform_dependent = lambda *arguments, default, **forms: default(*arguments)
     outer, inner = CONFIGS[case.model]
@@ -177,7 +178,7 @@ def compiled_steps(case: Case) -> Iterator[tuple[str, str]]:
     check_pair(target, drafter)
     plan = Plan(rows=ROWS, max_length=LENGTH, mesh=(case.data, case.split))
     plan = resolve(plan, build_pair(target, drafter), platform="gpu", memory=1 << 50)
-    programs = declare(build_graph(target, drafter, plan), variants=(Variant.GREEDY,))
+    programs = declare(planned(target, drafter, plan), variants=(Variant.GREEDY,))
     for step in (Step.PLAIN, Step.SPECULATIVE):
         lowered = lower(programs[ProgramKey(step, Variant.GREEDY)])
         yield step.value, lowered.compile(compiler_options=OPTIONS).as_text() or ""

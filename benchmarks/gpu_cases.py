@@ -27,8 +27,15 @@ from dflash_jax.graph.steps.decoding import verify_block
 from dflash_jax.graph.steps.drafting import draft as draft_block
 from dflash_jax.graph.steps.inputs import DecodeInputs
 from dflash_jax.graph.steps.pair import Pair
-from dflash_jax.models import build_graph, build_pair
-from dflash_jax.testing import tiny_drafter, tiny_gemma, tiny_gpt_oss, tiny_hybrid, tiny_target
+from dflash_jax.models import build_pair
+from dflash_jax.testing import (
+    planned,
+    tiny_drafter,
+    tiny_gemma,
+    tiny_gpt_oss,
+    tiny_hybrid,
+    tiny_target,
+)
 
 PUBLISHED = Path(__file__).parents[1] / "tests" / "published"
 Configs = tuple[TargetConfig, DrafterConfig]
@@ -59,7 +66,7 @@ def smoke(name: str) -> Configs:
 
 def random_params(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Any:
     """Return random non-zero parameters in the plan's formats, made on the device."""
-    leaves, tree = jax.tree_util.tree_flatten_with_path(build_graph(target, drafter, plan).params)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(planned(target, drafter, plan).params)
     made = []
     for i, (path, leaf) in enumerate(leaves):
         name = str(getattr(path[-1], "key", ""))
@@ -88,7 +95,7 @@ def _draw(shape: tuple[int, ...], dtype: str, rates: bool) -> Callable[[jax.Arra
     return jit(draw)
 
 
-def planned(
+def gpu_plan(
     target: TargetConfig, drafter: DrafterConfig | None, *, memory: int, **fields: Any
 ) -> Plan:
     """Return a resolved plan for this device with one step per call, as on a GPU."""
@@ -104,10 +111,10 @@ def planned(
 def part_programs(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> dict[str, Program]:
     """plain and plain1, verify, draft, and the whole fused step, of an exact plan."""
     pair = dataclasses.replace(build_pair(target, drafter), block=plan.block)
-    declared = declare(build_graph(target, drafter, plan))
+    declared = declare(planned(target, drafter, plan))
     plain, fused = (ProgramKey(s, Variant.GREEDY) for s in (Step.PLAIN, Step.SPECULATIVE))
     narrow = declare(
-        build_graph(target, drafter, dataclasses.replace(plan, exact=False, plain_width=1))
+        planned(target, drafter, dataclasses.replace(plan, exact=False, plain_width=1))
     )[plain]
     params, state, _, inputs = declared[plain].arguments
     block = jax.ShapeDtypeStruct((plan.rows, plan.block), jnp.int32)
@@ -160,9 +167,7 @@ class Bench:
 
     def _filled(self) -> DecodeState:
         """Return a state with random caches, every row at the same position."""
-        shapes = jax.eval_shape(
-            lambda: build_graph(self.target, self.drafter, self.plan).empty_state()
-        )
+        shapes = jax.eval_shape(lambda: planned(self.target, self.drafter, self.plan).empty_state())
         leaves, tree = jax.tree.flatten(shapes)
         made = [_cached(x.shape, str(x.dtype))(jax.random.key(i)) for i, x in enumerate(leaves)]
         state: DecodeState = jax.tree.unflatten(tree, made)

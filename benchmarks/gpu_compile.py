@@ -144,9 +144,10 @@ def small_models() -> Iterator[tuple[str, dict[str, Any]]]:
     from dflash_jax.graph.keys import Step
     from dflash_jax.graph.programs import declare
     from dflash_jax.graph.resolve import resolve
-    from dflash_jax.models import build_graph, build_pair
+    from dflash_jax.models import build_pair
     from dflash_jax.testing import (
         AMPLE,
+        planned,
         tiny_drafter,
         tiny_gemma,
         tiny_gpt_oss,
@@ -179,7 +180,7 @@ def small_models() -> Iterator[tuple[str, dict[str, Any]]]:
         plan = Plan(max_length=512, block=8, chunk=64, **fields)
         plan = resolve(plan, build_pair(target, drafter), platform="gpu", memory=AMPLE)
         kinds = (Step.PREFILL, Step.PLAIN, Step.SPECULATIVE, Step.VERIFY, Step.FORCED_TOKENS)
-        programs = declare(build_graph(target, drafter, plan))
+        programs = declare(planned(target, drafter, plan))
         yield name, {key: p for key, p in programs.items() if key.step in kinds}
 
 

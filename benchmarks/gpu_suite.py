@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.environment import environment
-from benchmarks.gpu_cases import FULL, Bench, full, logits_step, planned, random_params, smoke
+from benchmarks.gpu_cases import FULL, Bench, full, gpu_plan, logits_step, random_params, smoke
 from benchmarks.modes import BareLoop, generate
 from dflash_jax import Plan
 from dflash_jax.bench.compare import one_token_engine
@@ -42,7 +42,7 @@ from dflash_jax.graph.keys import Step
 from dflash_jax.graph.memory import StepWork, work
 from dflash_jax.graph.roofline import Device, find_device, roofline
 from dflash_jax.models import build_graph, build_pair
-from dflash_jax.testing import force_acceptance, scripted_engine, set_script
+from dflash_jax.testing import force_acceptance, planned, scripted_engine, set_script
 
 TAUS = (1, 3, 5, 7)
 GRID = [(1, 1024), (1, 8192), (4, 1024), (16, 1024), (1, 32768), (4, 8192), (16, 8192)]
@@ -88,7 +88,7 @@ class Suite:
         if not self.smoke:
             fields = {"dtype": "bfloat16"} | fields
         memory = free_memory(jax.local_devices()[0])
-        return planned(target, drafter, memory=memory, **fields)
+        return gpu_plan(target, drafter, memory=memory, **fields)
 
     def add(self, name: str, **values: Any) -> None:
         """Add a measurement, print it, and rewrite the file."""
@@ -241,11 +241,9 @@ def grid(suite: Suite, name: str, params: Any, rows: int, context: int, **fields
 def _least_work(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> dict[str, StepWork]:
     """Least bytes and operations of each part; a draft is a fused step less its plain one."""
     single = dataclasses.replace(plan, exact=False, plain_width=1)
-    fused, plain = (
-        work(build_graph(target, drafter, plan), s) for s in (Step.SPECULATIVE, Step.PLAIN)
-    )
+    fused, plain = (work(planned(target, drafter, plan), s) for s in (Step.SPECULATIVE, Step.PLAIN))
     return {
-        "plain1": work(build_graph(target, drafter, single), Step.PLAIN),
+        "plain1": work(planned(target, drafter, single), Step.PLAIN),
         "plain": plain,
         "verify": plain,
         "draft": StepWork(fused.bytes - plain.bytes, fused.flops - plain.flops),

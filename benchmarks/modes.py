@@ -19,7 +19,8 @@ from dflash_jax.graph.state import DecodeState, RowRules, StepOutput, output_col
 from dflash_jax.graph.steps import decoding as steps
 from dflash_jax.graph.steps.inputs import DecodeInputs, PrefillInputs
 from dflash_jax.graph.steps.pair import Params
-from dflash_jax.models import build_graph, build_pair
+from dflash_jax.models import build_pair
+from dflash_jax.testing import planned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class BareLoop:
         pair = build_pair(engine.target, engine.drafter)
         self._pair = dataclasses.replace(pair, block=engine.plan.block)
         self._state = jit(
-            lambda: build_graph(engine.target, engine.drafter, engine.plan).empty_state()
+            lambda: planned(engine.target, engine.drafter, engine.plan).empty_state()
         )()
         self._loop = jit(self._rounds, donate=(1, 4))
 

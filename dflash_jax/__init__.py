@@ -13,6 +13,7 @@ from dflash_jax.version import __version__
 TYPE_CHECKING = False  # as `typing` has it, whose import takes longer than the rest of this file
 if TYPE_CHECKING:
     from dflash_jax.config import DrafterConfig, TargetConfig
+    from dflash_jax.config.family import register
     from dflash_jax.engine.engine import Engine
     from dflash_jax.engine.handle import AsyncStream, RequestHandle, Stream
     from dflash_jax.engine.request import CancelCell
@@ -66,11 +67,13 @@ __all__ = [
     "load",
     "load_target",
     "random_engine",
+    "register",
 ]
 
 # Names are imported on first use, so that `dflash-jax --help` does not wait for JAX.
 _MODULES = {
     "config": ("DrafterConfig", "TargetConfig"),
+    "config.family": ("register",),
     "plan": ("Plan",),
     "engine.engine": ("Engine",),
     "engine.handle": ("AsyncStream", "RequestHandle", "Stream"),

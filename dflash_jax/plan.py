@@ -36,7 +36,7 @@ TapsAt = Literal["auto", "early", "late", "upstream"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Choices made before compiling. 0 and "auto" leave a choice to `compiler.resolve`."""
+    """Choices made before compiling. 0 and "auto" leave a choice to `graph.resolve`."""
 
     rows: int = plan_field(1, "requests decoded in parallel", "cache", minimum=1, metavar="N")
     max_length: int = plan_field(
@@ -297,7 +297,7 @@ class Plan:
 
     @property
     def resolved(self) -> bool:
-        """Whether no choice is left to `compiler.resolve`."""
+        """Whether no choice is left to `graph.resolve`."""
         return all(
             getattr(self, name) not in (0, "auto") for name, f in FIELDS.items() if f.automatic
         )

@@ -26,7 +26,7 @@ class PlanField:
       maximum: largest value of a number.
       choices: the allowed values, or None. Those of a Literal need not be repeated.
       items: names of the two items of a pair.
-      automatic: whether 0 or "auto" leaves the value to `compiler.resolve`.
+      automatic: whether 0 or "auto" leaves the value to `graph.resolve`.
       metavar: placeholder of the value in command-line help.
     """
 

@@ -19,6 +19,7 @@ from dflash_jax.config.qwen3_5 import HybridConfig
 from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.graph import Graph
+from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.resolve import resolve
 from dflash_jax.models import build_pair
 from dflash_jax.models.scripted import Scripted
@@ -186,6 +187,11 @@ def folder_params(
         folder = families.folder(config)
         found = huggingface.target(source, tied=config.tie_embeddings, folder=folder)
     return load(found, config, dtype, where=str(directory))
+
+
+def planned(target: TargetConfig, drafter: DrafterConfig | None, plan: Plan) -> PlannedPair:
+    """Return the modules of both configs under a plan, of which no choice is made or checked."""
+    return PlannedPair(build_pair(target, drafter), plan)
 
 
 def random_engine(

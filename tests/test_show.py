@@ -10,9 +10,9 @@ import dflash_jax as dj
 from dflash_jax.engine.engine import Engine
 from dflash_jax.graph.explain import explain
 from dflash_jax.graph.roofline import DEVICES
-from dflash_jax.models import build_graph
 from dflash_jax.plan import FIELDS
 from dflash_jax.show import legend, marked, precision
+from dflash_jax.testing import planned
 
 ROUNDS = (
     dj.RoundTrace((1,), ("target",), texts=("A <b>",)),
@@ -143,7 +143,7 @@ def test_statistics_plans_and_explanations_are_tables(tiny: Engine) -> None:
     plan = Page(dj.Plan(rows=3)._repr_html_())
     assert plan.tags["tr"] == len(json.loads(dj.Plan().to_json())) + 1
     assert "requests decoded in parallel" in plan.text
-    found = explain(build_graph(tiny.target, tiny.drafter, tiny.plan), DEVICES["H200"])
+    found = explain(planned(tiny.target, tiny.drafter, tiny.plan), DEVICES["H200"])
     page = Page(found._repr_html_())
     assert page.tags["table"] == 2
     for part in ("speculative[greedy]", "memory", "roofline"):

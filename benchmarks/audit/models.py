@@ -26,7 +26,7 @@ from dflash_jax.kernels.products import with_kernel
 from dflash_jax.models import build_graph, build_pair
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import KINDS, STORED, Packed, Spec, fits, pack_tree, spec
-from dflash_jax.testing import AMPLE, random_params, scripted_engine, tiny_drafter
+from dflash_jax.testing import AMPLE, planned, random_params, scripted_engine, tiny_drafter
 from dflash_jax.tokenizer import Tokenizer
 
 STOP_SLOTS = 32  # many, so that outputs end early
@@ -151,7 +151,7 @@ def _random_engine(setup: Setup, plan: Plan) -> Engine:
     if plan.weights == "packed":
         params = _with_blocks(params, dict(plan.stored), setup.weights_seed)
     else:
-        params = pack_tree(params, build_graph(target, drafter, plan).specs)
+        params = pack_tree(params, planned(target, drafter, plan).specs)
     params = jax.device_put(with_kernel(params, plan.kernels != "xla"))
     return Engine(
         build_graph(target, drafter, plan), params, tokenizer=make_tokenizer(setup.syntax)
@@ -168,7 +168,7 @@ def _configs(setup: Setup) -> tuple[TargetConfig, DrafterConfig]:
 
 def _stored(target: TargetConfig, drafter: DrafterConfig) -> tuple[tuple[str, Spec], ...]:
     """Return packed kinds of the target's matrices: every kind of block in turn, where it fits."""
-    shapes = build_graph(target, drafter, Plan(dtype="float32")).params
+    shapes = planned(target, drafter, Plan(dtype="float32")).params
     kinds, found = itertools.cycle(STORED), []
     for path, leaf in jax.tree_util.tree_leaves_with_path({"target": shapes["target"]}):
         name = jax.tree_util.keystr(path, simple=True, separator="/")

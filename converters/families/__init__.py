@@ -26,13 +26,18 @@ and of drafters:
 - `from_gguf(fields, shapes)`, `to_gguf(config)`: the kind's own fields in GGUF metadata.
 """
 
-import importlib
-import importlib.util
 from types import ModuleType
 from typing import Any
 
 from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
-from dflash_jax.config.family import drafter_kinds, family_of, model_types, target_families
+from dflash_jax.config.family import (
+    CONVERTER,
+    drafter_kinds,
+    family_of,
+    model_types,
+    part,
+    target_families,
+)
 from dflash_jax.converters.names.slots import Folder, Slot
 from dflash_jax.errors import ConfigError
 
@@ -74,4 +79,4 @@ def _file(config: AttentionConfig) -> ModuleType:
 
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"{__name__}.{name}")
+    return part(name, CONVERTER)

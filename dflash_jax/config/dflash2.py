@@ -1,6 +1,7 @@
 """DFlash 2 drafters: dynamic convolutions in every layer, and a candidate selector."""
 
 import dataclasses
+from typing import Any
 
 from dflash_jax.config.base import at_least
 from dflash_jax.config.dflash import DrafterConfig, DrafterFields, common_fields
@@ -47,4 +48,14 @@ def from_hf(fields: DrafterFields) -> DFlash2Config:
     )
 
 
-DRAFTER = DrafterKind(config=DFlash2Config, from_hf=from_hf, architectures=("DFlash2DraftModel",))
+def _recipe_fields(recipe: Any) -> dict[str, Any]:
+    return {"selector_rank": recipe.rank, "selector_top_k": recipe.candidates}
+
+
+DRAFTER = DrafterKind(
+    config=DFlash2Config,
+    from_hf=from_hf,
+    architectures=("DFlash2DraftModel",),
+    recipe_fields=_recipe_fields,
+    second_loss=True,
+)

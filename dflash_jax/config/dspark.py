@@ -1,6 +1,7 @@
 """DSpark drafters: each position predicts the next token, corrected by a Markov head."""
 
 import dataclasses
+from typing import Any
 
 from dflash_jax.config.base import at_least
 from dflash_jax.config.dflash import DrafterConfig, DrafterFields, common_fields
@@ -64,10 +65,21 @@ def from_hf(fields: DrafterFields) -> DSparkConfig:
     )
 
 
+def _recipe_fields(recipe: Any) -> dict[str, Any]:
+    return {
+        "markov_rank": recipe.rank,
+        "markov_head": recipe.markov_head,
+        "confidence_head": recipe.confidence_head,
+    }
+
+
 DRAFTER = DrafterKind(
     config=DSparkConfig,
     from_hf=from_hf,
     architectures=("Qwen3DSparkModel", "DSparkDraftModel"),
     projector_types=("dspark",),
     own_tables=True,
+    recipe_fields=_recipe_fields,
+    second_loss=True,
+    wants_distribution=lambda recipe: recipe.confidence_head,
 )

@@ -38,22 +38,22 @@ class ModelConfig:
 
 
 class CacheMaker(Protocol):
-    """Makes the state of layers, with the rows, slots and dtype of a plan.
-
-    Attributes:
-      rows: B.
-      slots: maximum number of positions of a row, and of tokens past them that a call may write.
-      dtype: of activations.
-    """
+    """Makes the state of layers, with the rows, slots and dtype of a plan."""
 
     @property
-    def rows(self) -> int: ...
+    def rows(self) -> int:
+        """Number of rows B."""
+        ...
 
     @property
-    def slots(self) -> int: ...
+    def slots(self) -> int:
+        """Positions of a row, and room for the widest call after them."""
+        ...
 
     @property
-    def dtype(self) -> DTypeLike: ...
+    def dtype(self) -> DTypeLike:
+        """Dtype of activations."""
+        ...
 
     def __call__(self, kv_heads: int, head_dim: int, window: int | None) -> LayerCache:
         """Return the cache of an attention layer; a ring if the window makes it smaller."""
@@ -178,14 +178,12 @@ class DraftChoice:
 
 
 class DraftSampler(Protocol):
-    """Chooses drafts by each row's sampling rules, and assembles them into a `Draft`.
-
-    Attributes:
-      places: R, the number of drafts of a block.
-    """
+    """Chooses drafts by each row's sampling rules, and assembles them into a `Draft`."""
 
     @property
-    def places(self) -> int: ...
+    def places(self) -> int:
+        """Number of drafts R of a block."""
+        ...
 
     def sample_all(self, logits: Float[Array, "B R N"]) -> DraftChoice:
         """Choose all places at once, each independently; filters apply as to the target."""

@@ -4,11 +4,10 @@ The file has the name of the one in `dflash_jax/config` that registers the famil
 `build(config)`, the module (see `graph.protocols`).
 """
 
-import importlib
-from types import ModuleType
 from typing import Any
 
 from dflash_jax.config import DrafterConfig, TargetConfig, family_of, paired
+from dflash_jax.config.family import MODEL, part
 from dflash_jax.graph import Graph, Pair
 from dflash_jax.plan import Plan
 
@@ -19,12 +18,12 @@ def build_target(config: TargetConfig) -> Any:
     Raises:
       ConfigError: the family is not known.
     """
-    return _family(family_of(config.model_type)).build(config)
+    return part(family_of(config.model_type), MODEL).build(config)
 
 
 def build_drafter(config: DrafterConfig) -> Any:
     """Return the module of a drafter config."""
-    return _family(config.kind).build(config)
+    return part(config.kind, MODEL).build(config)
 
 
 def build_pair(target: TargetConfig, drafter: DrafterConfig | None = None) -> Pair:
@@ -42,7 +41,3 @@ def build_graph(
 ) -> Graph:
     """Return the graph of both configs' modules; arguments and errors as for `Graph`."""
     return Graph(build_pair(target, drafter), plan, device=device)
-
-
-def _family(name: str) -> ModuleType:
-    return importlib.import_module(f"dflash_jax.models.{name}")

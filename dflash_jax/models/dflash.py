@@ -30,6 +30,15 @@ from dflash_jax.nn.layers import (
     times,
     weight,
 )
+from dflash_jax.nn.objective import (
+    Places,
+    Scores,
+    cross_entropy,
+    distance,
+    is_argmax,
+    own_vocabulary,
+    scores_of,
+)
 from dflash_jax.nn.rope import rope_tables, rotate
 
 Kept = TypeVar("Kept")
@@ -318,6 +327,19 @@ class DFlash(nn.Module):
         c = self.config
         logits = logits * jnp.float32(c.output_multiplier)
         return softcap(logits, c.final_logit_softcapping)
+
+    def objective(self, places: Places, plain: Array, p: Array | None, loss: str) -> Scores:
+        """Score each place for itself (a `nn.objective`)."""
+        logits, p, labels, known = own_vocabulary(self, places, plain, p)
+        nll = cross_entropy(logits, labels)
+        return scores_of(
+            known,
+            loss=distance(loss, logits, nll, p),
+            nll=nll,
+            right=is_argmax(logits, labels),
+            head=jnp.zeros_like(nll),
+            head_counts=jnp.zeros(nll.shape, bool),
+        )
 
 
 def build(config: DrafterConfig) -> DFlash:

@@ -18,6 +18,14 @@ from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.kernels.vocabulary import all_finite, top_k
 from dflash_jax.models.dflash import Attend, DFlash, DrafterAttention, Kept
 from dflash_jax.nn.layers import GatedMLP, declare, dot, norm_weight, product, rms_norm, weight
+from dflash_jax.nn.objective import (
+    Places,
+    Scores,
+    cross_entropy,
+    distance,
+    own_vocabulary,
+    scores_of,
+)
 
 
 class DynamicConvolution(nn.Module):
@@ -167,6 +175,28 @@ class DFlash2(DFlash):
         query = self.predecessor[before] * dot(hidden, self.hidden)[:, :, None]  # [B, R, P, r]
         scores = product("brpk,brck->brpc", query, self.successor[ids])
         return unary[:, :, None] + scores
+
+    def objective(self, places: Places, plain: Array, p: Array | None, loss: str) -> Scores:
+        """Score drafts by the selector, which learns to choose the label after the true token.
+
+        Places whose label is not a candidate do not count for the selector.
+        """
+        logits, p, labels, known = own_vocabulary(self, places, plain, p)
+        nll = cross_entropy(logits, labels)
+        unary, index = jax.lax.top_k(logits, self.config.selector_top_k)
+        ids = self.token(index)
+        scores = self.scores(places.hidden, unary, ids, places.previous[:, :, None])[:, :, 0]
+        hit = ids == places.labels[:, :, None]
+        best = jnp.take_along_axis(ids, jnp.argmax(scores, axis=-1)[:, :, None], axis=-1)[:, :, 0]
+        label_score = jnp.where(hit, scores, 0.0).sum(axis=-1)
+        return scores_of(
+            known,
+            loss=distance(loss, logits, nll, p),
+            nll=nll,
+            right=best == places.labels,
+            head=jax.nn.logsumexp(scores, axis=-1) - label_score,
+            head_counts=hit.any(axis=-1),
+        )
 
 
 def build(config: DFlash2Config) -> DFlash2:

@@ -18,6 +18,16 @@ from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.kernels.vocabulary import all_finite
 from dflash_jax.models.dflash import DFlash
 from dflash_jax.nn.layers import dot, project, weight
+from dflash_jax.nn.objective import (
+    Places,
+    Scores,
+    cross_entropy,
+    distance,
+    is_argmax,
+    own_vocabulary,
+    scores_of,
+    variation,
+)
 
 
 class DSpark(DFlash):
@@ -130,6 +140,38 @@ class DSpark(DFlash):
         inputs = read if c.confidence_with_markov else read[:, :, : c.hidden_size]
         bias = self.confidence_bias.astype(jnp.float32)[None, None]
         return (project(inputs, self.confidence) + bias)[:, :, 0]
+
+    def objective(self, places: Places, plain: Array, p: Array | None, loss: str) -> Scores:
+        """DSpark: the Markov head is given the true previous token; the confidence head learns the
+        overlap of p with the drafter's distribution.
+        """
+        base, p, labels, known = own_vocabulary(self, places, plain, p)
+        c, read, logits = self.config, [places.hidden], base
+        if c.markov_rank:
+            rows = self.w1[places.previous]  # [M, R, r]
+            state = jnp.zeros((base.shape[0], c.markov_rank), rows.dtype)
+            added = []
+            for i in range(base.shape[1]):
+                bias, state = self.bias(places.hidden[:, i], rows[:, i], state)
+                added.append(bias)
+            read, logits = [*read, rows], base + jnp.stack(added, axis=1)
+        nll = cross_entropy(logits, labels)
+        head, counts = jnp.zeros_like(nll), jnp.zeros(nll.shape, bool)
+        if c.confidence_head and p is not None:
+            covered = jax.lax.stop_gradient(1.0 - variation(logits, p))
+            trust = self.trust(jnp.concatenate(read, axis=-1))
+            head, counts = (
+                -(covered * nn.log_sigmoid(trust) + (1 - covered) * nn.log_sigmoid(-trust)),
+                ~counts,
+            )
+        return scores_of(
+            known,
+            loss=distance(loss, logits, nll, p),
+            nll=nll,
+            right=is_argmax(logits, labels),
+            head=head,
+            head_counts=counts,
+        )
 
 
 def build(config: DSparkConfig) -> DSpark:

@@ -8,37 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from dflash_jax.nn.layers import project
-from dflash_jax.train.recipe import DFLASH, DPACE, DSPARK, KL, MIX, UNIFORM, Recipe
+from dflash_jax.config.family import drafter_kinds
+from dflash_jax.errors import ConfigError
+from dflash_jax.nn.objective import Places, Scores
+from dflash_jax.train.recipe import DPACE, KL, MIX, UNIFORM, Recipe
 
 LOGIT_ELEMENTS = 1 << 25  # of one chunk: 128 MiB
-CE_SHARE = 0.1  # of the mixed loss; the rest is total variation
-
-
-@struct.dataclass
-class Places:
-    """Inputs of the objective for the drafted places of M blocks."""
-
-    hidden: Float[Array, "M R D"]  # of the drafter
-    labels: Int[Array, "M R"]
-    previous: Int[Array, "M R"]  # the row's token before each place
-    teacher: Float[Array, "M R D"] | None  # the target's hidden state there, for distributions
-
-
-@struct.dataclass
-class Scores:
-    """Losses and metrics of every place."""
-
-    loss: Float[Array, "M R"]
-    nll: Float[Array, "M R"]  # of the label
-    right: Bool[Array, "M R"]  # whether the label is drafted, given correct earlier drafts
-    head: Float[Array, "M R"]  # loss of the selector or the confidence head
-    head_counts: Bool[Array, "M R"]
-    known: Bool[Array, "M R"] | None = None  # whether the label is a token of the drafter; all
 
 
 def scorer(
@@ -50,130 +28,19 @@ def scorer(
       head: the target's head without its softcap.
       teacher: the target's head with its softcap.
       loss: ce, kl or mix.
+
+    Raises:
+      ConfigError: the kind has no objective.
     """
-    kinds = {"dflash": _plain, "dflash2": _selected, "dspark": _walked}
+    if not hasattr(drafter, "objective"):
+        raise ConfigError(f"{type(drafter).__name__} has no method `objective`; it is not trained")
 
     def score(params: dict, places: Places) -> Scores:
         plain = places.hidden if drafter.config.own_head else head(places.hidden)
         p = None if places.teacher is None else jax.nn.softmax(teacher(places.teacher), axis=-1)
-        return drafter.apply(
-            {"params": params}, places, plain, p, loss, method=kinds[drafter.config.kind]
-        )
+        return drafter.apply({"params": params}, places, plain, p, loss, method="objective")
 
     return score
-
-
-def _plain(module: Any, places: Places, plain: Array, p: Array | None, loss: str) -> Scores:
-    logits, p, labels, known = _own(module, places, plain, p)
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return _scores(
-        known,
-        loss=_distance(loss, logits, nll, p),
-        nll=nll,
-        right=is_argmax(logits, labels),
-        head=jnp.zeros_like(nll),
-        head_counts=jnp.zeros(nll.shape, bool),
-    )
-
-
-def _selected(module: Any, places: Places, plain: Array, p: Array | None, loss: str) -> Scores:
-    """DFlash 2: the selector learns to choose the label among the candidates after the true token.
-
-    Places whose label is not a candidate do not count for the selector.
-    """
-    logits, p, labels, known = _own(module.backbone, places, plain, p)
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    unary, index = jax.lax.top_k(logits, module.config.selector_top_k)
-    ids = module.backbone.token(index)
-    scores = module.scores(places.hidden, unary, ids, places.previous[:, :, None])[:, :, 0]
-    hit = ids == places.labels[:, :, None]
-    best = jnp.take_along_axis(ids, jnp.argmax(scores, axis=-1)[:, :, None], axis=-1)[:, :, 0]
-    label_score = jnp.where(hit, scores, 0.0).sum(axis=-1)
-    return _scores(
-        known,
-        loss=_distance(loss, logits, nll, p),
-        nll=nll,
-        right=best == places.labels,
-        head=jax.nn.logsumexp(scores, axis=-1) - label_score,
-        head_counts=hit.any(axis=-1),
-    )
-
-
-def _walked(module: Any, places: Places, plain: Array, p: Array | None, loss: str) -> Scores:
-    """DSpark: the Markov head is given the true previous token; the confidence head learns the
-    overlap of p with the drafter's distribution.
-    """
-    base, p, labels, known = _own(module.backbone, places, plain, p)
-    c, read, logits = module.config, [places.hidden], base
-    if c.markov_rank:
-        rows = module.w1[places.previous]  # [M, R, r]
-        state = jnp.zeros((base.shape[0], c.markov_rank), rows.dtype)
-        added = []
-        for i in range(base.shape[1]):
-            bias, state = module.bias(places.hidden[:, i], rows[:, i], state)
-            added.append(bias)
-        read, logits = [*read, rows], base + jnp.stack(added, axis=1)
-    nll = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    head, counts = jnp.zeros_like(nll), jnp.zeros(nll.shape, bool)
-    if c.confidence_head and p is not None:
-        covered = jax.lax.stop_gradient(1.0 - _variation(logits, p))
-        trust = module.trust(jnp.concatenate(read, axis=-1))
-        head, counts = optax.sigmoid_binary_cross_entropy(trust, covered), ~counts
-    return _scores(
-        known,
-        loss=_distance(loss, logits, nll, p),
-        nll=nll,
-        right=is_argmax(logits, labels),
-        head=head,
-        head_counts=counts,
-    )
-
-
-def _own(
-    backbone: Any, places: Places, plain: Array, p: Array | None
-) -> tuple[Array, Array | None, Array, Array | None]:
-    """Return logits, p and labels in the drafter's vocabulary, and which labels it has.
-
-    Of a reduced one, p is what the target gives to its tokens, and sums to less than 1. None is
-    known of a whole one.
-    """
-    if not backbone.config.own_head:
-        return backbone.adjust(plain), p, places.labels, None
-    logits, tokens = backbone.adjust(project(places.hidden, backbone.head)), backbone.tokens()
-    index = jnp.minimum(jnp.searchsorted(tokens, places.labels), len(tokens) - 1)
-    known = tokens[index] == places.labels
-    return logits, None if p is None else p[..., tokens], index, known
-
-
-def _scores(known: Array | None, **found: Array) -> Scores:
-    """Return scores in which labels that are not known are never drafted."""
-    if known is None:
-        return Scores(**found)
-    nll, right = jnp.where(known, found["nll"], jnp.inf), found["right"] & known
-    return Scores(**found | {"nll": nll, "right": right}, known=known)
-
-
-def is_argmax(logits: Float[Array, "M R V"], labels: Int[Array, "M R"]) -> Bool[Array, "M R"]:
-    """Return whether the label has the largest logit; cheaper than an argmax."""
-    own = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-    return own >= logits.max(axis=-1)
-
-
-def _distance(loss: str, logits: Array, nll: Array, p: Array | None) -> Array:
-    """Return the loss of each place."""
-    if loss == KL:
-        assert p is not None
-        entropy = (p * jnp.log(jnp.maximum(p, jnp.finfo(p.dtype).tiny))).sum(axis=-1)
-        return entropy - (p * jax.nn.log_softmax(logits, axis=-1)).sum(axis=-1)
-    if loss == MIX:
-        assert p is not None
-        return CE_SHARE * nll + (1 - CE_SHARE) * _variation(logits, p)
-    return nll
-
-
-def _variation(logits: Array, p: Array) -> Array:
-    """Return 1 - sum of min(p, q): the probability that a draft from q is rejected."""
-    return 1.0 - jnp.minimum(p, jax.nn.softmax(logits, axis=-1)).sum(axis=-1)
 
 
 def in_chunks(
@@ -288,7 +155,7 @@ def total(recipe: Recipe, totals: Sums) -> tuple[Float[Array, ""], dict[str, Flo
         "accuracy": totals.right / divisor(totals.places),
         "places": totals.places,
     }
-    if recipe.kind != DFLASH:
+    if drafter_kinds()[recipe.kind].second_loss:
         logged["head"] = totals.head / divisor(totals.head_weight)
         loss += recipe.head_weight * logged["head"]
     return loss, {"loss": loss, **logged}
@@ -301,5 +168,4 @@ def divisor(weight: Float[Array, ""]) -> Float[Array, ""]:
 
 def wants_distribution(recipe: Recipe) -> bool:
     """Return whether the recipe needs the target's final hidden states."""
-    confident = recipe.kind == DSPARK and recipe.confidence_head
-    return confident or recipe.loss in (KL, MIX)
+    return recipe.loss in (KL, MIX) or drafter_kinds()[recipe.kind].wants_distribution(recipe)

@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
-from dflash_jax.config.dflash2 import DFlash2Config
-from dflash_jax.config.dspark import DSparkConfig
+from dflash_jax.config.family import drafter_kinds
 from dflash_jax.errors import ConfigError
 from dflash_jax.plan import Weights
 
-DFLASH, DFLASH2, DSPARK = KINDS = ("dflash", "dflash2", "dspark")
+DFLASH, DFLASH2, DSPARK = "dflash", "dflash2", "dspark"
 CE, KL, MIX = LOSSES = ("ce", "kl", "mix")
 DECAY, DPACE, UNIFORM = WEIGHTS = ("decay", "dpace", "uniform")
 ONLINE, CACHE = FEATURES = ("online", "cache")
@@ -69,7 +68,7 @@ class Recipe:
     """Everything that determines a training run, apart from the target and the data.
 
     Attributes:
-      kind: dflash, dflash2 or dspark.
+      kind: dflash, dflash2, dspark, or a registered kind of another package.
       inner, heads, kv_heads, head_dim: sizes of the drafter; 0 takes the target's.
       taps: target layers whose output the drafter reads, from 0; empty spreads `tap_count`.
       block: tokens per block, the anchor included.
@@ -158,7 +157,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         choices = {
-            "kind": KINDS,
+            "kind": tuple(drafter_kinds()),
             "loss": LOSSES,
             "weights": WEIGHTS,
             "features": FEATURES,
@@ -226,23 +225,8 @@ def new_drafter(recipe: Recipe, target: TargetConfig, mask_id: int) -> DrafterCo
             f"draft_vocab is {recipe.draft_vocab}, but the target has {target.vocab_size} tokens;"
             " expected fewer, or 0 for all of them"
         )
-    own: dict[str, tuple[type[DrafterConfig], dict[str, Any]]] = {
-        DFLASH: (DrafterConfig, {}),
-        DFLASH2: (
-            DFlash2Config,
-            {"selector_rank": recipe.rank, "selector_top_k": recipe.candidates},
-        ),
-        DSPARK: (
-            DSparkConfig,
-            {
-                "markov_rank": recipe.rank,
-                "markov_head": recipe.markov_head,
-                "confidence_head": recipe.confidence_head,
-            },
-        ),
-    }
-    cls, fields = own[recipe.kind]
-    return cls(
+    kind = drafter_kinds()[recipe.kind]
+    return kind.config(
         hidden_size=target.hidden_size,
         num_layers=recipe.layers,
         num_heads=recipe.heads or target.num_heads,
@@ -261,7 +245,7 @@ def new_drafter(recipe: Recipe, target: TargetConfig, mask_id: int) -> DrafterCo
         draft_vocab_size=recipe.draft_vocab,
         own_head=bool(recipe.draft_vocab),
         dtype="bfloat16",
-        **fields,
+        **kind.recipe_fields(recipe),
     )
 
 

@@ -31,7 +31,7 @@ from dflash_jax.graph.state import OutputColumn
 from dflash_jax.graph.steps import decoding as steps
 from dflash_jax.graph.steps import forced_tokens
 from dflash_jax.graph.steps.logits_processing import LogitsState
-from dflash_jax.models import build_graph
+from dflash_jax.testing import planned
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 
@@ -170,7 +170,7 @@ def recompiled(
 ) -> None:
     """Compile the speculative step again, from patched functions."""
     made, wanted = engine.engine, ProgramKey(Step.SPECULATIVE, variant)
-    declared = declare(build_graph(made.target, made.drafter, made.plan))
+    declared = declare(planned(made.target, made.drafter, made.plan))
     for key, program in compile_programs([declared[wanted]]).items():
         patch.setitem(made.executables, key, program)
 

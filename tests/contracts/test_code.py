@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from dflash_jax.models import build_graph
-
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("dflash_jax", "converters")
 FILE_LINES, FUNCTION_LINES, PARAMETERS, ENGINE_FILES = 600, 70, 8, 16
@@ -122,7 +120,7 @@ def test_files_and_functions_are_short_and_take_few_parameters(area: str) -> Non
             size = (function.end_lineno or 0) - function.lineno + 1
             if size > FUNCTION_LINES:
                 found.append(f"{where} has {size} lines")
-            count = parameters(build_graph(function, owner))
+            count = parameters(function, owner)
             if count > PARAMETERS and not is_public_constructor(function, owner):
                 found.append(f"{where} has {count} parameters")
     expect_none(found)

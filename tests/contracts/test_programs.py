@@ -25,9 +25,9 @@ from dflash_jax.graph.steps import decoding as steps
 from dflash_jax.graph.steps.inputs import ForcedTokensInputs, PrefillInputs
 from dflash_jax.graph.steps.pair import forward
 from dflash_jax.kernels.native.build import library
-from dflash_jax.models import build_graph, build_pair
+from dflash_jax.models import build_pair
 from dflash_jax.plan import Kernels
-from dflash_jax.testing import AMPLE, random_params, tiny_drafter, tiny_target
+from dflash_jax.testing import AMPLE, planned, random_params, tiny_drafter, tiny_target
 
 BLOCK, CHUNK = 8, 16
 PREFILL, PLAIN, SPECULATIVE = (
@@ -58,7 +58,7 @@ def plan(rows: int, *, exact: bool = True, kernels: Kernels = "xla") -> Plan:
 
 
 def build(rows: int, *keys: ProgramKey, exact: bool = True) -> dict[ProgramKey, Executable]:
-    programs = declare(build_graph(TARGET, DRAFTER, plan(rows, exact=exact)))
+    programs = declare(planned(TARGET, DRAFTER, plan(rows, exact=exact)))
     return compile_programs(programs[key] for key in keys)
 
 
@@ -79,11 +79,11 @@ def test_the_programs_are_few_and_known_from_the_plan() -> None:
     both = {ProgramKey(step, variant) for step in steps for variant in FEW}
     helpers = {FORCED, SCORED, REPLACED, CLEARED}
     for exact in (True, False):
-        found = declare(build_graph(TARGET, DRAFTER, plan(3, exact=exact)), variants=FEW)
+        found = declare(planned(TARGET, DRAFTER, plan(3, exact=exact)), variants=FEW)
         assert found.keys() == both | helpers | {COPIED}
-    alone = declare(build_graph(TARGET, None, plan(1)), variants=FEW).keys()
+    alone = declare(planned(TARGET, None, plan(1)), variants=FEW).keys()
     assert alone == {key for key in both if key.step != Step.SPECULATIVE} | helpers
-    every = declare(build_graph(TARGET, DRAFTER, plan(3))).keys()
+    every = declare(planned(TARGET, DRAFTER, plan(3))).keys()
     assert every - both - helpers - {COPIED} == {
         ProgramKey(Step.SET_LOGITS_STATE),
         *(ProgramKey(step, Variant.PENALIZED) for step in steps),
@@ -98,7 +98,7 @@ def test_the_programs_are_few_and_known_from_the_plan() -> None:
 def test_with_native_kernels_steps_need_less_memory_and_still_copy_no_state(
     built: dict[tuple[int, ProgramKey], Executable],
 ) -> None:
-    programs = declare(build_graph(TARGET, DRAFTER, plan(3, kernels="native")))
+    programs = declare(planned(TARGET, DRAFTER, plan(3, kernels="native")))
     native = compile_programs(programs[key] for key in (PREFILL, PLAIN, SPECULATIVE))
     for key, program in native.items():
         assert program.aliased_bytes == built[3, key].aliased_bytes
@@ -107,7 +107,7 @@ def test_with_native_kernels_steps_need_less_memory_and_still_copy_no_state(
 
 def test_the_width_of_plain_steps_follows_from_the_plan() -> None:
     for exact in (True, False):
-        program = declare(build_graph(TARGET, DRAFTER, plan(3, exact=exact)))[PLAIN]
+        program = declare(planned(TARGET, DRAFTER, plan(3, exact=exact)))[PLAIN]
         _, _, out = jax.eval_shape(program.function, *program.arguments)
         assert out.packed.shape[-1] == (BLOCK if exact else 1) + 5
 
@@ -139,14 +139,14 @@ def test_temporaries_stay_under_the_budget_of_the_plan(
     built: dict[tuple[int, ProgramKey], Executable],
 ) -> None:
     for (rows, name), program in built.items():
-        allowed = budget(build_graph(TARGET, DRAFTER, plan(rows))).temporaries
+        allowed = budget(planned(TARGET, DRAFTER, plan(rows))).temporaries
         assert program.temporary_bytes <= allowed, (rows, name)
 
 
 def test_prefixes_are_copied_a_chunk_at_a_time() -> None:
     """Taking and putting back a chunk of one row moves neither rows nor caches."""
     kept = dataclasses.replace(plan(3), prefix_cache=1 << 30)
-    programs = declare(build_graph(TARGET, DRAFTER, kept))
+    programs = declare(planned(TARGET, DRAFTER, kept))
     take, put = ProgramKey(Step.TAKE_SEGMENT), ProgramKey(Step.PUT_SEGMENT)
     built = compile_programs(programs[key] for key in (take, put))
     chunk = 2 * CHUNK * 2 * 64 * 4  # keys and values of a layer
@@ -166,7 +166,7 @@ def test_a_program_looks_once_at_its_models_and_never_at_how_weights_begin(
     key: ProgramKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tracing a deep model takes seconds."""
-    program = declare(build_graph(TARGET, DRAFTER, plan(3)))[key]
+    program = declare(planned(TARGET, DRAFTER, plan(3)))[key]
     passes = []
 
     def noted(*arguments: Any, **options: Any) -> Any:
@@ -199,11 +199,11 @@ def test_no_step_has_room_for_an_unpacked_matrix(weights: str) -> None:
     target = tiny_target(num_layers=1, hidden_size=256, intermediate_size=4096)
     made = Plan(max_length=64, block=4, chunk=16, dtype="bfloat16", weights=weights, kernels="xla")
     made = resolve(made, build_pair(target, None), platform="cpu", memory=AMPLE)
-    programs = declare(build_graph(target, None, made))
+    programs = declare(planned(target, None, made))
     largest = 256 * 2 * 4096 * 2  # bytes of gate and up in bfloat16
     program = compile_programs([programs[PLAIN]])[PLAIN]
     assert program.temporary_bytes < largest * 0.75
-    assert program.argument_bytes < 1.2 * budget(build_graph(target, None, made)).weights
+    assert program.argument_bytes < 1.2 * budget(planned(target, None, made)).weights
 
 
 @pytest.mark.parametrize("backend", ["gpu", "cpu"])
@@ -249,7 +249,7 @@ def test_kernels_of_the_target_are_chosen_before_others_share_them(
 )
 def test_no_variant_fuses_the_sums_of_its_logits_with_their_readers(key: ProgramKey) -> None:
     """On a GPU a product may end with a sum of parts, which XLA would fuse with its only reader."""
-    program = declare(build_graph(TARGET, DRAFTER, plan(3)))[key]
+    program = declare(planned(TARGET, DRAFTER, plan(3)))[key]
     text = jax.jit(program.function).lower(*program.arguments).as_text()
     shape = "1x1" if key.step == Step.PREFILL else f"3x{BLOCK}"
     assert re.search(rf"optimization_barrier .*: tensor<{shape}x{TARGET.vocab_size}xf32>", text)
@@ -258,7 +258,7 @@ def test_no_variant_fuses_the_sums_of_its_logits_with_their_readers(key: Program
 @pytest.mark.parametrize("key", [PLAIN, SPECULATIVE, PREFILL, FORCED], ids=str)
 def test_the_target_is_given_tokens_and_positions_that_share_nothing(key: ProgramKey) -> None:
     """Else a drafted step would read the drafter's rotary table where a plain one makes its own."""
-    program = declare(build_graph(TARGET, DRAFTER, plan(3)))[key]
+    program = declare(planned(TARGET, DRAFTER, plan(3)))[key]
     text = jax.jit(program.function).lower(*program.arguments).as_text()
     width, rows = (CHUNK, 1) if key == PREFILL else (BLOCK, 3)
     assert re.search(
@@ -273,7 +273,7 @@ def test_a_forced_step_makes_the_whole_pass_of_a_plain_one(
     params = random_params(build_pair(TARGET, DRAFTER), seed=1)
     last = params["target"][f"layers_{TARGET.num_layers - 1}"]["mlp"]
     last["down"] = np.full_like(last["down"], np.nan)  # in no cache
-    state = build_graph(TARGET, DRAFTER, plan(3)).empty_state()
+    state = planned(TARGET, DRAFTER, plan(3)).empty_state()
     tokens, count = np.ones((3, BLOCK), np.int32), np.array([2, 0, BLOCK], np.int32)
     inputs = ForcedTokensInputs(tokens, num_fed=count, anchor=count)
     state, _, finite = built[3, FORCED](jax.device_put(params), state, None, inputs)
@@ -294,7 +294,7 @@ def test_a_prompt_is_fed_to_its_row_and_to_no_other(
     )
 
     def noise(rows: int) -> DecodeState:
-        empty = build_graph(TARGET, DRAFTER, plan(rows)).empty_state()
+        empty = planned(TARGET, DRAFTER, plan(rows)).empty_state()
         filled = jax.tree.map(lambda x: jnp.asarray(rng.integers(0, 9, x.shape), x.dtype), empty)
         return filled
 

@@ -13,8 +13,8 @@ from dflash_jax.graph.build import compile_programs
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.programs import declare
 from dflash_jax.graph.resolve import resolve
-from dflash_jax.models import build_graph, build_pair
-from dflash_jax.testing import AMPLE, tiny_drafter, tiny_target
+from dflash_jax.models import build_pair
+from dflash_jax.testing import AMPLE, planned, tiny_drafter, tiny_target
 
 VOCAB = 977
 TARGET = tiny_target(num_layers=2, vocab_size=VOCAB)
@@ -29,7 +29,7 @@ OPTIONAL = {"random_bits", "threefry2x32", "top_k", "sort", "random_seed"}
 def programs_of(drafter: DrafterConfig, target: TargetConfig = TARGET) -> dict[ProgramKey, Any]:
     made = Plan(rows=2, max_length=64, block=4, chunk=8, dtype="float32")
     plan = resolve(made, build_pair(target, drafter), platform="cpu", memory=AMPLE)
-    return declare(build_graph(target, drafter, plan))
+    return declare(planned(target, drafter, plan))
 
 
 def unconditional(jaxpr: Any) -> Iterator[str]:

@@ -14,8 +14,9 @@ from dflash_jax.converters.models import open_model
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.graph.programs import declare
 from dflash_jax.graph.resolve import resolve_here
-from dflash_jax.models import build_graph, build_pair
+from dflash_jax.models import build_pair
 from dflash_jax.plan import Plan
+from dflash_jax.testing import planned
 from dflash_jax.utils.sources import locate
 
 DRAFTER = ORACLE / "drafters" / "v1_sliding"
@@ -77,7 +78,7 @@ def test_a_speculators_drafter_is_described_by_its_config_alone(tmp_path, vocabu
     target, drafter = describe(ORACLE / "drafters" / "target_qwen3", folder)
     assert (drafter.draft_vocab_size, drafter.own_head) == (vocabulary or 0, bool(vocabulary))
     plan = resolve_here(Plan(max_length=64), build_pair(target, drafter))
-    assert declare(build_graph(target, drafter, plan))
+    assert declare(planned(target, drafter, plan))
 
 
 @pytest.mark.parametrize(

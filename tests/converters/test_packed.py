@@ -26,9 +26,10 @@ from dflash_jax.errors import CheckpointError, PlanError
 from dflash_jax.graph.resolve import resolve
 from dflash_jax.kernels.native.build import Library
 from dflash_jax.loading import OpenPair, open_pair
-from dflash_jax.models import build_graph, build_pair
+from dflash_jax.models import build_pair
 from dflash_jax.quant import layouts
 from dflash_jax.quant.layouts import Joined, Packed
+from dflash_jax.testing import planned
 
 Q = gguf.GGMLQuantizationType
 CONFIG = {
@@ -214,11 +215,11 @@ def test_a_plan_for_packed_weights_is_json_and_counts_their_bytes(mixed: Path) -
     assert dj.Plan.from_json(plan.to_json()) == plan
     assert len({plan, dataclasses.replace(plan)}) == 1
     target, _ = pair.configs
-    sizes = weight_bytes(build_graph(target, None, plan))["target"]
+    sizes = weight_bytes(planned(target, None, plan))["target"]
     assert sizes["head"] == VOCAB * 256 * 6.5625 / 8
     assert sizes["layers_0/mlp/gate_up"] == 2 * 512 * 256 * 4.5 / 8
     found = pair.engine(plan).params
-    assert budget(build_graph(target, None, plan)).weights == sum(
+    assert budget(planned(target, None, plan)).weights == sum(
         x.nbytes for x in jax.tree.leaves(found)
     )
 
@@ -244,7 +245,7 @@ def test_floats_are_quantised_while_they_are_read(
     model = open_model(mixed)
     plan = dj.Plan(weights=weights)
     specs = {
-        p.removeprefix("target/"): s for p, s in build_graph(model.config, None, plan).specs.items()
+        p.removeprefix("target/"): s for p, s in planned(model.config, None, plan).specs.items()
     }
     found = leaves(model.load("bfloat16", specs=specs))
     floats = leaves(model.load("float32"))

@@ -10,9 +10,9 @@ from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.config.family import drafter_kinds, family_of, target_families
 from dflash_jax.converters import families
 from dflash_jax.converters.names.slots import Slot
-from dflash_jax.models import build_graph
 from dflash_jax.plan import Plan
 from dflash_jax.testing import (
+    planned,
     tiny_drafter,
     tiny_gemma,
     tiny_gpt_oss,
@@ -57,7 +57,7 @@ def test_every_target_family_is_among_the_cases():
 @pytest.mark.parametrize(("model_type", "changes"), CASES)
 def test_a_name_table_fills_exactly_the_parameters_of_a_target(model_type, changes):
     target = TARGETS[model_type](model_type=model_type, **changes)
-    params = build_graph(target, None, Plan(dtype="float32")).params
+    params = planned(target, None, Plan(dtype="float32")).params
     assert shapes(params["target"]) == table(target)
     for slot in families.slots(target):
         assert_covers(slot)
@@ -68,7 +68,7 @@ def test_a_name_table_fills_exactly_the_parameters_of_a_target(model_type, chang
 def test_a_name_table_fills_exactly_the_parameters_of_a_drafter(kind, bias):
     target = tiny_target()
     drafter = tiny_drafter(target, kind, attention_bias=bias)
-    params = build_graph(target, drafter, Plan(dtype="float32")).params
+    params = planned(target, drafter, Plan(dtype="float32")).params
     assert shapes(params["drafter"]) == table(drafter)
     for slot in families.slots(drafter):
         assert_covers(slot)

@@ -17,9 +17,9 @@ from dflash_jax.graph.memory import StepWork, budget, work
 from dflash_jax.graph.resolve import resolve, wide_block
 from dflash_jax.graph.roofline import DEVICES, find_device, roofline
 from dflash_jax.kernels.native.build import Library
-from dflash_jax.models import build_graph, build_pair
+from dflash_jax.models import build_drafter, build_pair
 from dflash_jax.plan import WeightLayout
-from dflash_jax.testing import AMPLE, tiny_drafter, tiny_target
+from dflash_jax.testing import AMPLE, planned, tiny_drafter, tiny_target
 
 H200 = DEVICES["H200"]
 
@@ -72,7 +72,7 @@ def large() -> Explanation:
     plan = resolve(
         Plan(rows=4), build_pair(QWEN3_8B, DFLASH_8B), platform="gpu", memory=H200.memory
     )
-    return explain(build_graph(QWEN3_8B, DFLASH_8B, plan), H200, compile=False)
+    return explain(planned(QWEN3_8B, DFLASH_8B, plan), H200, compile=False)
 
 
 def unbroken(text: object) -> list[str]:
@@ -121,7 +121,7 @@ def test_compiled_figures_appear_when_asked_for() -> None:
     target = tiny_target(num_layers=1)
     plan = Plan(max_length=64, block=4, chunk=8)
     plan = resolve(plan, build_pair(target, None), platform="cpu", memory=AMPLE)
-    found = explain(build_graph(target, None, plan), find_device("cpu"), compile=True)
+    found = explain(planned(target, None, plan), find_device("cpu"), compile=True)
     for program in found.programs:
         assert program.aliased_bytes == 2 * 2 * 8 * plan.slots * 4 + 8
         assert program.argument_bytes > program.aliased_bytes
@@ -141,7 +141,7 @@ def test_the_text_fits_a_terminal_of_eighty_columns() -> None:
     drafter = tiny_drafter(target, block_size=4, target_layer_ids=tuple(range(20)))
     plan = Plan(rows=64, block=8, weights="int4", kv_dtype="int8", min_survival=0, dtype="bfloat16")
     plan = resolve(plan, build_pair(target, drafter), platform="gpu", memory=AMPLE)
-    lines = str(explain(build_graph(target, drafter, plan), H200)).splitlines()
+    lines = str(explain(planned(target, drafter, plan), H200)).splitlines()
     assert max(map(len, lines)) <= 80
     head = lines[: lines.index("")]
     labels = {"target", "drafter", "plan", "memory", "device", "family", "note", ""}
@@ -156,22 +156,22 @@ def test_windows_and_causality_are_told_by_layer() -> None:
     target = tiny_target(windows=(10, None, 24))
     drafter = tiny_drafter(target, block_size=4)
     plan = resolve(Plan(block=8), build_pair(target, drafter), platform="cpu", memory=AMPLE)
-    text = str(explain(build_graph(target, drafter, plan), DEVICES["CPU"]))
+    text = str(explain(planned(target, drafter, plan), DEVICES["CPU"]))
     lines = unbroken(text)
     assert "window 10 on 0, full attention on 1, window 24 on 2" in lines[0]
     assert "window 12 on 0, full attention on 1  causal on 0, bidirectional on 1" in lines[1]
-    assert f"note {wide_block(8, drafter)}" in " ".join(text.split())
+    assert f"note {wide_block(8, build_drafter(drafter).trained_block)}" in " ".join(text.split())
 
 
 def test_a_block_wider_than_the_drafters_own_is_warned_of() -> None:
     drafter = tiny_drafter(tiny_target(), block_size=4)
-    assert wide_block(4, drafter) is None is wide_block(0, drafter) is wide_block(9, None)
-    note = wide_block(5, drafter)
+    assert wide_block(4, 4) is None is wide_block(0, 4) is wide_block(9, None)
+    note = wide_block(5, build_drafter(drafter).trained_block)
     assert note is not None
     assert note.startswith("block 5 is wider than the 4 the drafter was trained for")
     assert note.endswith("give at most 4, or 0 for its own size")
     leading = dataclasses.replace(drafter, sample_from_anchor=True)  # the anchor predicts, too
-    assert wide_block(5, leading) is None
+    assert wide_block(5, build_drafter(leading).trained_block) is None
     with pytest.warns(UserWarning, match="block 9 is wider than the 8 the drafter was") as told:
         loading.load(plan=Plan(block=9, max_length=64))
     assert [warning.filename for warning in told] == [__file__]
@@ -181,11 +181,11 @@ def test_work_counts_every_weight_once() -> None:
     plan = resolve(Plan(), build_pair(QWEN3_8B, DFLASH_8B), platform="gpu", memory=H200.memory)
     layers = 8_190_735_360 - 151936 * 4096  # of the embeddings only rows are read
     caches = 2 * 36 * 8 * 128 * plan.slots * 2
-    counted = work(build_graph(QWEN3_8B, None, plan), Step.PLAIN)
+    counted = work(planned(QWEN3_8B, None, plan), Step.PLAIN)
     assert counted.bytes == 2 * layers + caches
     assert counted.flops > 2 * layers * plan.block
     narrow = work(
-        build_graph(QWEN3_8B, None, dataclasses.replace(plan, exact=False, plain_width=1)),
+        planned(QWEN3_8B, None, dataclasses.replace(plan, exact=False, plain_width=1)),
         Step.PLAIN,
     )
     assert counted.bytes == narrow.bytes
@@ -201,13 +201,13 @@ def test_matrices_that_are_stored_twice_are_in_memory_twice_and_read_once() -> N
     target = tiny_target()
     row_major, tiled = plan("row_major"), plan("tiled")
     assert (
-        budget(build_graph(target, None, tiled)).weights
-        > 1.8 * budget(build_graph(target, None, row_major)).weights
+        budget(planned(target, None, tiled)).weights
+        > 1.8 * budget(planned(target, None, row_major)).weights
     )
-    assert work(build_graph(target, None, tiled), Step.PLAIN) == work(
-        build_graph(target, None, row_major), Step.PLAIN
+    assert work(planned(target, None, tiled), Step.PLAIN) == work(
+        planned(target, None, row_major), Step.PLAIN
     )
-    plan_line = unbroken(explain(build_graph(target, None, tiled), DEVICES["CPU"]))[1]
+    plan_line = unbroken(explain(planned(target, None, tiled), DEVICES["CPU"]))[1]
     assert "float32  tiled matrices  exact" in plan_line
 
 
@@ -228,16 +228,16 @@ def test_a_cpu_without_native_kernels_is_told_why(monkeypatch: pytest.MonkeyPatc
     def notes(**fields: Any) -> str:
         plan, target = Plan(max_length=64, **fields), tiny_target()
         plan = resolve(plan, build_pair(target, None), platform="cpu", memory=AMPLE)
-        return " ".join(explain(build_graph(target, None, plan), DEVICES["CPU"]).notes)
+        return " ".join(explain(planned(target, None, plan), DEVICES["CPU"]).notes)
 
     absent = Library(None, "there is no C++ compiler")
-    for name in ("compiler.resolve", "compiler.explain"):
+    for name in ("graph.resolve", "graph.explain"):
         monkeypatch.setattr(sys.modules[f"dflash_jax.{name}"], "library", lambda: absent)
     assert "no native kernels" in notes()
     assert "there is no C++ compiler" in notes(weights="int8")
     assert not notes(kernels="xla")
     here = Library(Path("made.so"))
-    for name in ("compiler.resolve", "compiler.explain"):
+    for name in ("graph.resolve", "graph.explain"):
         monkeypatch.setattr(sys.modules[f"dflash_jax.{name}"], "library", lambda: here)
     assert notes(exact=False) == "native kernels"
     assert "native kernels, int8 weights by activations in int8" in notes(weights="int8")

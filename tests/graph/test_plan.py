@@ -25,10 +25,10 @@ from dflash_jax.graph.memory import budget
 from dflash_jax.graph.programs import declare
 from dflash_jax.graph.resolve import resolve
 from dflash_jax.kernels.native.build import Library
-from dflash_jax.models import build_graph, build_pair
+from dflash_jax.models import build_pair
 from dflash_jax.plan import FIELDS, WeightLayout
 from dflash_jax.plan_fields import Scope
-from dflash_jax.testing import AMPLE, random_params, tiny_drafter, tiny_target
+from dflash_jax.testing import AMPLE, planned, random_params, tiny_drafter, tiny_target
 
 TARGET = tiny_target(num_layers=2)
 DRAFTER = tiny_drafter(TARGET, target_layer_ids=(0,))
@@ -194,7 +194,7 @@ def test_plans_of_the_same_shape_lower_to_identical_programs() -> None:
     assert other.shape == base.shape
     assert not any(getattr(other, name) == getattr(base, name) for name in host)
     lowered, again, without = (
-        {key: stablehlo(p) for key, p in declare(build_graph(TARGET, DRAFTER, plan)).items()}
+        {key: stablehlo(p) for key, p in declare(planned(TARGET, DRAFTER, plan)).items()}
         for plan in (base, other, complete(small))
     )
     assert lowered == again
@@ -385,10 +385,10 @@ def test_the_budget_is_the_bytes_of_real_parameters_and_caches(
     target: TargetConfig, drafter: DrafterConfig | None, dtype: str
 ) -> None:
     plan = Plan(rows=3, max_length=200, block=8, chunk=16, dtype=dtype)
-    need = budget(build_graph(target, drafter, plan))
+    need = budget(planned(target, drafter, plan))
     params = random_params(build_pair(target, drafter), dtype=dtype)
     assert need.weights == sum(x.nbytes for x in jax.tree.leaves(params))
-    state = build_graph(target, drafter, plan).empty_state()
+    state = planned(target, drafter, plan).empty_state()
     held = sum(x.nbytes for x in jax.tree.leaves((state.target, state.drafter)))
     assert 0 <= need.caches - held <= 2 * 4 * plan.rows  # position and anchor may be counted
     assert need.total == need.weights + need.caches + need.temporaries
@@ -408,7 +408,7 @@ def test_caches_hold_the_longest_sequence_and_the_widest_call() -> None:
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.4])
 def test_a_plan_that_does_not_fit_names_the_longest_length_that_would(share: float) -> None:
     plan = Plan(rows=4, max_length=4000, block=8, chunk=16)
-    total = budget(build_graph(TARGET, DRAFTER, dataclasses.replace(plan, dtype="float32"))).total
+    total = budget(planned(TARGET, DRAFTER, dataclasses.replace(plan, dtype="float32"))).total
     limit = int(total * share)
     with pytest.raises(PlanError) as caught:
         complete(plan, memory=limit)

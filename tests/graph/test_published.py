@@ -27,7 +27,7 @@ from dflash_jax.graph.resolve import resolve
 from dflash_jax.graph.roofline import DEVICES
 from dflash_jax.kernels.caches import RecurrentCache
 from dflash_jax.models import build_graph, build_pair
-from dflash_jax.testing import tiny_target
+from dflash_jax.testing import planned, tiny_target
 
 H200 = DEVICES["H200"]
 FOLDER = Path(__file__).parent.parent / "published"
@@ -159,13 +159,13 @@ def test_recurrent_states_are_as_large_as_published_and_are_moved_twice() -> Non
     target = read_target_config(FOLDER / "Qwen3.6-27B")
     plan = Plan(max_length=32768, block=16)
     plan = resolve(plan, build_pair(target, None), platform="gpu", memory=H200.memory)
-    state = jax.eval_shape(lambda: build_graph(target, None, plan).empty_state())
+    state = jax.eval_shape(lambda: planned(target, None, plan).empty_state())
     recurrent = [c for c in state.target if isinstance(c, RecurrentCache)]
     assert sum(c.state.size * c.state.dtype.itemsize for c in recurrent) == 144 << 20
     read = 2 * (PAIRS["Qwen3.6-27B"][1] - target.vocab_size * target.hidden_size)
     arrays = jax.tree.leaves(state.target), jax.tree.leaves(recurrent)
     moved = read + sum(x.size * x.dtype.itemsize for part in arrays for x in part)
-    assert work(build_graph(target, None, plan), Step.PLAIN).bytes == pytest.approx(moved, rel=1e-3)
+    assert work(planned(target, None, plan), Step.PLAIN).bytes == pytest.approx(moved, rel=1e-3)
 
 
 def test_work_counts_only_the_experts_that_are_used() -> None:
@@ -173,11 +173,9 @@ def test_work_counts_only_the_experts_that_are_used() -> None:
     target = read_target_config(FOLDER / CODER)
     plan = resolve(Plan(block=8), build_pair(target, None), platform="gpu", memory=H200.memory)
     one = work(
-        build_graph(target, None, dataclasses.replace(plan, exact=False, plain_width=1)), Step.PLAIN
+        planned(target, None, dataclasses.replace(plan, exact=False, plain_width=1)), Step.PLAIN
     )
-    block, chunk = (
-        work(build_graph(target, None, plan), step) for step in (Step.PLAIN, Step.PREFILL)
-    )
+    block, chunk = (work(planned(target, None, plan), step) for step in (Step.PLAIN, Step.PREFILL))
     expert = 3 * 2048 * 768 * 48  # of one number, in all layers
     assert sum(parameters(build_graph(target, None))["target"].values()) == 30_532_122_624
     rest = 30_532_122_624 - 151936 * 2048 - 128 * expert

@@ -14,6 +14,7 @@ from dflash_jax.graph.build import compile_programs
 from dflash_jax.graph.keys import ProgramKey, Step
 from dflash_jax.graph.programs import declare
 from dflash_jax.models import build_graph
+from dflash_jax.testing import planned
 
 SETTINGS: dict[str, Any] = {
     "jax_enable_x64": True,
@@ -40,7 +41,7 @@ def disturbed() -> Iterator[None]:
 
 def test_programs_are_the_same_under_any_settings(tiny: Engine, disturbed: None) -> None:
     plan = dataclasses.replace(tiny.plan, prefix_cache=1 << 20)
-    made = declare(build_graph(tiny.target, tiny.drafter, plan))
+    made = declare(planned(tiny.target, tiny.drafter, plan))
     for key in made.keys() & tiny.compiled.programs.keys():
         assert made[key].arguments == tiny.compiled.programs[key].arguments
     compile_programs([made[ProgramKey(Step.CLEAR_ROWS)]])  # refused if it copied its state

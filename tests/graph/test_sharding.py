@@ -18,6 +18,7 @@ from dflash_jax.graph.resolve import resolve
 from dflash_jax.models import build_graph, build_pair
 from dflash_jax.testing import (
     AMPLE,
+    planned,
     tiny_drafter,
     tiny_gemma,
     tiny_gpt_oss,
@@ -154,7 +155,7 @@ def test_modules_declare_the_axes_of_heads_of_widths_and_of_the_vocabulary() -> 
     ):
         for kind in drafter_kinds():
             drafter = tiny_drafter(target, kind, **own)
-            params = build_graph(target, drafter, Plan(dtype="float32")).params
+            params = planned(target, drafter, Plan(dtype="float32")).params
             found = build_graph(target, drafter).model_axes
             for path, _ in jax.tree_util.tree_leaves_with_path(params):
                 name = jax.tree_util.keystr(path, simple=True, separator="/")

@@ -13,8 +13,8 @@ from dflash_jax.errors import PlanError
 from dflash_jax.graph.memory import budget
 from dflash_jax.graph.resolve import resolve
 from dflash_jax.graph.two_devices import devices
-from dflash_jax.models import build_graph, build_pair
-from dflash_jax.testing import AMPLE, tiny_drafter, tiny_target
+from dflash_jax.models import build_pair
+from dflash_jax.testing import AMPLE, planned, tiny_drafter, tiny_target
 
 CASE = Path(__file__).with_name("two_devices_case.py")
 
@@ -72,8 +72,8 @@ def test_a_drafter_elsewhere_takes_none_of_the_target_s_memory() -> None:
     drafter, sizes = tiny_drafter(target), {"max_length": 64, "chunk": 16}
     plan = resolve(Plan(**sizes), build_pair(target, drafter), platform="cpu", memory=AMPLE)
     both, alone = (
-        budget(build_graph(target, drafter, plan)).total,
-        budget(build_graph(target, None, plan)).total,
+        budget(planned(target, drafter, plan)).total,
+        budget(planned(target, None, plan)).total,
     )
     assert alone < both
     with pytest.raises(PlanError, match="the plan needs"):

@@ -16,8 +16,15 @@ from dflash_jax.graph.build import jit
 from dflash_jax.graph.state import DecodeState, commit
 from dflash_jax.graph.steps.pair import forward, logits_of
 from dflash_jax.kernels.native.build import library
-from dflash_jax.models import build_graph, build_pair
-from dflash_jax.testing import random_engine, tiny_drafter, tiny_hybrid, tiny_moe, tiny_target
+from dflash_jax.models import build_pair
+from dflash_jax.testing import (
+    planned,
+    random_engine,
+    tiny_drafter,
+    tiny_hybrid,
+    tiny_moe,
+    tiny_target,
+)
 
 pytestmark = pytest.mark.skipif(
     not library(), reason=f"there are no native kernels: {library().reason}"
@@ -53,7 +60,7 @@ def all_steps(
         return commit(state, caches, draft, fed, state.anchor), logits
 
     state = dataclasses.replace(
-        build_graph(target, None, plan).empty_state(),
+        planned(target, None, plan).empty_state(),
         position=jnp.full((plan.rows,), start, jnp.int32),
     )
     run, found = jit(step), []

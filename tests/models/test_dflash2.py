@@ -27,7 +27,7 @@ from dflash_jax.graph.state import RowRules
 from dflash_jax.graph.steps.drafting import RowDraftSampler
 from dflash_jax.models import build_drafter, build_graph, build_pair, build_target
 from dflash_jax.models.dflash2 import DynamicConvolution
-from dflash_jax.testing import random_params, tiny_drafter, tiny_target
+from dflash_jax.testing import planned, random_params, tiny_drafter, tiny_target
 
 KINDS = [
     pytest.param("v2", marks=pytest.mark.soak),  # shaped like v2_trained
@@ -81,7 +81,7 @@ def test_two_rounds_of_drafting_are_the_reference(oracle: Path, name: str) -> No
     case = Case(oracle / "drafters" / name)
     v, prompt = case.vectors, case.meta["rounds"]["prompt"]
     plan = Plan(max_length=64, block=8, chunk=prompt, dtype="float32")
-    caches = build_graph(case.target, case.drafter, plan).empty_state().drafter
+    caches = planned(case.target, case.drafter, plan).empty_state().drafter
     rules, layers = idle_rules(plan), case.layers()
 
     def draft(
@@ -208,7 +208,7 @@ def test_without_convolution_and_successors_it_is_version_one() -> None:
     start, block = jnp.asarray([0]), jnp.asarray([[5, *[96] * 7]])
     drafts = []
     for config, tree in ((v1, plain), (v2, params)):
-        caches = build_graph(target, config, plan).empty_state().drafter
+        caches = planned(target, config, plan).empty_state().drafter
         model, greedy = build_drafter(config), recorder(idle_rules(plan), block, start)
         args, variables = (block, caches, start, layers, greedy), {"params": jax.device_put(tree)}
         propose = functools.partial(model.apply, variables, *args, method="propose")

@@ -16,8 +16,8 @@ from dflash_jax.config import check_pair, read_drafter_config, read_target_confi
 from dflash_jax.engine.engine import Engine
 from dflash_jax.graph.build import jit
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
-from dflash_jax.models import build_graph, build_pair
-from dflash_jax.testing import folder_params, random_params, tiny_drafter, tiny_target
+from dflash_jax.models import build_pair
+from dflash_jax.testing import folder_params, planned, random_params, tiny_drafter, tiny_target
 
 CASES = (
     "v1_full",
@@ -50,7 +50,7 @@ def test_two_rounds_with_context_added_per_round(case: SimpleNamespace) -> None:
         {"target": folder_params(case.target, target), "drafter": folder_params(case.path, drafter)}
     )
     plan = dj.Plan(max_length=96, block=8, chunk=case.prompt, dtype="float32")
-    caches = build_graph(target, drafter, plan).empty_state().drafter
+    caches = planned(target, drafter, plan).empty_state().drafter
     assert [c.ring for c in caches] == [w is not None for w in drafter.windows]
 
     @jit
@@ -170,7 +170,7 @@ def one_layer(request: pytest.FixtureRequest) -> SimpleNamespace:
     @jit
     def draft(features: Any, x: Any, start: Any) -> Any:
         """Return hidden states of a block at `start`, after context rows added in pairs."""
-        caches = build_graph(target, drafter, plan).empty_state().drafter
+        caches = planned(target, drafter, plan).empty_state().drafter
         assert caches[0].ring
         for at in range(0, CONTEXT, 2):
             part, where = features[:, at : at + 2], jnp.full((ROWS,), at)

@@ -25,8 +25,8 @@ from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.graph.abstract import idle_rules
 from dflash_jax.graph.protocols import SharedLayers
 from dflash_jax.graph.steps.drafting import RowDraftSampler
-from dflash_jax.models import build_drafter, build_graph, build_pair
-from dflash_jax.testing import random_params, tiny_drafter, tiny_target
+from dflash_jax.models import build_drafter, build_pair
+from dflash_jax.testing import planned, random_params, tiny_drafter, tiny_target
 
 TARGET = tiny_target(num_layers=2)
 PLAN = Plan(max_length=32, block=6, chunk=8, dtype="float32")
@@ -42,7 +42,7 @@ def make(**changes: Any) -> tuple[DrafterConfig, dict[str, Any]]:
 
 
 def run(config: DrafterConfig, params: dict[str, Any], method: Any, *args: Any) -> Any:
-    caches = build_graph(TARGET, config, PLAN).empty_state().drafter
+    caches = planned(TARGET, config, PLAN).empty_state().drafter
     module: Any = build_drafter(config)
     return module.apply({"params": params}, BLOCK, caches, START, LAYERS, *args, method=method)
 
@@ -102,7 +102,7 @@ def test_slot_k_predicts_the_token_after_it() -> None:
     params["markov_w2"] = params["markov_w2"] * 0
     v1 = tiny_drafter(TARGET, target_layer_ids=(0,))
     kept = {k: v for k, v in params.items() if not k.startswith("markov")}
-    caches = build_graph(TARGET, v1, PLAN).empty_state().drafter
+    caches = planned(TARGET, v1, PLAN).empty_state().drafter
     hidden, _ = build_drafter(v1).apply({"params": kept}, LAYERS.embed(BLOCK[:, :5]), caches, START)
     expected = np.argmax(LAYERS.head(hidden), axis=-1)
     np.testing.assert_array_equal(propose(config, params).tokens, expected)

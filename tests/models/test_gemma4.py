@@ -30,11 +30,12 @@ from dflash_jax.graph.build import jit
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.programs import declare
 from dflash_jax.graph.state import DecodeState, commit
-from dflash_jax.models import build_drafter, build_graph, build_pair
+from dflash_jax.models import build_drafter, build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import (
     folder_params,
     force_acceptance,
+    planned,
     random_engine,
     random_params,
     scripted_engine,
@@ -55,7 +56,7 @@ class Blocks:
     def __init__(self, config: Gemma4Config, params: Any, dtype: str = "float32"):
         self.pair, self.params = build_pair(config, None), {"target": params}
         plan = dj.Plan(rows=2, max_length=160, block=WIDTH, chunk=WIDTH, dtype=dtype)
-        self.empty = jax.device_put(build_graph(config, None, plan).empty_state())
+        self.empty = jax.device_put(planned(config, None, plan).empty_state())
         self.taps = tuple(range(config.num_layers + 1))
         self.run = jit(self._run)
 
@@ -265,7 +266,7 @@ def test_taps_are_taken_where_the_plan_says() -> None:
     scalars = (0.5, 2.0, 0.25)
     for i, value in enumerate(scalars):
         params["target"][f"layers_{i}"]["scalar"] = np.full(1, value, "f4")
-    state = build_graph(
+    state = planned(
         config, None, dj.Plan(max_length=16, block=2, chunk=8, dtype="float32")
     ).empty_state()
     ids, every = jnp.asarray([prompt(8)], jnp.int32), tuple(range(4))
@@ -295,7 +296,7 @@ def test_programs_follow_taps_at() -> None:
     drafter = tiny_drafter(config)
     for at, used in (("auto", "late"), ("late", "late"), ("early", "early")):
         plan = dj.Plan(max_length=32, chunk=8, block=2, dtype="float32", taps_at=at)
-        programs = declare(build_graph(config, drafter, plan))
+        programs = declare(planned(config, drafter, plan))
         greedy = (Step.PREFILL, Step.PLAIN, Step.SPECULATIVE)
         keys = [ProgramKey(step, Variant.GREEDY) for step in greedy]
         for key in [ProgramKey(Step.FORCED_TOKENS), *keys]:

@@ -26,9 +26,10 @@ from dflash_jax.graph.memory import budget
 from dflash_jax.graph.state import DecodeState, commit
 from dflash_jax.graph.steps.inputs import ForcedTokensInputs
 from dflash_jax.kernels.caches import RecurrentCache
-from dflash_jax.models import build_graph, build_pair
+from dflash_jax.models import build_pair
 from dflash_jax.testing import (
     folder_params,
+    planned,
     random_engine,
     random_params,
     scripted_engine,
@@ -94,7 +95,7 @@ class Cached:
         self.pair = build_pair(config, None)
         self.params = {"target": jax.device_put(folder_params(path, config))}
         plan = dj.Plan(rows=2, max_length=160, block=8, chunk=32, dtype="float32")
-        self.empty = build_graph(config, None, plan).empty_state()
+        self.empty = planned(config, None, plan).empty_state()
         self.taps = tuple(range(config.num_layers + 1))
         self.run: Any = jit(self._run, static_argnums=4)
 
@@ -292,9 +293,9 @@ def test_states_are_updated_in_place(engine: Engine) -> None:
     engine.warm_up()
     for executable in engine.executables.values():
         assert executable.aliased_bytes == executable.donated_bytes > 0
-        allowed = budget(build_graph(engine.target, engine.drafter, engine.plan)).temporaries
+        allowed = budget(planned(engine.target, engine.drafter, engine.plan)).temporaries
         if engine.plan.dtype != "float32":  # a CPU converts weights to float32 for products
-            allowed += 2 * budget(build_graph(engine.target, engine.drafter, engine.plan)).weights
+            allowed += 2 * budget(planned(engine.target, engine.drafter, engine.plan)).weights
         assert executable.temporary_bytes <= allowed, executable.key
 
 
@@ -312,7 +313,7 @@ def test_chunks_of_any_size_prefill_the_same_state() -> None:
     found = []
     for chunk in (1, 7, 64, 512):
         plan = dj.Plan(max_length=80, chunk=chunk, block=2, dtype="float32")
-        state, hidden = build_graph(target, None, plan).empty_state(), []
+        state, hidden = planned(target, None, plan).empty_state(), []
         for at in range(0, 70, chunk):
             n = min(chunk, 70 - at)
             ids = np.pad(prompt[:, at : at + n], ((0, 0), (0, chunk - n)))

@@ -17,8 +17,8 @@ import dflash_jax as dj
 from dflash_jax.config import read_target_config
 from dflash_jax.graph.build import jit
 from dflash_jax.graph.state import DecodeState, commit
-from dflash_jax.models import build_graph, build_pair
-from dflash_jax.testing import folder_params
+from dflash_jax.models import build_pair
+from dflash_jax.testing import folder_params, planned
 
 WITHIN = {"atol": 2e-4, "rtol": 0}
 
@@ -71,7 +71,7 @@ class Cached:
         self.pair = build_pair(config, None)
         self.params = {"target": jax.device_put(folder_params(path, config))}
         plan = dj.Plan(rows=rows, max_length=160, block=8, chunk=32, dtype="float32")
-        self.empty = build_graph(config, None, plan).empty_state()
+        self.empty = planned(config, None, plan).empty_state()
         self.taps = tuple(range(config.num_layers + 1))
         self.run: Callable[..., Any] = jit(self._run)
 

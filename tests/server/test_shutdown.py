@@ -128,6 +128,7 @@ def test_a_hangup_drains_as_sigterm_does_unless_it_is_ignored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found: list[int] = []
+    outside = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
 
     async def wait() -> None:
         config = uvicorn.Config(lambda *_: None, log_config=None)
@@ -138,10 +139,10 @@ def test_a_hangup_drains_as_sigterm_does_unless_it_is_ignored(
                 os.kill(os.getpid(), number)
                 await asyncio.sleep(0.05)
 
-    asyncio.run(wait())
-    assert found == [signal.SIGHUP, signal.SIGTERM]
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     try:
+        asyncio.run(wait())
+        assert found == [signal.SIGHUP, signal.SIGTERM]
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
         assert run_module._ending_signals() == [signal.SIGINT, signal.SIGTERM]
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, outside)

@@ -15,8 +15,15 @@ from dflash_jax.graph.protocols import SharedLayers
 from dflash_jax.graph.steps import decoding as steps
 from dflash_jax.graph.steps.drafting import draft as draft_block
 from dflash_jax.graph.steps.inputs import DecodeInputs, PrefillInputs
-from dflash_jax.models import build_graph, build_pair
-from dflash_jax.testing import random_params, tiny_drafter, tiny_gemma, tiny_hybrid, tiny_target
+from dflash_jax.models import build_pair
+from dflash_jax.testing import (
+    planned,
+    random_params,
+    tiny_drafter,
+    tiny_gemma,
+    tiny_hybrid,
+    tiny_target,
+)
 from dflash_jax.train import drafter, features, objective
 from dflash_jax.train.recipes import SMOKE
 
@@ -55,7 +62,7 @@ def programs(kind: str, family: str = "qwen3") -> Any:
     @jax.jit
     def served(params, prefix, count, first):
         """Run the engine's prefill and the draft of its fused step."""
-        state, rules = build_graph(target, config, plan).empty_state(), idle_rules(plan)
+        state, rules = planned(target, config, plan).empty_state(), idle_rules(plan)
         fresh = jnp.ones(1, bool)
         inputs = PrefillInputs(prefix, count, fresh, rules)
         state, _, _ = steps.prefill(pair, params, state, None, inputs)

@@ -21,7 +21,7 @@ from dflash_jax.loading import locate, open_pair
 from dflash_jax.models import build_graph, build_pair
 from dflash_jax.quant.layouts import dequantise
 from dflash_jax.target_model import TargetModel
-from dflash_jax.testing import folder_params, random_engine, random_params, tiny_target
+from dflash_jax.testing import folder_params, planned, random_engine, random_params, tiny_target
 from dflash_jax.train import data, evaluate, export, initial_weights, run, setup, training
 from dflash_jax.train.files import claim
 from dflash_jax.train.recipe import Bucket, Schedule, new_drafter
@@ -249,7 +249,7 @@ def test_one_sample_is_learnt_until_the_engine_keeps_whole_blocks(kind, draft_vo
 @pytest.mark.parametrize("kept", ["int8", "int4"])
 def test_a_rounded_target_has_the_weights_an_engine_serves(kept):
     model = setup.open_target("tiny", dataclasses.replace(SMOKE, target_weights=kept))
-    specs = build_graph(model.config, None, Plan(weights=kept)).specs
+    specs = planned(model.config, None, Plan(weights=kept)).specs
     own = {path.removeprefix("target/"): how for path, how in specs.items()}
     served = open_pair("tiny", None).target.load("float32", specs=own)
     for path in own:
