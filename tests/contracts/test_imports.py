@@ -141,9 +141,8 @@ def test_packages_import_each_other_in_no_circle() -> None:
 def test_networks_do_not_know_how_they_are_decoded() -> None:
     for path in files("dflash_jax/nn"):
         names = imports(path)
-        assert not [n for n in names if under(n, "dflash_jax.models", "dflash_jax.graph.steps")], (
-            path
-        )
+        banned = ("dflash_jax.models", "dflash_jax.graph.steps")
+        assert not [n for n in names if under(n, *banned)], path
     for path in files("dflash_jax/models"):
         assert not [n for n in imports(path) if under(n, "dflash_jax.graph.steps")], path
 

@@ -1,12 +1,17 @@
-"""Loads, runs, converts and shards the toy family; its argument is an empty folder.
+"""Loads, runs, converts, shards, trains and serves models of the package `toy_models`.
 
-Runs in a process that imports a copy of the package with the files of `toy/` added.
+Runs in a process in which that package is installed; the argument is an empty folder.
 """
 
+import contextlib
 import json
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import jax
 import numpy as np
@@ -93,6 +98,42 @@ def generate(target: Path, drafter: Path, **plan: Any) -> dict[str, Any]:
     }
 
 
+def train(out: Path) -> dict[str, Any]:
+    """Train a drafter of the outside kind for the shipped target."""
+    words = ["train", "--preset", "smoke", "--out", str(out), "--set", "kind=toy_drafter"]
+    sizes = ["steps=2", "prompts=4", "new_tokens=8", "held_out=1", "held_out_tokens=8"]
+    assert command([*words, *(word for size in sizes for word in ("--set", size))]) == 0
+    engine = dj.load("tiny", out / "drafter", compilation_cache=False)
+    engine.measures_drafting = False
+    texts = [
+        engine.generate("Hello", max_tokens=12, speculative=drafts) for drafts in (True, False)
+    ]
+    return {
+        "kind": engine.drafter.kind,
+        "equal": texts[0].token_ids == texts[1].token_ids,
+    }
+
+
+def serve(target: Path, drafter: Path) -> dict[str, Any]:
+    """Serve the outside models, and ask the server which they are."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = ["serve", "--target", target, "--drafter", drafter, "--port", port]
+    line = [sys.executable, "-m", "dflash_jax", *map(str, words), "--max-length", "64"]
+    server = subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            time.sleep(0.1)
+            with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/info") as reply:
+                [model] = json.load(reply)["models"]
+                if "drafter" in model:  # it is loaded
+                    return model
+    finally:
+        server.terminate()
+        server.wait(30)
+    return {}
+
+
 def main(folder: Path) -> None:
     target, drafter = target_config(TARGET), drafter_config(DRAFTER)
     params = random_params(build_pair(target, drafter))
@@ -109,6 +150,8 @@ def main(folder: Path) -> None:
     except ConfigError as error:
         found["error"] = str(error)
     found["exported"] = families.providing("to_hf")
+    found["trained"] = train(folder / "run")
+    found["served"] = serve(*pair)
     print(json.dumps(found))
 
 

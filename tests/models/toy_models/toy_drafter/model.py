@@ -3,10 +3,10 @@
 from typing import Any
 
 import flax.linen as nn
-from dflash_jax.config.toy_drafter import ToyDrafterConfig
 
 from dflash_jax.models.dflash import DFlash
 from dflash_jax.nn.layers import norm_weight
+from toy_models.toy_drafter.config import ToyDrafterConfig
 
 
 class ToyDrafter(DFlash):
