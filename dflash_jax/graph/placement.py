@@ -29,6 +29,8 @@ from dflash_jax.quant.layouts import StructuredWeight
 def place_params(planned: PlannedPair, params: Params) -> Params:
     """Return the parameters in the layout and on the devices of the plan."""
     plan, pair = planned.plan, planned.pair
+    if pair.drafter is not None:
+        params = {"drafter": {}} | params  # it may have no parameters
     params = jax.tree.map(lambda x: x, params, is_leaf=lambda x: isinstance(x, StructuredWeight))
     # In the copy of the tree.
     set_weight_layout(params, plan.weight_layout, planned.declared)

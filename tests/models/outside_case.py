@@ -124,7 +124,7 @@ def serve(target: Path, drafter: Path) -> dict[str, Any]:
     try:
         for _ in range(600):
             time.sleep(0.1)
-            with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/info") as reply:
+            with contextlib.suppress(OSError), urlopen(f"http://127.0.0.1:{port}/props") as reply:
                 [model] = json.load(reply)["models"]
                 if "drafter" in model:  # it is loaded
                     return model

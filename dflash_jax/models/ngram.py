@@ -1,0 +1,80 @@
+"""A drafter that copies from the text: the continuation of its last occurrence of the last tokens.
+
+It needs no parameters and fits every target.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.graph.protocols import CacheMaker, Draft, DraftSampler, SharedLayers
+
+
+@dataclasses.dataclass(frozen=True)
+class NGram:
+    """Drafts what followed the latest of the longest matches (a `graph.protocols.Drafter`).
+
+    Its state [B, S] is the text of each row, by position.
+
+    Attributes:
+      most, least: tokens at the end of the text that must occur before it; the longest match of
+        that many tokens counts.
+      block: tokens of a block, the anchor included.
+    """
+
+    most: int = 4
+    least: int = 2
+    block: int = 8
+    taps: tuple[int, ...] = ()
+
+    def empty(self, make: CacheMaker) -> Int[Array, "B S"]:
+        """Return empty texts."""
+        return jnp.zeros((make.rows, make.slots), jnp.int32)
+
+    def observe(
+        self,
+        params: Any,
+        text: Int[Array, "B S"],
+        tokens: Int[Array, "B T"],
+        taps: Sequence[Float[Array, "B T D"]],
+        start: Int[Array, " B"],
+    ) -> Int[Array, "B S"]:
+        """Write tokens at their positions."""
+        write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
+        return write(text, tokens, start)
+
+    def propose(
+        self,
+        params: Any,
+        text: Int[Array, "B S"],
+        anchor: Int[Array, " B"],
+        start: Int[Array, " B"],
+        shared: SharedLayers,
+        sampler: DraftSampler,
+    ) -> tuple[Draft, Int[Array, "B S"]]:
+        """Draft the tokens after the match; none where there is no match of `least` tokens."""
+        full = self.observe(params, text, anchor[:, None], (), start)
+        places = jnp.arange(full.shape[1])[None, :]
+        length, going = jnp.zeros_like(full), places < start[:, None]
+        for i in range(self.most):  # tokens that agree before each place, itself included
+            back = jnp.take_along_axis(full, jnp.maximum(start - i, 0)[:, None], axis=1)
+            going &= (jnp.roll(full, i, axis=1) == back) & (places >= i)
+            length += going.astype(jnp.int32)
+        score = jnp.where(length >= self.least, length * full.shape[1] + places, -1)
+        at = jnp.argmax(score, axis=1).astype(jnp.int32)  # the latest of the longest
+        following = at[:, None] + 1 + jnp.arange(sampler.places)[None, :]
+        tokens = jnp.take_along_axis(full, jnp.minimum(following, full.shape[1] - 1), axis=1)
+        count = jnp.where(score.max(axis=1) >= 0, jnp.minimum(sampler.places, start - at), 0)
+        return sampler.certain(tokens, count), text
+
+    def take(self, text: Int[Array, "B S"], row: Any, start: Any, length: int) -> Int[Array, " L"]:
+        """Return the text of some positions of a row, for the prefix cache."""
+        return jax.lax.dynamic_slice(text, (row, start), (1, length))[0]
+
+    def put(self, text: Int[Array, "B S"], row: Any, start: Any, part: Any) -> Int[Array, "B S"]:
+        """Put text into a row."""
+        return jax.lax.dynamic_update_slice(text, part[None], (row, start))
