@@ -62,11 +62,11 @@ fix: .venv-lint/installed
 
 # Run the full counts, and every test compiled as for users; writes benchmarks/results.
 soak: .venv/installed-dev
-	$(BIN)/python -m benchmarks.soak
-	$(BIN)/python -m benchmarks.load
-	$(BIN)/python -m benchmarks.soak_families
+	$(BIN)/python -m benchmarks.audit shipped
+	$(BIN)/python -m benchmarks.audit load
+	$(BIN)/python -m benchmarks.audit families
 	$(BIN)/python -m benchmarks.audit
-	$(BIN)/python -m benchmarks.soak_serve
+	$(BIN)/python -m benchmarks.audit serve
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "soak or not soak"
 
 bench: .venv/installed-dev

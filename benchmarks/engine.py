@@ -20,7 +20,7 @@ from benchmarks.paired import interleaved, ratio, spread
 def measure(rows: int, pairs: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return output tokens per second of one plan, and seconds to the first token."""
     import dflash_jax as dj
-    from benchmarks.soak import heldout_prompts
+    from benchmarks.audit.lossless import heldout_prompts
 
     shape = {"rows": rows, "max_length": 512, "chunk": options.chunk, "prefix_cache": 1 << 27}
     plan = dj.Plan(**shape, weights=options.weights)

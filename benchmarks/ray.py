@@ -22,8 +22,8 @@ from typing import Any
 
 import httpx
 
+from benchmarks.audit.server import work
 from benchmarks.environment import environment
-from benchmarks.soak_serve import work
 from dflash_jax.ray import answers, app
 from dflash_jax.train.recipes import recipe
 

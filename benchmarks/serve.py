@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import dflash_jax as dj
+from benchmarks.audit.server import served
 from benchmarks.environment import environment
 from benchmarks.paired import interleaved, spread
-from benchmarks.soak_serve import served
 
 LENGTH, LONG = 512, 128
 TALK = [{"role": "user", "content": "What can you do for me?"}]

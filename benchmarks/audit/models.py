@@ -16,8 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 import dflash_jax as dj
 from benchmarks.audit.scenario import Limits
-from benchmarks.audit.setups import DRAFTERS, GIVEN, SHIPPED, Setup
-from benchmarks.soak_families import FAMILIES
+from benchmarks.audit.setups import DRAFTERS, FAMILIES, GIVEN, SHIPPED, Setup
 from dflash_jax.compiler import resolve
 from dflash_jax.compiler.keys import Variant
 from dflash_jax.compiler.models import abstract_params, weight_specs

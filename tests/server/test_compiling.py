@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.soak_serve import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES, is_error, send
+from benchmarks.audit.server import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES, is_error, send
 from dflash_jax.compiler import Program, build
 from dflash_jax.compiler.keys import Variant
 from dflash_jax.engine import break_even
