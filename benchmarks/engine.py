@@ -8,7 +8,6 @@ interleaved.
 """
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -76,7 +75,7 @@ def main() -> int:
     options = parser.parse_args()
     import os
 
-    from benchmarks.environment import environment
+    from benchmarks.environment import write_result
     from dflash_jax.utils.allocator import tune_allocator
 
     tune_allocator()
@@ -98,10 +97,7 @@ def main() -> int:
         )
         print(f"{rows:4}  {numbers[0]:10.1f}  {numbers[1]:10.1f}  {numbers[2]:11.1f}", end="")
         print(f"  {numbers[3]:10.2f}  {numbers[4]:14.3f}  {numbers[5]:14.3f}", flush=True)
-    if options.json:
-        text = {"suite": "engine", "environment": environment(), "weights": options.weights}
-        text["cases"] = reports
-        options.json.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+    write_result(options.json, "engine", {"weights": options.weights, "cases": reports})
     return 0
 
 
