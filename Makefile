@@ -62,11 +62,11 @@ fix: .venv-lint/installed
 
 # Run the full counts, and every test compiled as for users; writes benchmarks/results.
 soak: .venv/installed-dev
-	$(BIN)/python -m benchmarks.soak
-	$(BIN)/python -m benchmarks.load
-	$(BIN)/python -m benchmarks.soak_families
+	$(BIN)/python -m benchmarks.audit shipped
+	$(BIN)/python -m benchmarks.audit load
+	$(BIN)/python -m benchmarks.audit families
 	$(BIN)/python -m benchmarks.audit
-	$(BIN)/python -m benchmarks.soak_serve
+	$(BIN)/python -m benchmarks.audit serve
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "soak or not soak"
 
 bench: .venv/installed-dev
@@ -76,8 +76,9 @@ bench: .venv/installed-dev
 # in which it was built; without one, the command says how to build it.
 LLAMA_CPP ?= llama.cpp/build
 llama-cpp: .venv/installed-dev
-	$(BIN)/python -m benchmarks.llama_cpp --llama-cpp $(LLAMA_CPP) --json benchmarks/results/llama_cpp.json
-	$(BIN)/python -m benchmarks.startup --llama-cpp $(LLAMA_CPP) --json benchmarks/results/startup.json
+	$(BIN)/python -m benchmarks.llama_cpp --llama-cpp $(LLAMA_CPP) --only decode,prefill --json benchmarks/results/llama_cpp.json
+	$(BIN)/python -m benchmarks.llama_cpp --llama-cpp $(LLAMA_CPP) --only startup --models 60m --types q8_0 \
+		--cores 2 --json benchmarks/results/startup.json
 	$(BIN)/python -m benchmarks.accuracy --llama-cpp $(LLAMA_CPP) --json benchmarks/results/accuracy.json
 
 # Run every notebook and store its outputs.

@@ -242,12 +242,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-length", type=int, default=1024)
     parser.add_argument("--json", type=Path, metavar="OUT")
     options = parser.parse_args(words)
-    from benchmarks.environment import environment
+    from benchmarks.environment import write_result
     from dflash_jax.utils.allocator import tune_allocator
 
     tune_allocator()
-    report: dict[str, Any] = {"suite": "acceptance", "environment": environment(), "tables": {}}
-    report["options"] = {key: str(value) for key, value in vars(options).items()}
+    shown = {key: str(value) for key, value in vars(options).items()}
+    report: dict[str, Any] = {"tables": {}, "options": shown}
     for weights in options.weights:
         measurement = Measurement(options, weights)
         chosen = list(cases(measurement, options))
@@ -259,8 +259,7 @@ def main(words: Sequence[str] | None = None) -> int:
             report["tables"][title] = groups
             report["plan"] = dataclasses.asdict(measurement.engine.plan)
             report.setdefault("load", []).append([load, os.getloadavg()[0]])
-            if options.json:
-                options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            write_result(options.json, "acceptance", report)
     print(*table(report["tables"]), sep="\n")
     return 0
 

@@ -338,15 +338,13 @@ def main(words: Sequence[str] | None = None) -> int:
         about = {"machine": case.machine.name, "memory": case.machine.memory}
         print(json.dumps(about | {"steps": steps}))
         return 0
-    from benchmarks.environment import environment
+    from benchmarks.environment import write_result
 
     cases: dict[str, Any] = {}
     for case in CASES:
         cases[case.name] = measure(case)
         print("\n".join(table({case.name: cases[case.name]})), flush=True)
-    if options.json:
-        kept = {"suite": "collectives", "environment": environment(), "cases": cases}
-        options.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    write_result(options.json, "collectives", {"cases": cases})
     return 0
 
 

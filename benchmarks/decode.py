@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import importlib.util
 import itertools
-import json
 import os
 import statistics
 import sys
@@ -259,7 +258,7 @@ def main() -> int:
     options = arguments()
     pin(options.pin)
     from benchmarks.cases import build
-    from benchmarks.environment import environment
+    from benchmarks.environment import write_result
     from dflash_jax.utils.allocator import tune_allocator
 
     tune_allocator()
@@ -268,7 +267,6 @@ def main() -> int:
     if missing and not options.no_official:
         print(f"skipped: the official package, since {', '.join(missing)} is not installed")
     official = not options.no_official and not missing
-    result = {"suite": "decode", "environment": environment(), "pinned": options.pin}
     chosen = itertools.product(options.configs.split(","), map(int, options.rounds.split(",")))
     for config, rounds in chosen:
         name = f"{config}:{rounds}" if rounds else config
@@ -284,9 +282,7 @@ def main() -> int:
             return 1
         reports[name] = report | {"load_before": load, "load_after": os.getloadavg()[0]}
         print(table({name: reports[name]}), flush=True)
-    if options.json:
-        text = json.dumps(result | {"cases": reports}, indent=1) + "\n"
-        options.json.write_text(text, encoding="utf-8")
+    write_result(options.json, "decode", {"pinned": options.pin, "cases": reports})
     return 0
 
 

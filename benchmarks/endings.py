@@ -23,7 +23,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 import dflash_jax as dj
-from benchmarks.environment import environment
+from benchmarks.environment import write_result
 from dflash_jax.bench import endings
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
@@ -129,13 +129,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     report = {
-        "suite": "endings",
-        "environment": environment(),
         "call_odds": dj.Recovery().call_odds,
         "seed": options.seed,
         "targets": [measured(name, model, options) for name, model in targets(options.target)],
     }
-    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_result(options.out, "endings", report)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ interleaved.
 """
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from benchmarks.paired import interleaved, ratio, spread
 def measure(rows: int, pairs: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return output tokens per second of one plan, and seconds to the first token."""
     import dflash_jax as dj
-    from benchmarks.soak import heldout_prompts
+    from benchmarks.audit.lossless import heldout_prompts
 
     shape = {"rows": rows, "max_length": 512, "chunk": options.chunk, "prefix_cache": 1 << 27}
     plan = dj.Plan(**shape, weights=options.weights)
@@ -76,7 +75,7 @@ def main() -> int:
     options = parser.parse_args()
     import os
 
-    from benchmarks.environment import environment
+    from benchmarks.environment import write_result
     from dflash_jax.utils.allocator import tune_allocator
 
     tune_allocator()
@@ -98,10 +97,7 @@ def main() -> int:
         )
         print(f"{rows:4}  {numbers[0]:10.1f}  {numbers[1]:10.1f}  {numbers[2]:11.1f}", end="")
         print(f"  {numbers[3]:10.2f}  {numbers[4]:14.3f}  {numbers[5]:14.3f}", flush=True)
-    if options.json:
-        text = {"suite": "engine", "environment": environment(), "weights": options.weights}
-        text["cases"] = reports
-        options.json.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+    write_result(options.json, "engine", {"weights": options.weights, "cases": reports})
     return 0
 
 

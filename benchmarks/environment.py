@@ -1,9 +1,11 @@
-"""Description of the machine and the versions, stored with every result."""
+"""Result files: figures, with a description of the machine and the versions."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,15 @@ import jax
 from dflash_jax.utils.processor import widest_vectors
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "dflash-jax", "torch", "transformers", "dflash")
+
+
+def write_result(path: Path | None, suite: str, figures: Mapping[str, Any]) -> None:
+    """Write figures as JSON, with the environment; nothing if there is no path."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result = {"suite": suite, "environment": environment()} | dict(figures)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def environment() -> dict[str, Any]:

@@ -4,7 +4,7 @@
         [--only decode] [--rounds 9] [--json benchmarks/results/llama_cpp.json]
 
 Worker processes of both sides stay alive, pinned to the same cores, and take turns, one request
-each in every round. For `start` (memory and time to the first token), each round starts new ones.
+each in every round. `startup` (`startup.py`) starts new ones in each round.
 "tiny" drafts with its drafter; other models have a random drafter, which runs at full cost while a
 stated number of its drafts is accepted, on both sides. llama.cpp runs with its defaults: caches in
 float16, flash attention, weights rearranged on loading. A run in parts adds to the JSON.
@@ -18,13 +18,12 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.paired import spread
-from benchmarks.workers import Worker, WorkerError, jax_memory, llama_version, llama_worker
+from benchmarks.workers import Worker, WorkerError, llama_version, llama_worker
 
 PLAIN, ONE_TOKEN, DRAFTED = "plain", "plain one token", "drafted"
 LLAMA = "llama.cpp"
@@ -39,7 +38,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "packed": {"weights": "packed"},
     "int4": {"weights": "int4"},
 }
-STAGES = ("decode", "prefill", "start")
+STAGES = ("decode", "prefill", "startup")
 PREFILLS = (128, 512)  # prompt tokens
 PROMPT, TOKENS = 128, 64  # of a decoded request
 BLOCK = 8  # of the drafters
@@ -225,51 +224,23 @@ def prefill(setting: Setting, rounds: int) -> dict[str, Any]:
     }
 
 
-def start(setting: Setting, rounds: int) -> dict[str, Any]:
-    """Return seconds to the first token and resident memory of new processes.
-
-    Ours find their programs in the compilation cache, and their memory is that above a process
-    that has only imported JAX.
-    """
-    ids, base = long_prompt(setting, PROMPT), jax_memory()
-    samples: dict[str, dict[str, list[float]]] = {}
-    commands = {f"{LLAMA} {PLAIN}": setting.llama(256, drafted=False)}
-    for name, fields in plans(setting.kind).items():
-        plan = fields | {"max_length": 256, "block": BLOCK}
-        commands[f"{name} {PLAIN}"] = setting.ours(plan, drafted=False)
-    for turn in range(-1, rounds):
-        for series, command in commands.items():
-            started = time.perf_counter()
-            with Worker(command, setting.cores, environment={"JAX_PLATFORMS": "cpu"}) as worker:
-                worker.ask(setting.request(series, 1, ids))
-                seconds = time.perf_counter() - started
-                worker.ask(setting.request(series, TOKENS, ids))
-                memory = worker.memory()
-            if turn >= 0:
-                ours = not series.startswith(LLAMA)
-                one = samples.setdefault(series, {})
-                one.setdefault("first_token_s", []).append(seconds)
-                less = (base.resident_mb, base.peak_mb) if ours else (0.0, 0.0)
-                one.setdefault("resident_mb", []).append(memory.resident_mb - less[0])
-                one.setdefault("peak_mb", []).append(memory.peak_mb - less[1])
-    return {
-        "jax_alone_mb": dataclasses.asdict(base),
-        "series": {
-            series: {name: _spread(numbers) for name, numbers in one.items()}
-            for series, one in samples.items()
-        },
-    }
-
-
 def _spread(numbers: list[float]) -> dict[str, Any]:
     return spread(numbers).to_json()
 
 
-MEASURE = {"decode": decode, "prefill": prefill, "start": start}
+def measure(stage: str, setting: Setting, rounds: int) -> dict[str, Any]:
+    """Return the figures of one stage."""
+    from benchmarks.startup import compare
+
+    return {"decode": decode, "prefill": prefill, "startup": compare}[stage](setting, rounds)
 
 
 def lines(key: str, stage: str, found: dict[str, Any]) -> list[str]:
     """Return the table of one stage; ratios are over llama.cpp's plain decoding."""
+    if stage == "startup":
+        from benchmarks.startup import table
+
+        return table(key, found)
     title = f"{key} {stage}"
     out = []
     for series, figures in found["series"].items():
@@ -415,7 +386,7 @@ def main(words: Sequence[str] | None = None) -> int:
     for key, setting in chosen_settings(parser, options):
         for stage in stages:
             load = os.getloadavg()[0]
-            found = MEASURE[stage](setting, options.rounds)
+            found = measure(stage, setting, options.rounds)
             found |= {"load": [load, os.getloadavg()[0]]} | about(options)
             print("\n".join(lines(key, stage, found)), flush=True)
             if options.json:

@@ -22,8 +22,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.environment import environment
-from benchmarks.soak_serve import work
+from benchmarks.audit.server import work
+from benchmarks.environment import write_result
 from dflash_jax.ray import answers, app
 from dflash_jax.train.recipes import recipe
 
@@ -127,8 +127,7 @@ def main() -> int:
     found["two_over_one"] = statistics.median(two / one for one, two in pairs)
     found |= replicas(beside_a_server)
     print(json.dumps(found, indent=2))
-    if options.json:
-        options.json.write_text(json.dumps(found | {"environment": environment()}, indent=2) + "\n")
+    write_result(options.json, "ray", found)
     return 0
 
 

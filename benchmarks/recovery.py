@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import dflash_jax as dj
-from benchmarks.environment import environment
+from benchmarks.environment import write_result
 from benchmarks.paired import interleaved, ratio, spread
 from dflash_jax.bench.replay import Turn, prompt_of, read_turns
 from dflash_jax.cli.replay import SHIPPED
@@ -98,13 +98,11 @@ def main() -> None:
     engine.measures_drafting = False
     engine.warm_up(recovery=True)
     report = {
-        "suite": "recovery",
         "turns": len(turns),
-        "environment": environment(),
         "per_step": machine(engine, turns, repeats=7),
         "whole": whole(engine, turns, options.pairs),
     }
-    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_result(options.out, "recovery", report)
     print(json.dumps(report["per_step"], indent=1))
     print(f"decoding, on over off: {report['whole']['on_over_off']['median']:.4f}")
 

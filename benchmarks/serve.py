@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import dflash_jax as dj
-from benchmarks.environment import environment
+from benchmarks.audit.server import served
+from benchmarks.environment import write_result
 from benchmarks.paired import interleaved, spread
-from benchmarks.soak_serve import served
 
 LENGTH, LONG = 512, 128
 TALK = [{"role": "user", "content": "What can you do for me?"}]
@@ -52,8 +52,7 @@ def main() -> None:
     with served("--max-length", str(LENGTH)) as (_, url):
         found = measure(Client(url), options.pairs)
     print(json.dumps(found, indent=1))
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_result(options.out, "serve", found)
 
 
 def measure(client: Client, pairs: int) -> dict[str, Any]:
@@ -81,7 +80,7 @@ def measure(client: Client, pairs: int) -> dict[str, Any]:
     per_request = statistics.median(one_http) - statistics.median(one)
     added = statistics.median(long_http) - statistics.median(long)
     return {
-        "environment": environment() | {"load": os.getloadavg()},
+        "load_average": os.getloadavg(),
         "pairs": pairs,
         "milliseconds": {name: spread(values).to_json() for name, values in samples.items()},
         "added_ms_per_request": per_request,

@@ -1,34 +1,20 @@
 """Seconds from the start of a process to its first token, phase by phase, and resident memory.
 
-    python -m benchmarks.startup --llama-cpp BUILD [--models 60m] [--types q8_0] [--cores 2]
-        [--rounds 9] [--json benchmarks/results/startup.json]
-
-Every mode of a GGUF file starts with an empty compilation cache ("cold") and with a filled one
-("warm"), next to llama.cpp. Files are in the page cache and the native kernels are compiled
-already. "python" is what no other phase accounts for: the interpreter and the first request.
-Seconds of tracing, lowering and compiling are sums over programs, which may overlap. Memory is
-that of the process after each phase; `jax_alone_mb` is that of one that only imported JAX.
+The stage `startup` of `benchmarks.llama_cpp`. Every mode of a GGUF file starts with an empty
+compilation cache ("cold") and with a filled one ("warm"), next to llama.cpp. Files are in the page
+cache and the native kernels are compiled already. "python" is what no other phase accounts for: the
+interpreter and the first request. Seconds of tracing, lowering and compiling are sums over
+programs, which may overlap. Memory is that of the process after each phase; `jax_alone_mb` is that
+of one that only imported JAX.
 """
 
 import dataclasses
-import os
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.llama_cpp import (
-    LLAMA,
-    PROMPT,
-    Setting,
-    about,
-    case_parser,
-    chosen_settings,
-    long_prompt,
-    merge,
-)
+from benchmarks.llama_cpp import LLAMA, PROMPT, Setting, long_prompt
 from benchmarks.paired import spread
 from benchmarks.workers import Worker, jax_memory
 
@@ -127,21 +113,3 @@ def table(key: str, found: dict[str, Any]) -> list[str]:
         shown = [f"{name} {value:.0f}" for name, value in memory.items()]
         out.append(f"  {'':15} MB: {', '.join(shown)}")
     return out
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Measure every setting, printing and storing each when it is done."""
-    parser = case_parser(__doc__, models="60m", types="q8_0", cores="2")
-    options = parser.parse_args(words)
-    for key, setting in chosen_settings(parser, options):
-        load = os.getloadavg()[0]
-        found = compare(setting, options.rounds)
-        found |= {"load": [load, os.getloadavg()[0]]} | about(options)
-        print("\n".join(table(key, found)), flush=True)
-        if options.json:
-            merge(options.json, key, "startup", found)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

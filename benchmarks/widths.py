@@ -8,7 +8,6 @@ Both steps are timed in turn, on the cores that the process is given.
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -53,20 +52,19 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--json", type=Path, metavar="OUT")
     options = parser.parse_args(words)
-    from benchmarks.environment import environment
+    from benchmarks.environment import write_result
     from dflash_jax.utils.allocator import tune_allocator
 
     tune_allocator()
-    report: dict[str, Any] = {"suite": "widths", "environment": environment(), "cases": {}}
+    cases: dict[str, Any] = {}
     for model in options.models:
         for weights in options.weights.split(","):
             case = f"{Path(model).stem}, {weights}, {options.block}"
-            report["cases"][case] = found = measure(model, weights, options.block, options.pairs)
+            cases[case] = found = measure(model, weights, options.block, options.pairs)
             one, wide = (found["step_ms"][name]["median"] for name in ("one token", "block"))
             figure = found["block_over_one"]["median"]
             print(f"{case:32} one token {one:7.2f} ms  block {wide:7.2f} ms  {figure:.2f}")
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_result(options.json, "widths", {"cases": cases})
     return 0
 
 

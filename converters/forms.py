@@ -5,4 +5,6 @@ SAFETENSORS, ORBAX = "safetensors", "orbax"  # what `convert` writes
 HUGGING_FACE, SPECULATORS, GGUF = "huggingface", "speculators", "gguf"  # what `export` writes
 FORMS = (SAFETENSORS, ORBAX, GGUF)
 LAYOUTS = (HUGGING_FACE, SPECULATORS, GGUF)
-GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")  # of the matrices in a GGUF file
+# Types of the matrices in a GGUF file, and the value of general.file_type for each.
+FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_1": 3}
+GGUF_TYPES = tuple(FILE_TYPES)

@@ -3,17 +3,24 @@
     python -m benchmarks.audit                      # 100,000 tokens, all families and drafters
     python -m benchmarks.audit --seed 3 --case 17   # one case again
     python -m benchmarks.audit --target path/to/Qwen3-8B --drafter path/to/Qwen3-8B-DFlash-b16
+    python -m benchmarks.audit shipped [--max-tokens 64] [--chats 4]     # grids of plans and
+    python -m benchmarks.audit families [--only llama] [--tokens 1260]   # drafters
+    python -m benchmarks.audit load [--requests 2000] [--rows 32]        # requests of every kind
+    python -m benchmarks.audit serve [--minutes 20] [--fuzz 10] [--only-load]  # to a server
 
 Scenarios combine rows, prefix caches and folders, cancellations, failed steps, recovery, structured
 output, penalties, block sizes and sampled neighbours. Every greedy answer must have the tokens,
 text, finish reason and recovery statistics of its request decoded alone, without drafting, with the
 same plan. Exits with 1 if an answer differs, after printing the command that repeats the case.
+`lossless.py`, `load.py` and `server.py` describe the fixed scenarios; they exit with 1 if a check
+fails. Each has --out.
 """
 
 import argparse
 import collections
 import dataclasses
 import gc
+import importlib
 import json
 import os
 import shlex
@@ -27,18 +34,21 @@ import jax
 from benchmarks.audit.cases import SHORT_CASES, Counts, Course, run_case
 from benchmarks.audit.models import AuditedEngine, build
 from benchmarks.audit.scenario import Scenario, draw_scenario
-from benchmarks.audit.setups import GIVEN, SHIPPED, SHORT
-from benchmarks.environment import environment
-from benchmarks.soak_families import FAMILIES
+from benchmarks.audit.setups import FAMILIES, GIVEN, SHIPPED, SHORT
+from benchmarks.environment import write_result
 from dflash_jax.testing import QUICK_COMPILE
 
 ALL = (len(FAMILIES) + 1) * 2  # setups that cover every family and drafter
 EVERY = 10.0  # seconds between progress lines
+FIXED = {"shipped": "lossless", "families": "lossless", "load": "load", "serve": "server"}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run cases and write the result; return 1 if an answer differs."""
-    options = _parse(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    if words and (module := FIXED.get(words[0])):
+        return getattr(importlib.import_module(f"benchmarks.audit.{module}"), words[0])(words[1:])
+    options = _parse(words)
     if options.quick_compile:  # read when jax initialises its backends
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK_COMPILE])
     audit = Audit(options)
@@ -163,18 +173,15 @@ class Audit:
         if options.short or not options.out:
             return
         found = {
-            "suite": "audit",
             "seed": options.seed,
             "family": self._family,
             "next_case": self.case,
             "seconds": round(self._seconds, 1),
-            "environment": environment(),
             "counts": dict(sorted(self._counts.items())),
             "differences": self._found,
             "setups": self._setups,
         }
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_result(options.out, "audit", found)
         self.written = self.case
 
     def _resume(self, found: dict[str, Any]) -> None:
@@ -190,9 +197,10 @@ class Audit:
         self._found, self._setups = found["differences"], found["setups"]
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
+def _parse(arguments: list[str]) -> argparse.Namespace:
     text = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(prog="python -m benchmarks.audit", description=text[0])
+    parser.epilog = f"Fixed scenarios, with options of their own: {', '.join(FIXED)}."
     parser.add_argument("--seed", type=int, default=0, help="of all cases; 0 by default")
     parser.add_argument("--tokens", type=int, default=100_000, help="greedy tokens to compare")
     parser.add_argument("--cases", type=int, help="number of cases to run, instead of --tokens")

@@ -16,8 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 import dflash_jax as dj
 from benchmarks.audit.scenario import Limits
-from benchmarks.audit.setups import DRAFTERS, GIVEN, SHIPPED, Setup
-from benchmarks.soak_families import FAMILIES
+from benchmarks.audit.setups import DRAFTERS, FAMILIES, GIVEN, SHIPPED, Setup
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.graph.keys import Variant
@@ -190,15 +189,14 @@ def _with_blocks(params: Any, specs: Mapping[str, Spec], seed: int) -> Any:
     return jax.tree_util.tree_map_with_path(draw, params)
 
 
-# Of codes, sub-scales included.
-SPANS = {"Q8_0": 74, "Q4_0": 4.6, "Q4_1": 4.6, "Q4_K": 170, "Q6_K": 1370}
-
-
 def _blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> Packed:
     """Return a random packed weight [D, ...] of both signs, of about 1 / sqrt(D)."""
     columns, found = math.prod(shape[1:]), {}
-    scale = shape[0] ** -0.5 / SPANS[kind]
-    for name, (rows, dtype) in KINDS[kind].arrays(shape[0]).items():
+    form = KINDS[kind]
+    span = {1: 256, 2: 16, 4: 64}[form.classes] / math.sqrt(12)  # of uniform codes
+    span *= (256 / math.sqrt(12) if form.high else 64 / math.sqrt(3)) if form.sub else 1
+    scale = shape[0] ** -0.5 / span
+    for name, (rows, dtype) in form.arrays(shape[0]).items():
         size, made = (rows, columns), np.dtype(dtype)
         if name in ("scale", "low"):
             found[name] = np.full(size, scale * (7 if name == "low" else 1), made)

@@ -6,9 +6,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.audit.scenario import VARIANTS
-from benchmarks.soak_families import FAMILIES
+from dflash_jax.config import TargetConfig
+from dflash_jax.testing import tiny_gemma, tiny_gpt_oss, tiny_hybrid, tiny_moe, tiny_target
 
 SHIPPED, GIVEN = "shipped", "given"
+EXPERTS: dict[str, Any] = {
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 6,
+    "experts_per_token": 2,
+    "expert_size": 16,
+    "shared_expert_size": 20,
+}
+DENSE: dict[str, Any] = {"num_experts": 0, "per_layer_size": 0, "shared_layers": 0}
+FAMILIES: dict[str, TargetConfig] = {
+    "llama": tiny_target(model_type="llama"),
+    "qwen3, two windows": tiny_target(windows=(10, None, 24)),
+    "qwen3_moe": tiny_moe(),
+    "qwen3_5": tiny_hybrid(),
+    "qwen3_5_moe": tiny_hybrid(**EXPERTS),
+    "gemma4": tiny_gemma(**DENSE),
+    "gemma4, experts, shared keys, per-layer inputs": tiny_gemma(),
+    "gpt_oss": tiny_gpt_oss(),
+}
 FULL: dict[str, Any] = {"windows": (None, None), "causal": (False, False)}
 DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # kind and fields
     "dflash": ("dflash", {}),

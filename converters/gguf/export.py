@@ -10,7 +10,7 @@ from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
 from dflash_jax.config.family import family_of, target_families
 from dflash_jax.converters import families
 from dflash_jax.converters.canonical import Canonical, Computed, Origin
-from dflash_jax.converters.forms import GGUF_TYPES
+from dflash_jax.converters.forms import FILE_TYPES, GGUF_TYPES
 from dflash_jax.converters.gguf import drafter_export, keys
 from dflash_jax.converters.gguf.dialects import UPSTREAM
 from dflash_jax.converters.gguf.header import STRING
@@ -21,8 +21,6 @@ from dflash_jax.converters.quants.types import BY_NAME, GgmlType
 from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import ConfigError
 
-# general.file_type, by the type of most matrices.
-FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32}
 QUANTISATION_VERSION = 2
 SECTIONS = ".rope.dimension_sections"  # of targets with several position rows (M-RoPE)
 _OF_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -124,7 +122,7 @@ def _general(architecture: str, chosen: GgmlType, kept: Mapping[str, Any]) -> di
     own: dict[str, Typed] = {
         "general.architecture": Typed(STRING, architecture),
         "general.type": Typed(STRING, "model"),
-        "general.file_type": Typed(U32, FILE_TYPES[chosen.name]),
+        "general.file_type": Typed(U32, FILE_TYPES[chosen.name.lower()]),
     }
     if chosen.dtype is None:
         own["general.quantization_version"] = Typed(U32, QUANTISATION_VERSION)

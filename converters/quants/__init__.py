@@ -5,37 +5,17 @@ from collections.abc import Callable
 import numpy as np
 
 from dflash_jax.converters.quants import codebooks, grids, legacy, super_blocks
-from dflash_jax.converters.quants.types import TYPES, GgmlType
+from dflash_jax.converters.quants.types import BY_NAME, TYPES, GgmlType
 from dflash_jax.errors import CheckpointError
 
 Decoder = Callable[[np.ndarray, np.ndarray], None]
 
+# A decoder is the function of its type's name in lower case.
 DECODERS: dict[str, Decoder] = {
-    "Q1_0": codebooks.q1_0,
-    "Q2_0": codebooks.q2_0,
-    "Q4_0": legacy.q4_0,
-    "Q4_1": legacy.q4_1,
-    "Q5_0": legacy.q5_0,
-    "Q5_1": legacy.q5_1,
-    "Q8_0": legacy.q8_0,
-    "Q2_K": super_blocks.q2_k,
-    "Q3_K": super_blocks.q3_k,
-    "Q4_K": super_blocks.q4_k,
-    "Q5_K": super_blocks.q5_k,
-    "Q6_K": super_blocks.q6_k,
-    "IQ1_S": grids.iq1_s,
-    "IQ1_M": grids.iq1_m,
-    "IQ2_XXS": grids.iq2_xxs,
-    "IQ2_XS": grids.iq2_xs,
-    "IQ2_S": grids.iq2_s,
-    "IQ3_XXS": grids.iq3_xxs,
-    "IQ3_S": grids.iq3_s,
-    "IQ4_NL": codebooks.iq4_nl,
-    "IQ4_XS": codebooks.iq4_xs,
-    "MXFP4": codebooks.mxfp4,
-    "NVFP4": codebooks.nvfp4,
-    "TQ1_0": super_blocks.tq1_0,
-    "TQ2_0": super_blocks.tq2_0,
+    name: decoder
+    for module in (codebooks, grids, legacy, super_blocks)
+    for name in BY_NAME
+    if (decoder := getattr(module, name.lower(), None))
 }
 CHUNK = 1 << 18  # weights decoded at a time: few NumPy calls, temporaries still in cache
 READABLE = frozenset(DECODERS) | frozenset(t.name for t in TYPES.values() if t.dtype is not None)

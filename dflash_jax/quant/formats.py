@@ -40,6 +40,7 @@ class PackedFormat:
       high: whether the two high bits of each code are stored in a separate array.
       zeros: whether each group has a zero point of its own, also subtracted.
       low: whether an offset is subtracted from each scaled group, with a second scale if `sub`.
+      block_bytes: bytes of the ggml block of this name; 0 if there is none.
     """
 
     name: str
@@ -50,6 +51,7 @@ class PackedFormat:
     high: bool = False
     zeros: bool = False
     low: bool = False
+    block_bytes: int = 0
 
     @property
     def spread(self) -> int:
@@ -84,11 +86,11 @@ KINDS: Mapping[str, PackedFormat] = {
     kind.name: kind
     for kind in (
         PackedFormat("int8", classes=1, zero=0, group=0),
-        PackedFormat("Q8_0", classes=1, zero=0, group=32),
-        PackedFormat("Q4_0", classes=2, zero=8, group=32),
-        PackedFormat("Q4_1", classes=2, zero=0, group=32, low=True),
+        PackedFormat("Q8_0", classes=1, zero=0, group=32, block_bytes=34),
+        PackedFormat("Q4_0", classes=2, zero=8, group=32, block_bytes=18),
+        PackedFormat("Q4_1", classes=2, zero=0, group=32, low=True, block_bytes=20),
         PackedFormat("int4z", classes=2, zero=0, group=32, zeros=True),
-        PackedFormat("Q4_K", classes=2, zero=0, group=256, sub=32, low=True),
-        PackedFormat("Q6_K", classes=4, zero=32, group=256, sub=16, high=True),
+        PackedFormat("Q4_K", classes=2, zero=0, group=256, sub=32, low=True, block_bytes=144),
+        PackedFormat("Q6_K", classes=4, zero=32, group=256, sub=16, high=True, block_bytes=210),
     )
 }

@@ -16,7 +16,7 @@ Arrays = dict[str, Any]  # NumPy or JAX arrays
 
 
 FLOAT = ""  # the kind of a part that is not packed
-STORED = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")  # kinds found in files
+STORED = tuple(name for name, kind in KINDS.items() if kind.block_bytes)  # found in files
 QUANTISED = {"int8": "int8", "int4": "Q4_0"}  # kind for each value of `Plan.weights`
 
 # Matrices that are multiplied by `nn.layers.dot`. Other parameters are never packed.
@@ -217,8 +217,7 @@ def dequantise(arrays: Mapping[str, np.ndarray], kind: str) -> np.ndarray:
 
 def unpack_blocks(blocks: np.ndarray, kind: str) -> Arrays:
     """Return the arrays of a weight [D, N] from rows of ggml blocks, uint8 [N, bytes of a row]."""
-    sizes = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "Q4_K": 144, "Q6_K": 210}
-    b = blocks.reshape(len(blocks), -1, sizes[kind])  # [N, blocks, bytes]
+    b = blocks.reshape(len(blocks), -1, KINDS[kind].block_bytes)  # [N, blocks, bytes]
 
     def half(at: int) -> np.ndarray:
         return _columns(np.ascontiguousarray(b[..., at : at + 2]).view("<f2").astype(np.float16))

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import accuracy, llama_cpp, startup
+from benchmarks import accuracy, llama_cpp
 from benchmarks.llama_models import RANDOM, write_pair
 from benchmarks.workers import Worker, WorkerError, llama_worker, memory_of
 from dflash_jax.config import check_pair
@@ -49,7 +49,7 @@ def test_impossible_acceptance_is_refused(length: float) -> None:
         (["--models", "tiny,7b"], "--models has ['7b']; known: tiny, smollm2"),
         (["--types", "q9"], "--types has ['q9']; known: f32"),
         (["--cores", "0"], "--cores has ['0']; known: 1, 2"),
-        (["--only", "speed"], "--only has ['speed']; known: decode, prefill, start"),
+        (["--only", "speed"], "--only has ['speed']; known: decode, prefill, startup"),
         (["--rounds", "1"], "--rounds is 1; expected at least 2"),
         (["--acceptance", "9"], "--acceptance is 9.0; expected a whole number from 1 to 8"),
         ([], "it has no CMakeCache.txt. It is the folder in which llama.cpp was built"),
@@ -174,9 +174,8 @@ def test_all_stages_of_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     common += ["--rounds", "2", "--cache", str(tmp_path)]
     results = tmp_path / "results.json"
     assert llama_cpp.main([*common, "--json", str(results)]) == 0
-    assert startup.main([*common, "--json", str(results)]) == 0
     case = json.loads(results.read_text())["cases"]["2m/q8_0/1"]
-    assert set(case) == {"decode", "prefill", "start", "startup"}
+    assert set(case) == {"decode", "prefill", "startup"}
     lengths = {name: s["acceptance_length"] for name, s in case["decode"]["series"].items()}
     assert lengths["llama.cpp drafted"] == pytest.approx(lengths["packed drafted"])
     assert "packed, warm" in case["startup"]["series"]

@@ -1,10 +1,10 @@
-"""Mixed traffic; `benchmarks.load` runs more of it on the shipped pair."""
+"""Mixed traffic; `benchmarks.audit load` runs more of it on the shipped pair."""
 
 import dataclasses
 
 import numpy as np
 
-from benchmarks.load import KINDS, drive
+from benchmarks.audit.load import KINDS, drive
 from dflash_jax.engine.engine import Engine
 from dflash_jax.testing import random_engine
 

@@ -22,7 +22,11 @@ REPEATED = [7, 8, 9, 10, 11, 12] * 3 + [7, 8, 9]
 def drafts(text: list[int], places: int, **options: int) -> list[int]:
     """Return the drafts after a text, in a row whose slots hold other tokens after it."""
     ngram, slots = NGram(**options), 64
-    state = jnp.full((1, slots), 99, jnp.int32).at[0, : len(text) - 1].set(jnp.array(text[:-1], jnp.int32))
+    state = (
+        jnp.full((1, slots), 99, jnp.int32)
+        .at[0, : len(text) - 1]
+        .set(jnp.array(text[:-1], jnp.int32))
+    )
     anchor, start = jnp.array([text[-1]]), jnp.array([len(text) - 1])
     one = jnp.zeros(1, jnp.int32)
     rules = RowRules(*[one] * 2, one + places, *[one] * 5)

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.soak_serve import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES, is_error
+from benchmarks.audit.server import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES, is_error
 from dflash_jax.cli import main
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.soak_serve import ASK, CHAT, COMPLETIONS, MESSAGES
+from benchmarks.audit.server import ASK, CHAT, COMPLETIONS, MESSAGES
 from dflash_jax.server.sampling_options import MOST_GRAMMAR
 from dflash_jax.tokenizer import Tokenizer
 from tests.server.conftest import LiveServer

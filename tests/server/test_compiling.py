@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.soak_serve import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES, is_error, send
+from benchmarks.audit.server import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES, is_error, send
 from dflash_jax.engine import break_even
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.sampling_params import SamplingParams

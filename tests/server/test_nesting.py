@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from benchmarks.soak_serve import CHAT, COMPLETIONS, MESSAGES, PATHS, RESPONSES, is_error
+from benchmarks.audit.server import CHAT, COMPLETIONS, MESSAGES, PATHS, RESPONSES, is_error
 from dflash_jax.server.anthropic import MessagesRequest, _input
 from dflash_jax.server.chat import ChatRequest, decode_chat
 from dflash_jax.server.completions import CompletionRequest

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.soak_serve import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from benchmarks.audit.server import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.errors import StructureError
 from dflash_jax.loading import locate

@@ -20,7 +20,7 @@ import pytest
 from starlette.datastructures import URL
 from starlette.requests import Request
 
-from benchmarks.soak_serve import (
+from benchmarks.audit.server import (
     ASK,
     BODIES,
     CHANGES,

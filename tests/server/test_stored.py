@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.soak_serve import CHAT, RESPONSES
+from benchmarks.audit.server import CHAT, RESPONSES
 from dflash_jax.engine.engine import Engine
 from dflash_jax.server import app, conversation_store, response_store, stored_routes
 from dflash_jax.server.conversation_store import ConversationStore

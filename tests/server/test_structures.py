@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.soak_serve import ASK, CHAT, MESSAGES, send
+from benchmarks.audit.server import ASK, CHAT, MESSAGES, send
 from dflash_jax.engine.engine import Engine
 from dflash_jax.models import build_graph
 from dflash_jax.server.background import MOST_SLOW, StructureThreads

@@ -1,11 +1,9 @@
-"""Soak test of the server: agents, disconnects, crowds, malformed bodies, mixed load.
-
-    python -m benchmarks.soak_serve [--minutes 20] [--fuzz 10] [--only-load]
+"""Load on the server: agents, disconnects, crowds, malformed bodies, mixed load.
 
 `dflash-jax serve` runs in another process with the shipped pair. An agent works for twelve turns,
 clients disconnect in the middle of answers, two hundred requests arrive at once for a queue of 64,
 and malformed and random bodies arrive for `--fuzz` minutes. Then four clients send a mixed load for
-`--minutes`. Exits with 1 if an answer is missing, wrong or a 5xx other than 503, if the server's
+`--minutes`. It fails if an answer is missing, wrong or a 5xx other than 503, if the server's
 memory is 3 % higher in the last third of the load than before, or if shutdown fails.
 """
 
@@ -22,13 +20,15 @@ import subprocess
 import sys
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from benchmarks.environment import write_result
 
 if TYPE_CHECKING:
     import openai
@@ -454,25 +454,19 @@ def soak(url: str, minutes: float, fuzzing: float, *, only_load: bool) -> dict[s
     return found | {"failures": failures}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def serve(words: Sequence[str]) -> int:
+    """Run all phases against a new server and write their results; return 1 if a check fails."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.audit serve")
     parser.add_argument("--minutes", type=float, default=20.0, help="of mixed load")
     parser.add_argument("--fuzz", type=float, default=10.0, help="minutes of random bodies")
     parser.add_argument("--only-load", action="store_true", help="the mixed load and nothing else")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak_serve.json"))
-    options = parser.parse_args()
-    from benchmarks.environment import environment
-
+    options = parser.parse_args(words)
     plan = ("--queue", "64", "--rows", "4", "--max-length", "2048", "--prefix-cache", str(2**25))
     with served(*plan, "--warm", "all") as (process, url):
         found = soak(url, options.minutes, options.fuzz, only_load=options.only_load)
         process.send_signal(signal.SIGTERM)
         found["exit_code"] = process.wait(60)
-    found = {"environment": environment() | {"load": os.getloadavg()}} | found
-    options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_result(options.out, "soak_serve", {"load_average": os.getloadavg()} | found)
     print(f"{len(found['failures'])} failures; written to {options.out}")
     return 1 if found["failures"] or found["exit_code"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,11 +1,9 @@
-"""Load test of the engine: many requests of every kind, without leaks.
-
-    python -m benchmarks.load [--requests 2000] [--out benchmarks/results/soak_load.json]
+"""Load on the engine: many requests of every kind, without leaks.
 
 Random lengths, settings and cancellations over a fixed number of rows. Every greedy output must
 equal the output of the request alone, and a cancelled one a prefix of it. No row, request or
 prefix may leak, nothing may compile after the warm-up, and host memory must stay flat over the
-second half. Exits with 1 if any check fails.
+second half.
 """
 
 import argparse
@@ -21,6 +19,9 @@ from typing import Any
 
 import numpy as np
 
+import dflash_jax as dj
+from benchmarks.audit.lossless import heldout_prompts
+from benchmarks.environment import write_result
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.handle import RequestHandle
 
@@ -167,19 +168,15 @@ def resident() -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def main() -> int:
-    """Run the traffic on the shipped pair and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def load(words: Sequence[str]) -> int:
+    """Run the traffic on the shipped pair and write the report; return 1 if a check fails."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.audit load")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--max-tokens", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak_load.json"))
-    options = parser.parse_args()
-    import dflash_jax as dj
-    from benchmarks.environment import environment
-    from benchmarks.soak import heldout_prompts
-
+    options = parser.parse_args(words)
     plan = dj.Plan(rows=options.rows, max_length=320, chunk=16, prefix_cache=1 << 26)
     engine = dj.load(plan=plan)
     engine.measures_drafting = False
@@ -188,13 +185,7 @@ def main() -> int:
     prompts = [ids[: int(rng.integers(1, 260))] for ids in texts]
     counts = {"requests": options.requests, "most": options.max_tokens}
     traffic = drive(engine, prompts, **counts, report=lambda line: print(line, file=sys.stderr))
-    report = {"suite": "soak_load", "plan": json.loads(engine.plan.to_json())}
-    report |= {"traffic": traffic.to_json(), "environment": environment()}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    report = {"plan": json.loads(engine.plan.to_json()), "traffic": traffic.to_json()}
+    write_result(options.out, "soak_load", report)
     print(json.dumps(traffic.to_json(), indent=1))
     return 0 if traffic.good and traffic.growth < 0.01 else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
