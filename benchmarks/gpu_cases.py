@@ -142,7 +142,9 @@ class Bench:
     context: int
 
     def __post_init__(self) -> None:
-        self.pair = build_pair(self.target, self.drafter, exact=self.plan.exact)
+        self.pair = dataclasses.replace(
+            build_pair(self.target, self.drafter), exact=self.plan.exact
+        )
         free = idle_rules(self.plan)
         self.rules = dataclasses.replace(free, limit=jnp.full_like(free.limit, 1 << 30))
         self.state = self._filled()

@@ -41,7 +41,7 @@ from dflash_jax.graph.build import jit
 from dflash_jax.graph.keys import Step
 from dflash_jax.graph.memory import StepWork, work
 from dflash_jax.graph.roofline import Device, find_device, roofline
-from dflash_jax.models import build_graph, build_pair
+from dflash_jax.models import build_graph
 from dflash_jax.testing import force_acceptance, planned, scripted_engine, set_script
 
 TAUS = (1, 3, 5, 7)
@@ -363,7 +363,7 @@ def _cell(suite: Suite, name: str, params: Any, rows: int, context: int) -> Stag
 
 def _weights(suite: Suite, name: str) -> Any:
     context = CELLS[suite.smoke][0][1]
-    params = random_params(suite.plan(name, 1, context), build_pair(*suite.configs(name)))
+    params = random_params(suite.plan(name, 1, context), *suite.configs(name))
     return jax.block_until_ready(params)
 
 
@@ -376,9 +376,7 @@ def packed(suite: Suite, name: str) -> Iterator[Stage]:
         fields = {"weights": weights, "kernels": kernels}
 
         def run(fields: dict[str, Any] = fields) -> None:
-            params = random_params(
-                build_pair(suite.plan(name, 1, context, **fields), target), drafter
-            )
+            params = random_params(suite.plan(name, 1, context, **fields), target, drafter)
             grid(suite, name, params, 1, context, **fields)
 
         yield "packed", f"steps {name} {weights} by {kernels}", 30, run

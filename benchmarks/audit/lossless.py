@@ -87,7 +87,7 @@ def shipped_checks(plan: Plan, max_tokens: int, chats: int) -> Checks:
     """Decode every prompt with every drafter of one plan of the shipped pair."""
     real = dj.load(plan=plan)
     real.measures_drafting = False
-    params = random_params(real.target, real.drafter, dtype=real.plan.dtype, seed=1)
+    params = random_params(real.graph.pair, dtype=real.plan.dtype, seed=1)
     drafter = jax.device_put(params["drafter"])
     options: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True}
     scripted = scripted_engine(real)
