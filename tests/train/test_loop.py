@@ -5,7 +5,6 @@ import json
 import os
 import random
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,9 @@ import pytest
 
 from dflash_jax.errors import CheckpointError, ComputeError
 from dflash_jax.train import saved
+from dflash_jax.train.files import remove
 from dflash_jax.train.loop import TrainingRun, TrainingStopped, fit
+from tests.damage import apply
 
 
 def run(tmp_path, steps: int = 9) -> TrainingRun:
@@ -96,12 +97,28 @@ def test_a_damaged_state_is_named_and_the_one_before_it_serves(tmp_path):
     for file in (tmp_path / "state" / "9" / "arrays").rglob("*"):
         if file.is_file():
             file.write_bytes(b"")
-    for part in ("about", "arrays"):
+    for part in ("about.json", "arrays"):
         with pytest.raises(CheckpointError, match=r"9 cannot be read .*remove it"):
             fit(run(tmp_path), start(), advance)
-        shutil.rmtree(tmp_path / "state" / "9" / part)
-    shutil.rmtree(tmp_path / "state" / "9")
+        remove(tmp_path / "state" / "9" / part)
+    remove(tmp_path / "state" / "9")
     np.testing.assert_array_equal(fit(run(tmp_path), start(), advance)["x"], straight["x"])
+
+
+def test_no_flipped_bit_of_a_state_is_restored(tmp_path, capfd):
+    state = {"x": jax.random.normal(jax.random.key(0), (300,))}  # more than orbax inlines
+    saved.save(tmp_path / "state", 9, state, "a run")
+    for file in sorted(p for p in (tmp_path / "state").rglob("*") if p.is_file()):
+        whole = file.read_bytes()
+        for place in range(0, len(whole), max(1, len(whole) // 4)):
+            file.write_bytes(apply(whole, [("byte", place, bytes([whole[place] ^ 4]))]))
+            with pytest.raises(CheckpointError, match=r"9 cannot be read .*remove it"):
+                saved.newest(tmp_path / "state", state, "a run")
+        file.write_bytes(whole)
+    step, same = saved.newest(tmp_path / "state", {"x": jnp.zeros(300)}, "a run")
+    assert step == 9
+    np.testing.assert_array_equal(same["x"], state["x"])
+    assert "Traceback" not in capfd.readouterr().err
 
 
 KILLED = """
