@@ -4,6 +4,8 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -195,6 +197,7 @@ def among_hosts(options: argparse.Namespace, recipe: Any) -> contextlib.Abstract
         raise ConfigError(f"--host-wait is {options.host_wait}; expected a positive number")
     if count == 1:
         return contextlib.nullcontext()
+    from dflash_jax.hosts.launch import LOOPBACK, TOKEN
     from dflash_jax.train import joining
 
     address = joining.parse_address(options.coordinator) if options.coordinator else None
@@ -204,9 +207,16 @@ def among_hosts(options: argparse.Namespace, recipe: Any) -> contextlib.Abstract
         address or joining.free_ports(),
         devices_of_each(recipe, count),
         recipe_settings(recipe),
+        token=os.environ.get(TOKEN) or ("" if address else secrets.token_hex(32)),
         wait=options.host_wait or joining.WAIT,
         local=options.local_hosts or address is None,
     )
+    if host == 0 and not joining_options.token and address and address[0] != LOOPBACK:
+        print(
+            f"dflash-jax: no {TOKEN} is set, so anyone who can reach {options.coordinator} can join"
+            " this run; set the same secret on all hosts",
+            file=sys.stderr,
+        )
     command = [*same_command(options), "--hosts", str(count), "--local-hosts"]
     return joining.joined(joining_options, () if address else command)
 
