@@ -147,7 +147,8 @@ def train(options: argparse.Namespace, recipe: Any) -> Any:
     """Return the outcome of a run; only host 0 reports progress."""
     from dflash_jax.train import hosts
     from dflash_jax.train import run as training
-    from dflash_jax.train.setup import begin
+    from dflash_jax.train.files import unless_refused
+    from dflash_jax.train.setup import RUN, begin
     from dflash_jax.train.training import Placement
 
     first, decoder = hosts.current().first, None
@@ -157,7 +158,10 @@ def train(options: argparse.Namespace, recipe: Any) -> Any:
         decoder = ray.decoder(options.ray, options.target, recipe)
     if not options.only_answers:
         Placement(recipe.devices)  # fails before the target answers for hours
-    with progress() if first else contextlib.nullcontext(lambda line: None) as report:
+    with (
+        progress() if first else contextlib.nullcontext(lambda line: None) as report,
+        unless_refused(options.out, RUN) if first else contextlib.nullcontext(),
+    ):
         begun = begin(
             options.target,
             options.data,
