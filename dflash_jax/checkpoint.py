@@ -219,8 +219,9 @@ def write(
 def write_arrays(folder: Path, arrays: Mapping[Keys, np.ndarray]) -> dict[str, dict[str, int]]:
     """Write arrays with orbax, and return the sizes and checksums of its files by name.
 
-    Ctrl-C takes effect after everything is written: orbax cannot be stopped, and its threads would
-    continue in the background. orbax runs in a thread without an event loop, unlike a notebook's.
+    Of several processes of JAX, only the one that calls this takes part. Ctrl-C takes effect after
+    everything is written: orbax cannot be stopped, and its threads would continue in the
+    background. orbax runs in a thread without an event loop, unlike a notebook's.
     """
     with uninterrupted(), ThreadPoolExecutor(1, "checkpoint") as pool:
         pool.submit(_save, folder, arrays).result()
@@ -237,12 +238,13 @@ def write_arrays(folder: Path, arrays: Mapping[Keys, np.ndarray]) -> dict[str, d
 def _save(folder: Path, arrays: Mapping[Keys, np.ndarray]) -> None:
     import orbax.checkpoint as ocp
 
+    alone = _this_process()
     # Compressing weights takes longer than writing them, and saves little.
-    handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=alone)
     log = logging.getLogger("absl")  # to which orbax logs errors that it also raises
     before, log.disabled = log.disabled, True
     try:
-        with ocp.Checkpointer(handler) as writer:
+        with ocp.Checkpointer(handler, multiprocessing_options=alone) as writer:
             writer.save(folder.resolve(), args=ocp.args.PyTreeSave(_nested(arrays)))
     except ValueError as error:  # from tensorstore, with the error code of the system
         code = re.search(r"os_error_code='(\d+)'", str(error))
@@ -260,8 +262,21 @@ def read_arrays(folder: Path, dtypes: Mapping[Keys, np.dtype | None]) -> Params:
     arguments = _nested(
         {k: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype) for k, dtype in dtypes.items()}
     )
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+    alone = _this_process()
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
         return reader.restore(folder.resolve(), args=ocp.args.PyTreeRestore(restore_args=arguments))
+
+
+def _this_process() -> Any:
+    """Return orbax's options for a call that no other process of JAX makes."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    own = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"host{own}"
+    )
 
 
 def _read_dtype(keys: Keys, leaf: Leaf, dtype: str | None) -> np.dtype:

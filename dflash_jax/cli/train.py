@@ -4,6 +4,8 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -145,7 +147,8 @@ def train(options: argparse.Namespace, recipe: Any) -> Any:
     """Return the outcome of a run; only host 0 reports progress."""
     from dflash_jax.train import hosts
     from dflash_jax.train import run as training
-    from dflash_jax.train.setup import begin
+    from dflash_jax.train.files import unless_refused
+    from dflash_jax.train.setup import RUN, begin
     from dflash_jax.train.training import Placement
 
     first, decoder = hosts.current().first, None
@@ -155,7 +158,10 @@ def train(options: argparse.Namespace, recipe: Any) -> Any:
         decoder = ray.decoder(options.ray, options.target, recipe)
     if not options.only_answers:
         Placement(recipe.devices)  # fails before the target answers for hours
-    with progress() if first else contextlib.nullcontext(lambda line: None) as report:
+    with (
+        progress() if first else contextlib.nullcontext(lambda line: None) as report,
+        unless_refused(options.out, RUN) if first else contextlib.nullcontext(),
+    ):
         begun = begin(
             options.target,
             options.data,
@@ -195,6 +201,7 @@ def among_hosts(options: argparse.Namespace, recipe: Any) -> contextlib.Abstract
         raise ConfigError(f"--host-wait is {options.host_wait}; expected a positive number")
     if count == 1:
         return contextlib.nullcontext()
+    from dflash_jax.hosts.launch import LOOPBACK, TOKEN
     from dflash_jax.train import joining
 
     address = joining.parse_address(options.coordinator) if options.coordinator else None
@@ -204,9 +211,16 @@ def among_hosts(options: argparse.Namespace, recipe: Any) -> contextlib.Abstract
         address or joining.free_ports(),
         devices_of_each(recipe, count),
         recipe_settings(recipe),
+        token=os.environ.get(TOKEN) or ("" if address else secrets.token_hex(32)),
         wait=options.host_wait or joining.WAIT,
         local=options.local_hosts or address is None,
     )
+    if host == 0 and not joining_options.token and address and address[0] != LOOPBACK:
+        print(
+            f"dflash-jax: no {TOKEN} is set, so anyone who can reach {options.coordinator} can join"
+            " this run; set the same secret on all hosts",
+            file=sys.stderr,
+        )
     command = [*same_command(options), "--hosts", str(count), "--local-hosts"]
     return joining.joined(joining_options, () if address else command)
 

@@ -1,26 +1,21 @@
 """JAX's compilation cache: compiled programs on disk, shared between processes."""
 
-import contextlib
-import functools
 import logging
 import os
 import re
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 
+from dflash_jax.compiler.checked_cache import check_entries
 from dflash_jax.utils import private_folder
 from dflash_jax.utils.switches import NO, YES
 
 log = logging.getLogger("dflash_jax")
 ENVIRONMENT = "DFLASH_COMPILATION_CACHE"
-DAMAGED = re.compile(r"Error reading persistent compilation cache entry for '(.*?)'")
 ENTRY = re.compile(r".+-[0-9a-f]{64}-(cache|atime)")  # names of JAX's files
-FRESH = 60.0  # seconds in which another process may still be writing a file
 # Seconds of compiling from which a program is kept. Programs of an engine take longer; short
 # operations of other code in the same process would only fill the folder.
 WORTH_KEEPING = 0.1
@@ -79,8 +74,8 @@ def enable_compilation_cache(directory: Path) -> None:
 
     The folder is private to the user, because its contents are executed. Entries that are links, or
     that another user could have written, are removed at once. Damaged ones, as left by a full disk
-    or a killed process, are removed when they are read: JAX never replaces them, and warns of them
-    in every process.
+    or a killed process, and those of other programs are removed when they are read: JAX never
+    replaces them, and would execute some.
 
     Raises:
       UnsafeFolderError: another user could change the folder's contents.
@@ -99,29 +94,4 @@ def enable_compilation_cache(directory: Path) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
     if jax.config.values["jax_persistent_cache_min_entry_size_bytes"] == 0:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    warnings.filterwarnings("always", DAMAGED.pattern)  # each one leads to a removal
-    warnings.showwarning = functools.partial(_show, directory, warnings.showwarning)
-
-
-def _show(folder: Path, show: Callable[..., None], message: Any, *rest: Any, **more: Any) -> None:
-    """Show a warning, or remove the damaged entry it is about."""
-    found = DAMAGED.match(str(message))
-    if not found:
-        return show(message, *rest, **more)
-    log.info("%s", message)
-    for entry in folder.glob(f"{found[1]}-*"):
-        with contextlib.suppress(OSError):  # removed already, or without permission
-            if time.time() - entry.lstat().st_mtime > FRESH and not _readable(entry):
-                entry.unlink()
-                log.warning("%s was damaged, and is compiled again", entry)
-
-
-def _readable(entry: Path) -> bool:
-    """Return whether a file of the cache can be decompressed."""
-    try:
-        from jax._src.compilation_cache import decompress_executable  # no public name
-
-        decompress_executable(private_folder.read_file(entry))
-    except Exception:  # zlib and zstandard have no common exception
-        return False
-    return True
+    check_entries(directory)

@@ -28,7 +28,8 @@ class Channel:
     """A connection that sends and receives frames; any thread may send."""
 
     def __init__(self, connection: socket.socket):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if connection.family != getattr(socket, "AF_UNIX", None):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._socket, self._sending = connection, threading.Lock()
         self._deadline: float | None = None  # of the proof
@@ -53,6 +54,14 @@ class Channel:
         if length > most:
             raise OSError(f"a frame of {length} bytes; expected at most {most}")
         return bytes(self._read(length))
+
+    def set_timeout(self, seconds: float) -> None:
+        """Let `receive` raise TimeoutError once nothing came for these seconds."""
+        self._socket.settimeout(seconds)
+
+    def detach(self) -> socket.socket:
+        """Return the socket, which is no longer the channel's, for bytes without frames."""
+        return self._socket
 
     def close(self) -> None:
         """Close the connection; a thread that sends or receives gets an error."""

@@ -17,7 +17,7 @@ import numpy as np
 from dflash_jax.errors import ComputeError, HostError
 from dflash_jax.hosts import messages
 from dflash_jax.hosts.channel import Channel
-from dflash_jax.hosts.joining import JoiningPort
+from dflash_jax.hosts.joining import Hello, JoiningPort
 from dflash_jax.hosts.launch import Launcher, WorkerProcess
 from dflash_jax.hosts.link import WorkerLink
 
@@ -78,21 +78,28 @@ class HostGroup:
     def _start(self) -> str:
         """Start and connect all workers; return the address at which worker 0 coordinates."""
         deadline = time.monotonic() + START_S
-        with JoiningPort(self._launcher.address, self._token, self.hosts) as port:
+        found: dict[int, Hello] = {}
+        connected: dict[int, Channel] = {}
+        with JoiningPort(self._launcher.address, self._token) as port:
             for index in range(self.hosts):
                 self._processes.append(self._launcher.start(index, port.address, self._token))
-            while len(port.joined) < self.hosts:
-                self._check_start(deadline, port.joined)
+            while len(found) < self.hosts:
+                self._check_start(deadline, found)
                 port.accept(ACCEPT_S)
-        found = port.joined
-        self._channels = [channel for channel, _ in found.values()]
-        if len({hello.versions for _, hello in found.values()}) > 1:
-            named = "; ".join(f"host {i}: {found[i][1].versions}" for i in sorted(found))
-            raise HostError(f"hosts have different versions ({named}); install the same on each")
-        for index, (channel, _) in sorted(found.items()):
+                for channel, hello in port.take():
+                    self._channels.append(channel)
+                    if hello.index in range(self.hosts):
+                        found.setdefault(hello.index, hello)
+                        connected.setdefault(hello.index, channel)
+        for hello in found.values():
+            if problem := found[0].difference(hello):
+                raise HostError(
+                    f"hosts have different versions ({problem}); install the same on each"
+                )
+        for index, channel in sorted(connected.items()):
             self._links.append(WorkerLink(index, channel, self._received, self._lost))
         threading.Thread(target=self._watch, name="hosts", daemon=True).start()
-        return found[0][1].coordinator
+        return found[0].coordinator
 
     def _check_start(self, deadline: float, found: dict[int, Any]) -> None:
         for index, process in enumerate(self._processes):

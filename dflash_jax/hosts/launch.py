@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -101,13 +100,6 @@ class ChildLauncher:
 
     def close(self) -> None:
         """Do nothing: nothing is reserved."""
-
-
-def free_port(address: str) -> int:
-    """Return a port of an address that no socket uses now."""
-    with socket.socket() as found:
-        found.bind((address, 0))
-        return found.getsockname()[1]
 
 
 def _has_descriptor() -> bool:

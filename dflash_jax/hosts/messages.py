@@ -104,14 +104,6 @@ class Ping(Message, frozen=True):
 Entry = Join | Load | Compile | CallProgram | Create | Put | Fetch | Free | Ping
 
 
-class Hello(Message, frozen=True):
-    """The first message of a worker: where it would coordinate, and its versions."""
-
-    index: int
-    coordinator: str
-    versions: str
-
-
 class HostDevices(Message, frozen=True):
     """The worker's devices; `memory` is the free memory of one in bytes, of the host on a CPU."""
 
@@ -153,7 +145,7 @@ class Failed(Message, frozen=True):
     reason: str
 
 
-Reply = Hello | HostDevices | Loaded | Compiled | Value | Pong | Failed
+Reply = HostDevices | Loaded | Compiled | Value | Pong | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_entry = msgspec.msgpack.Decoder(Entry).decode

@@ -10,10 +10,8 @@ import contextlib
 import hashlib
 import os
 import queue
-import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,15 +25,17 @@ from dflash_jax.graph.cache import use_compilation_cache
 from dflash_jax.graph.executor import LocalExecutor, vectors_digest
 from dflash_jax.graph.settings import isolated_jax_config, untraced
 from dflash_jax.hosts import messages
-from dflash_jax.hosts.channel import Channel, WrongTokenError
-from dflash_jax.hosts.launch import TOKEN, free_port
+from dflash_jax.hosts.channel import Channel
+from dflash_jax.hosts.coordinator import UNIX, private_address, relay, tunnel
+from dflash_jax.hosts.joining import Hello, connect
+from dflash_jax.hosts.launch import LOOPBACK, TOKEN
 from dflash_jax.hosts.messages import from_key, pack, unpack
 from dflash_jax.loading import open_pair
 from dflash_jax.models import build_graph
 from dflash_jax.plan import Plan
 from dflash_jax.version import __version__
 
-CONNECT_S, RETRY_S = 30.0, 0.1  # seconds in which, and after which, a worker connects again
+CONNECT_S = 30.0  # seconds in which a worker has to connect
 JOIN_S = 120  # seconds in which all workers have to join
 
 
@@ -46,10 +46,14 @@ class HostWorker:
       channel: the connection to the front, on which each end proved its token.
       index: of this worker; 0 coordinates the others and sends outputs.
       address: where other workers reach this one.
+      token: that other workers have, too.
     """
 
-    def __init__(self, channel: Channel, index: int, address: str):
+    def __init__(self, channel: Channel, index: int, address: str, token: str):
         self._channel, self._index, self._address = channel, index, address
+        self._token = token
+        self._meeting = contextlib.ExitStack()  # closed once all workers have joined
+        self._own_coordinator = self._meeting.enter_context(private_address())
         self._log: queue.SimpleQueue[messages.Entry] = queue.SimpleQueue()
         self._to_compile: queue.SimpleQueue[messages.Compile] = queue.SimpleQueue()
         self._to_send: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
@@ -69,9 +73,12 @@ class HostWorker:
 
     def run(self) -> None:
         """Execute the log until the connection closes, which ends the process."""
-        coordinator = f"{self._address}:{free_port(self._address)}"
-        versions = f"dflash_jax {__version__}, jax {jax.__version__}, NumPy {np.__version__}"
-        self._send(messages.Hello(self._index, coordinator, versions))
+        coordinator = self._own_coordinator
+        if self._index == 0 and self._address != LOOPBACK:  # other hosts cannot reach the socket
+            listening = relay(coordinator, self._address, self._token)
+            coordinator = self._meeting.enter_context(listening)
+        versions = {"dflash_jax": __version__, "jax": jax.__version__, "NumPy": np.__version__}
+        self._channel.send(Hello(self._index, versions, coordinator).encode())
         for target in (self._receive, self._compile_all, self._send_all):
             threading.Thread(target=self._guarded, args=(target,), daemon=True).start()
         self._guarded(self._execute_all)
@@ -112,14 +119,19 @@ class HostWorker:
         if entry.devices:
             jax.config.update("jax_num_cpu_devices", entry.devices)
         jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM
-        own = entry.coordinator if self._index == 0 else None  # not on every interface
-        jax.distributed.initialize(
-            entry.coordinator,
-            entry.hosts,
-            self._index,
-            initialization_timeout=JOIN_S,
-            coordinator_bind_address=own,
-        )
+        own = self._own_coordinator if self._index == 0 else None
+        address = own or entry.coordinator
+        with self._meeting as meeting:
+            if not address.startswith(UNIX):
+                address = meeting.enter_context(tunnel(address, self._token))
+            jax.distributed.initialize(
+                address,
+                entry.hosts,
+                self._index,
+                initialization_timeout=JOIN_S,
+                coordinator_bind_address=own,
+                cluster_detection_method="deactivate",
+            )
         device = default_device()
         count = jax.local_device_count()
         self._send(messages.HostDevices(device.platform, count, free_memory(device)))
@@ -206,37 +218,15 @@ def configs_digest(configs: Any) -> bytes:
     return hashlib.sha256(repr(configs).encode()).digest()
 
 
-def connect(front: str, token: str) -> Channel:
-    """Return a connection to the front, on which both ends proved the token.
-
-    Strangers may fill the front's port, so a connection that was closed is made again.
-
-    Raises:
-      HostError, OSError: the front has another token, or closes every connection.
-    """
-    host, _, port = front.rpartition(":")
-    end = time.monotonic() + CONNECT_S
-    while True:
-        channel = Channel(socket.create_connection((host, int(port)), timeout=CONNECT_S))
-        try:
-            channel.authenticate(token, front=False)
-            return channel
-        except HostError as error:
-            channel.close()
-            if isinstance(error, WrongTokenError) or time.monotonic() > end:
-                raise
-            time.sleep(RETRY_S)
-
-
 def main() -> None:
     """Connect to the front, and execute its log."""
     front, index, address = sys.argv[1:]
     token = os.environ.pop(TOKEN, "")
     try:
-        channel = connect(front, token)
+        channel = connect(front, token, CONNECT_S)
     except (OSError, HostError) as error:
         sys.exit(f"dflash-jax: host {index} cannot reach its server at {front}: {error}")
-    HostWorker(channel, int(index), address).run()
+    HostWorker(channel, int(index), address, token).run()
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ class Scripted(nn.Module):
         assert found.finite is not None
         assert found.num_drafts is not None
         at = start[:, None] + jnp.arange(1, found.block.shape[1])[None, :]
-        digits = self.script.astype(jnp.float32)
+        digits = self.script[: len(anchor)].astype(jnp.float32)
         script = digits[:, :, 0] * 256 + digits[:, :, 1]
         said = jnp.take_along_axis(script, jnp.minimum(at, script.shape[1] - 1), axis=1)
         clear = jnp.isfinite(said)

@@ -41,15 +41,18 @@ class CommandProcess:
     """A command of `dflash-jax` in a process of its own.
 
     Its lines are read from pipes: once nobody reads them, the next one ends it.
+
+    Args:
+      variables: of its environment, in addition to those of this process.
     """
 
-    def __init__(self, words: Sequence[str]):
+    def __init__(self, words: Sequence[str], **variables: str):
         root = str(Path(dflash_jax.__file__).parents[1])
         paths = filter(None, [root, os.environ.get("PYTHONPATH")])
         self._lines: queue.SimpleQueue[Line] = queue.SimpleQueue()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "dflash_jax", *words],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -5,6 +5,7 @@ them: it shows what host 0 prints, passes signals on, and starts all again if on
 """
 
 import contextlib
+import secrets
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from dflash_jax.errors import HostError
+from dflash_jax.hosts.launch import TOKEN
 from dflash_jax.ray.commands import CommandProcess, Line, Show, follow
 from dflash_jax.ray.hosts import Placed, gpus_per_node
 from dflash_jax.train.joining import free_ports
@@ -31,9 +33,9 @@ class TrainingActor:
         """Return an address of this node at which host 0 can listen."""
         return free_ports(ray.util.get_node_ip_address())
 
-    def start(self, words: Sequence[str]) -> None:
-        """Start the command."""
-        self._process = CommandProcess(words)
+    def start(self, words: Sequence[str], token: str) -> None:
+        """Start the command, with the token of all hosts."""
+        self._process = CommandProcess(words, **{TOKEN: token})
 
     def poll(self) -> tuple[list[Line], int | None]:
         """See `Command`."""
@@ -106,6 +108,7 @@ def started(placed: Placed, words: Sequence[str], hosts: int) -> list[RemoteComm
             " `ray status`, and run the same command again"
         ) from error
     where = ["--coordinator", f"[{name}]:{port}" if ":" in name else f"{name}:{port}"]
+    token = secrets.token_hex(32)
     for host, actor in enumerate(actors):
-        actor.start.remote([*words, *where, "--host", str(host)])
+        actor.start.remote([*words, *where, "--host", str(host)], token)
     return [RemoteCommand(actor) for actor in actors]

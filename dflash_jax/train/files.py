@@ -13,6 +13,8 @@ from dflash_jax.errors import CheckpointError, ConfigError
 DAMAGED = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError,
            zipfile.BadZipFile)  # fmt: skip
 
+QUICK = ("rows.npz", "about.json")  # files of a run that are made in seconds from its data
+
 
 def claim(folder: Path, note: str, about: dict[str, Any]) -> None:
     """Record the settings of a run in its folder, or check them against the recorded ones.
@@ -49,6 +51,34 @@ def claim(folder: Path, note: str, about: dict[str, Any]) -> None:
             f"{folder} was begun with other settings ({'; '.join(changed)}); give the same again,"
             " another --out, or remove the folder"
         )
+
+
+@contextlib.contextmanager
+def unless_refused(folder: Path, note: str) -> Iterator[None]:
+    """Remove the folder of a run that the block begins and refuses with ConfigError.
+
+    Parents that the block made are removed, too. Answers and the like, which took long to make,
+    stay.
+
+    Args:
+      note: name of the file with the settings of a run, which shows that it was begun before.
+    """
+    if (folder / note).exists():
+        yield
+        return
+    folder = folder.absolute()
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except ConfigError:
+        files = [path for path in folder.rglob("*") if not path.is_dir()]
+        if folder.is_dir() and {path.name for path in files} <= {note, *QUICK}:
+            for path in folder.iterdir():
+                remove(path)
+            for path in made:  # the innermost first
+                with contextlib.suppress(OSError):  # it holds another run meanwhile
+                    path.rmdir()
+        raise
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], inside: str = "") -> list[str]:

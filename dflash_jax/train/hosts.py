@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import queue
-import socket
 import sys
 import threading
 import time
@@ -21,33 +20,35 @@ from typing import Any, NoReturn
 import numpy as np
 
 from dflash_jax.errors import HostError
+from dflash_jax.hosts.channel import Channel
 
 PING, SILENCE = 5.0, 60.0  # seconds between messages, and after which a host counts as gone
 STOPPED = 3  # exit code after a signal, once the state is saved
 LAST = "end"  # the name of the last exchange, after which hosts may leave
 AGAIN = "; run the same command to go on"
+MOST_BYTES = 1 << 28  # of a message
 
 
 Lost = Callable[[str, int, bool], object]  # (message, exit code, whether a host printed it)
 
 
 class HostLink:
-    """A connection to another host: messages are lines of JSON, received by a thread."""
+    """A connection to another host: messages are JSON, received by a thread."""
 
-    def __init__(self, peer: int, connection: socket.socket, lost: Lost):
-        self.peer, self._connection, self._lost = peer, connection, lost
-        self._lock, self._closed = threading.Lock(), threading.Event()
+    def __init__(self, peer: int, channel: Channel, lost: Lost):
+        self.peer, self._channel, self._lost = peer, channel, lost
+        self._closed = threading.Event()
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.heard = time.monotonic()  # time of the last message
-        connection.settimeout(SILENCE)
+        channel.set_timeout(SILENCE)
         self._receiver = threading.Thread(target=self._receive, daemon=True)
         self._receiver.start()
         threading.Thread(target=self._ping, daemon=True).start()
 
     def send(self, **message: Any) -> None:
         """Send a message; the receiving thread reports a broken connection."""
-        with contextlib.suppress(OSError), self._lock:
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
+        with contextlib.suppress(OSError):
+            self._channel.send(json.dumps(message).encode())
 
     def receive(self) -> dict[str, Any]:
         """Wait for the next message; signals are handled meanwhile."""
@@ -63,20 +64,20 @@ class HostLink:
     def close(self) -> None:
         """Close the connection; its end is no longer reported."""
         self._closed.set()
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
+        self._channel.close()
 
     def _receive(self) -> None:
         try:
-            for line in self._connection.makefile("rb"):
-                message, self.heard = json.loads(line), time.monotonic()
+            while True:
+                message = json.loads(self._channel.receive(MOST_BYTES))
+                self.heard = time.monotonic()
                 if "ended" in message:
                     self._end(message["ended"], message["code"], named=True)
                 elif "name" in message:
                     if message["name"] == LAST:
                         self._closed.set()
                     self._messages.put(message)
+        except EOFError:
             self._end("it ended without a message", 1)
         except TimeoutError:
             self._end(f"it was silent for {SILENCE:g} seconds", 1)
@@ -109,9 +110,9 @@ class TrainingHosts:
         """Whether this is host 0, which writes files and reports progress."""
         return self.host == 0
 
-    def add(self, peer: int, connection: socket.socket) -> None:
+    def add(self, peer: int, channel: Channel) -> None:
         """Add a connection: host 0 has one to each other host, which have one to host 0."""
-        self._links.append(HostLink(peer, connection, self._lost))
+        self._links.append(HostLink(peer, channel, self._lost))
         self._links.sort(key=lambda link: link.peer)
 
     def exchange(self, name: str, value: Any = None) -> list[Any]:

@@ -1,6 +1,7 @@
 """How the hosts of a training run meet: connections, JAX's processes, processes of this machine.
 
-Host 0 listens at the coordinator's address, and JAX's own service at the next port.
+Host 0 listens at the coordinator's address, and for tunnels to JAX's own service at the next port,
+until all have met. `dflash_jax.hosts` has both, for servers too.
 """
 
 import contextlib
@@ -21,17 +22,20 @@ from typing import Any
 import jax
 
 from dflash_jax.errors import ConfigError, DFlashError, HostError
+from dflash_jax.hosts.channel import Channel, WrongTokenError
+from dflash_jax.hosts.coordinator import private_address, relay, tunnel
+from dflash_jax.hosts.joining import Hello, JoiningPort, connect, joined_address
+from dflash_jax.hosts.launch import LOOPBACK, TOKEN
 from dflash_jax.train import hosts
 from dflash_jax.train.hosts import AGAIN, STOPPED, TrainingHosts
 from dflash_jax.train.loop import TrainingStopped
 from dflash_jax.utils.command import INTERRUPTED, TERMINATED, Terminated
 from dflash_jax.version import __version__
 
-RETRY = 0.2  # seconds between two attempts to connect
-HELLO = 10.0  # seconds for a connected process to say which host it is
+RETRY = 0.2  # seconds between two looks at the hosts that start
 END = 30  # seconds for all hosts to end
 WAIT = 300.0  # seconds for all hosts to meet
-LOOPBACK = "127.0.0.1"
+ANSWER_BYTES = 1 << 20
 VIRTUAL = "xla_force_host_platform_device_count"
 
 
@@ -43,6 +47,7 @@ class HostOptions:
       address: name and port of host 0.
       devices: number of devices of each host.
       settings: what all hosts must have in common.
+      token: by which hosts know each other; strangers have another.
       wait: seconds for all hosts to meet.
       local: whether the hosts are processes of one machine, which divide its devices.
     """
@@ -52,6 +57,7 @@ class HostOptions:
     address: tuple[str, int]
     devices: int
     settings: dict[str, Any]
+    token: str = ""
     wait: float = WAIT
     local: bool = False
 
@@ -165,26 +171,42 @@ def _start_jax(options: HostOptions) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     if VIRTUAL not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", options.devices)
-    name, port = options.address
     own = range(options.host * options.devices, (options.host + 1) * options.devices)
     try:
-        jax.distributed.initialize(
-            f"[{name}]:{port + 1}" if ":" in name else f"{name}:{port + 1}",
-            num_processes=options.count,
-            process_id=options.host,
-            local_device_ids=list(own) if options.local else None,
-            cluster_detection_method="deactivate",
-            initialization_timeout=math.ceil(options.wait),
-            shutdown_timeout_seconds=END,
-            coordinator_bind_address=f"{name}:{port + 1}" if name == LOOPBACK else None,
-        )
-        jax.devices()  # all processes exchange theirs
-    except RuntimeError as error:
+        with _coordinator(options) as address:
+            jax.distributed.initialize(
+                address,
+                num_processes=options.count,
+                process_id=options.host,
+                local_device_ids=list(own) if options.local else None,
+                cluster_detection_method="deactivate",
+                initialization_timeout=math.ceil(options.wait),
+                shutdown_timeout_seconds=END,
+                coordinator_bind_address=address if options.host == 0 else None,
+            )
+            jax.devices()  # all processes exchange theirs
+    except (RuntimeError, OSError) as error:
+        name, port = options.address
         raise HostError(
             f"JAX cannot join {options.count} processes at {name}, port {port + 1}"
             f" ({str(error).partition(chr(10))[0]}); give a coordinator whose port and next port"
             " are free and reachable from all hosts"
         ) from error
+
+
+@contextlib.contextmanager
+def _coordinator(options: HostOptions) -> Iterator[str]:
+    """Yield the address of JAX's service, which no connection without the token reaches."""
+    name, port = options.address
+    if options.host:
+        with tunnel(joined_address(name, port + 1), options.token) as address:
+            yield address
+        return
+    with (
+        private_address() as address,
+        relay(address, name, options.token, port=port + 1),
+    ):
+        yield address
 
 
 def delay_aborts() -> None:
@@ -200,10 +222,9 @@ def delay_aborts() -> None:
         library.signal(signal.SIGABRT, ctypes.cast(library.sleep, ctypes.c_void_p))
 
 
-def _hello(options: HostOptions) -> dict[str, Any]:
-    """Return what all hosts must have in common."""
+def _hello(options: HostOptions) -> Hello:
     versions = {"dflash-jax": __version__, "jax": jax.__version__}
-    return {"hosts": options.count} | versions | options.settings
+    return Hello(options.host, {"hosts": options.count} | versions | options.settings)
 
 
 def _listen(
@@ -215,90 +236,69 @@ def _listen(
     """Wait for the other hosts, starting those of this machine."""
     name, port = options.address
     try:
-        family = socket.AF_INET6 if ":" in name else socket.AF_INET
-        server = entered.enter_context(socket.create_server((name, port), family=family))
+        listening = JoiningPort(name, options.token, port=port)
     except OSError as error:
         raise HostError(
             f"host 0 cannot listen at {name}, port {port} ({error.strerror or error}); give an"
             " address of this machine with a free port as --coordinator"
         ) from error
     until, missing = time.monotonic() + options.wait, set(range(1, options.count))
-    started = [entered.enter_context(_process(command, options, i)) for i in missing if command]
-    server.settimeout(RETRY)
-    while missing:
-        if any(process.poll() is not None for process in started) or time.monotonic() > until:
-            listed = ", ".join(map(str, sorted(missing)))
-            raise HostError(
-                f"host {listed} did not join at {name}, port {port}, within {options.wait:g} s,"
-                f" or ended; start all {options.count} hosts with the same command, each with its"
-                " own --host"
-            )
-        with contextlib.suppress(TimeoutError):
-            connection, _ = server.accept()
-            _welcome(group, options, connection, missing)
+    with listening:
+        started = [entered.enter_context(_process(command, options, i)) for i in missing if command]
+        while missing:
+            if any(process.poll() is not None for process in started) or time.monotonic() > until:
+                listed = ", ".join(map(str, sorted(missing)))
+                raise HostError(
+                    f"host {listed} did not join at {name}, port {port}, within {options.wait:g} s,"
+                    f" or ended; start all {options.count} hosts with the same command, each with"
+                    f" its own --host, and with the same {TOKEN} if any has one"
+                )
+            listening.accept(RETRY)
+            for channel, hello in listening.take():
+                _welcome(group, options, channel, hello, missing)
 
 
 def _welcome(
-    group: TrainingHosts, options: HostOptions, connection: socket.socket, missing: set[int]
+    group: TrainingHosts, options: HostOptions, channel: Channel, hello: Hello, missing: set[int]
 ) -> None:
-    """Add a host that has connected, unless it is none; refuse one that runs another command."""
-    connection.settimeout(HELLO)
-    try:
-        hello = json.loads(connection.makefile("rb").readline(1 << 16))
-        host, settings = hello["host"], hello["settings"]
-    except (OSError, ValueError, LookupError, TypeError):
-        connection.close()  # something else that looks for open ports
-        return
-    wanted, problem = _hello(options), ""
-    if changed := [key for key in wanted if settings.get(key) != wanted[key]]:
-        key = changed[0]
-        problem = f"{key} is {settings.get(key)} on host {host} and {wanted[key]} on host 0"
-    elif host not in missing:
-        problem = f"there are two processes with --host {host}"
-    connection.sendall(json.dumps({"problem": problem}).encode() + b"\n")
+    """Add a host that has joined; refuse one that runs another command."""
+    problem = _hello(options).difference(hello)
+    if not problem and hello.index not in missing:
+        problem = f"there are two processes with --host {hello.index}"
+    with contextlib.suppress(OSError):  # a host that is gone already is missed later
+        channel.send(json.dumps({"problem": problem}).encode())
     if problem:
-        connection.close()
+        channel.close()
         raise HostError(f"{problem}; give all hosts the same command, each with its own --host")
-    missing.remove(host)
-    group.add(host, connection)
+    missing.remove(hello.index)
+    group.add(hello.index, channel)
 
 
 def _connect(group: TrainingHosts, options: HostOptions, *unused: Any) -> None:
     """Connect to host 0, which may start later."""
-    until = time.monotonic() + options.wait
-    while True:
-        try:
-            connection = socket.create_connection(options.address, timeout=HELLO)
-            break
-        except OSError as error:
-            if time.monotonic() > until:
-                name, port = options.address
-                raise HostError(
-                    f"host 0 does not answer at {name}, port {port}, within {options.wait:g} s"
-                    f" ({error.strerror or error}); start it, or correct --coordinator"
-                ) from error
-            time.sleep(RETRY)
-    connection.settimeout(options.wait)
-    hello = {"host": options.host, "settings": _hello(options)}
+    name, port = options.address
     try:
-        connection.sendall(json.dumps(hello).encode() + b"\n")
-        problem = json.loads(_line(connection))["problem"]
-    except (OSError, ValueError) as error:
+        channel = connect(joined_address(name, port), options.token, options.wait)
+    except WrongTokenError as error:
+        raise HostError(
+            f"host 0 has another token; give all hosts the same {TOKEN}, or none"
+        ) from error
+    except (OSError, HostError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise HostError(
+            f"host 0 does not answer at {name}, port {port}, within {options.wait:g} s ({reason});"
+            " start it, or correct --coordinator"
+        ) from error
+    channel.set_timeout(options.wait)
+    try:
+        channel.send(_hello(options).encode())
+        problem = json.loads(channel.receive(ANSWER_BYTES))["problem"]
+    except (OSError, EOFError, ValueError) as error:
         problem = f"host 0 ended before all hosts had joined ({error})"
     if problem:
-        connection.close()
+        channel.close()
         raise HostError(f"{problem}; give all hosts the same command, each with its own --host")
-    group.add(0, connection)
-
-
-def _line(connection: socket.socket) -> bytes:
-    """Return one line, and leave what follows for the connection's own thread."""
-    found = b""
-    while not found.endswith(b"\n"):
-        if not (part := connection.recv(1)):
-            raise OSError("the connection was closed")
-        found += part
-    return found
+    group.add(0, channel)
 
 
 @contextlib.contextmanager
@@ -310,9 +310,10 @@ def _process(
     It is in a session of its own, so that Ctrl-C reaches host 0 only, which stops all hosts.
     """
     name, port = options.address
-    words = [*command, "--host", str(host), "--coordinator", f"{name}:{port}"]
+    words = [*command, "--host", str(host), "--coordinator", joined_address(name, port)]
     with subprocess.Popen(
         [sys.executable, "-m", "dflash_jax", *words],
+        env=os.environ | {TOKEN: options.token},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,

@@ -21,6 +21,7 @@ import numpy as np
 
 from dflash_jax.errors import ComputeError
 from dflash_jax.train import hosts, saved
+from dflash_jax.train.files import saved_as
 from dflash_jax.utils.progress import time_left
 
 State = TypeVar("State")
@@ -175,7 +176,8 @@ def cut_log(path: Path, steps: int) -> None:
     """Drop log lines of steps after the last saved one, and incomplete lines."""
     if path.is_file():
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[:steps]
-        path.write_text("".join(lines), encoding="utf-8")
+        with saved_as(path) as partial:
+            partial.write_text("".join(lines), encoding="utf-8")
 
 
 def append_lines(path: Path, lines: list[str]) -> None:

@@ -27,10 +27,10 @@ from dflash_jax.train import (
     user_answers,
 )
 from dflash_jax.train import rows as packing
-from dflash_jax.train.files import saved_as, sound, write_json
+from dflash_jax.train.files import saved_as, sound, unless_refused, write_json
 from dflash_jax.train.recipe import Recipe
 from dflash_jax.train.rows import TokenRows
-from dflash_jax.train.setup import BegunRun, begin, check_ids
+from dflash_jax.train.setup import RUN, BegunRun, begin, check_ids
 from dflash_jax.train.training import (
     Placement,
     Report,
@@ -79,10 +79,12 @@ def run(
       CheckpointError, TrainingStopped: see `loop.fit`.
     """
     Placement(recipe.devices)  # fails before the target answers for hours
-    begun = begin(
-        target, source, out, recipe, report=report, mask_id=mask_id, start=start, data_of=data_of
-    )
-    return finish(begun, target, out, recipe, report=report)
+    with unless_refused(out, RUN):
+        begun = begin(
+            target, source, out, recipe, report=report, mask_id=mask_id, start=start,
+            data_of=data_of,
+        )  # fmt: skip
+        return finish(begun, target, out, recipe, report=report)
 
 
 def prepare(target: str, source: str, out: Path, recipe: Recipe, *, report: Report) -> None:

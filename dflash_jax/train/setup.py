@@ -23,6 +23,8 @@ from dflash_jax.train.recipe import FLOAT, Recipe, new_drafter
 from dflash_jax.train.training import Report
 from dflash_jax.train.usage import Usage
 
+RUN = "run.json"  # the settings of a run, in its folder
+
 
 @dataclasses.dataclass(frozen=True)
 class BegunRun:
@@ -89,7 +91,7 @@ def begin(
     params = read_start(start, config) if start else None  # fails before anything is written
     if data_of:
         data_reuse.check(data_of, about)
-    claim(out, "run.json", about)
+    claim(out, RUN, about)
     if data_of:
         data_reuse.take(data_of, out, about)
     identity = json.dumps(about, sort_keys=True)
@@ -110,7 +112,7 @@ def follow(
     model = open_target(target, recipe)
     about = group.exchange("begun")[0]
     try:
-        seen = json.loads((out / "run.json").read_text(encoding="utf-8"))
+        seen = json.loads((out / RUN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         seen = None
     if seen != json.loads(json.dumps(about)):

@@ -2,10 +2,8 @@
 
 import json
 import re
-import struct
 import time
 import tracemalloc
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from weight_files import raw_safetensors
 from dflash_jax.converters.inspect import inspect
 from dflash_jax.converters.models import open_model
 from dflash_jax.errors import DFlashError
+from tests.damage import NUMBERS, apply
 
 CONFIG = {
     "num_hidden_layers": 1,
@@ -41,8 +40,6 @@ SHAPES = {
     "ffn_up": (32, 32),
     "ffn_down": (32, 32),
 }
-NUMBERS = [0, 1, 2, 3, 7, 32, 255, 256, 2**15, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**32]
-NUMBERS += [2**40, 2**60, 2**62, 2**63 - 1, 2**63, 2**64 - 32, 2**64 - 1]
 
 
 @dataclass(frozen=True)
@@ -149,27 +146,7 @@ def mutated(seed: Seed) -> st.SearchStrategy[bytes]:
         st.tuples(st.just("repeat"), place, st.integers(1, 256)),
     )
     one, some = st.tuples(subtle), st.lists(subtle | rough, min_size=1, max_size=3)
-    return st.one_of(one, some).map(lambda found: _apply(seed.raw, found))
-
-
-def _apply(raw: bytes, damage: Sequence[tuple]) -> bytes:
-    for kind, at, what in damage:
-        if kind == "byte":
-            raw = raw[:at] + what + raw[at + len(what) :]
-        elif kind in ("u64", "u32"):
-            width = 8 if kind == "u64" else 4
-            raw = raw[:at] + struct.pack("<Q", what)[:width] + raw[at + width :]
-        elif kind == "cut":
-            raw = raw[:at]
-        elif kind == "delete":
-            raw = raw[:at] + raw[at + what :]
-        elif kind == "insert":
-            raw = raw[:at] + what + raw[at:]
-        elif kind == "repeat":
-            raw = raw[:at] + raw[at : at + what] + raw[at:]
-        else:
-            raw = raw[:at] + what.encode() + raw[at + 1 :]
-    return raw
+    return st.one_of(one, some).map(lambda found: apply(seed.raw, found))
 
 
 SLOW = 1.0  # seconds

@@ -38,6 +38,57 @@ compiled()
 """
 
 
+POISON = """
+import logging, os, sys, time
+from pathlib import Path
+import jax
+import jax.numpy as jnp
+from dflash_jax.graph.cache import enable_compilation_cache
+
+logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+folder = Path(sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+enable_compilation_cache(folder)
+
+def one(x):
+    return x + 1
+
+def two(x):
+    return x * 7
+
+def results():
+    jax.clear_caches()
+    return [float(jax.jit(f).lower(1.0).compile()(5.0)) for f in (one, two)]
+
+assert results() == [6, 35]
+entries = [next(folder.glob(f"jit_{name}-*-cache")) for name in ("one", "two")]
+whole = [entry.read_bytes() for entry in entries]
+flipped = bytearray(whole[0])
+flipped[-9] ^= 1
+poison = [
+    whole[::-1],  # each is the other program
+    [os.urandom(len(whole[0])), b""],
+    [bytes(flipped), whole[1][:-1]],
+    [whole[0][:60], whole[1] + whole[0]],
+]
+for contents in poison:
+    for entry, content in zip(entries, contents):
+        entry.write_bytes(content)
+        os.utime(entry, (time.time() - 1000,) * 2)
+    assert results() == [6, 35], contents
+    # Compiled again, and kept: the next process reads them.
+    assert all(content.startswith(b"dflash_jax entry") for content in map(Path.read_bytes, entries))
+    assert results() == [6, 35]
+"""
+
+
+def test_no_poisoned_entry_is_executed(tmp_path: Path) -> None:
+    done = python(POISON, tmp_path / "xla")
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    assert done.stdout.count("was damaged, and is compiled again") >= 6
+
+
 def python(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run code in a process that knows nothing of the tests' own cache."""
     known = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "DFLASH_"))}

@@ -12,6 +12,7 @@ from dflash_jax.hosts import group as group_module
 from dflash_jax.hosts import messages
 from dflash_jax.hosts.channel import Channel
 from dflash_jax.hosts.group import HostGroup
+from dflash_jax.hosts.joining import Hello
 
 Answer = Callable[["ScriptedWorker", messages.Entry], None]
 
@@ -33,7 +34,7 @@ class ScriptedWorker:
             self._channel.authenticate(token, front=False)
         except HostError:
             return
-        self.send(messages.Hello(self.index, "127.0.0.1:1", version))
+        self._channel.send(Hello(self.index, {"jax": version}, "127.0.0.1:1").encode())
         while True:
             try:
                 entry = messages.decode_entry(self._channel.receive())

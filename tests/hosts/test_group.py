@@ -169,7 +169,9 @@ def test_a_result_is_waited_for_while_others_arrive(start: Any) -> None:
 def test_workers_with_other_tokens_or_versions_are_refused(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(HostError, match=r"different versions \(host 0: 1; host 1: 2\); install"):
+    with pytest.raises(
+        HostError, match=r"different versions \(jax is 2 on host 1 and 1 on host 0\); install"
+    ):
         start(versions={1: "2"})
     monkeypatch.setattr(group_module, "START_S", 0.5)
     with pytest.raises(HostError, match=r"hosts \[1\] did not connect within 0.5 s"):

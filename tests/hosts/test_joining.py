@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from dflash_jax.hosts import channel as channel_module
-from dflash_jax.hosts import joining, messages, worker
+from dflash_jax.hosts import joining
 from dflash_jax.hosts.channel import Channel, WrongTokenError
-from dflash_jax.hosts.joining import MOST_UNPROVED, JoiningPort
+from dflash_jax.hosts.joining import MOST_UNPROVED, Hello, JoiningPort, connect
 
 TOKEN = "secret"
 
@@ -41,24 +41,27 @@ def stranger(port: JoiningPort) -> socket.socket:
 
 def join(port: JoiningPort, index: int = 0) -> Channel:
     """Join as a worker does."""
-    channel = worker.connect(port.address, TOKEN)
-    channel.send(messages.encode(messages.Hello(index, "127.0.0.1:1", "1")))
+    channel = connect(port.address, TOKEN, 20)
+    channel.send(Hello(index, {"jax": "1"}).encode())
     return channel
 
 
-def until_joined(port: JoiningPort, count: int) -> None:
-    end = time.monotonic() + 20
-    while len(port.joined) < count and time.monotonic() < end:
+def joined(port: JoiningPort, count: int) -> list[tuple[Channel, Hello]]:
+    """Wait until connections proved the token, and take them."""
+    end, found = time.monotonic() + 20, []
+    while len(found) < count and time.monotonic() < end:
+        found += port.take()
         time.sleep(0.01)
-    assert len(port.joined) == count
+    assert len(found) == count
+    return found
 
 
 def test_workers_join_through_a_flood_of_silent_connections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker, "RETRY_S", 0.01)
+    monkeypatch.setattr(joining, "RETRY_S", 0.01)
     with (
-        JoiningPort("127.0.0.1", TOKEN, 2) as port,
+        JoiningPort("127.0.0.1", TOKEN) as port,
         accepting(port),
         contextlib.ExitStack() as all_,
     ):
@@ -66,15 +69,16 @@ def test_workers_join_through_a_flood_of_silent_connections(
             for _ in range(3 * MOST_UNPROVED):
                 all_.enter_context(stranger(port))
             all_.callback(join(port, index).close)
-        until_joined(port, 2)
+        found = joined(port, 2)
+        assert {hello.index for _, hello in found} == {0, 1}
         assert len(port._unproved) <= MOST_UNPROVED
-        for channel, _ in port.joined.values():
+        for channel, _ in found:
             all_.callback(channel.close)
 
 
 def test_an_accept_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "PAUSE_S", 0.01)
-    with JoiningPort("127.0.0.1", TOKEN, 1) as port:
+    with JoiningPort("127.0.0.1", TOKEN) as port:
         listening, failures = port._server, [OSError(24, "Too many open files")] * 3
 
         class Exhausted:
@@ -94,9 +98,9 @@ def test_an_accept_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         port._server = Exhausted()  # type: ignore[assignment]
         with accepting(port):
             channel = join(port)
-            until_joined(port, 1)
+            [(other, _)] = joined(port, 1)
         channel.close()
-        port.joined[0][0].close()
+        other.close()
     assert not failures
 
 
@@ -104,7 +108,7 @@ def test_a_proof_that_comes_byte_by_byte_is_refused_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(channel_module, "HANDSHAKE_S", 0.2)
-    with JoiningPort("127.0.0.1", TOKEN, 1) as port, accepting(port), stranger(port) as connection:
+    with JoiningPort("127.0.0.1", TOKEN) as port, accepting(port), stranger(port) as connection:
         connection.settimeout(0.02)
         came, end = [b"start"], time.monotonic() + 20
         while came[-1] and time.monotonic() < end:
@@ -117,16 +121,34 @@ def test_a_proof_that_comes_byte_by_byte_is_refused_in_time(
 
 
 def test_an_empty_nonce_is_refused() -> None:
-    with JoiningPort("127.0.0.1", TOKEN, 1) as port, accepting(port), stranger(port) as connection:
+    with JoiningPort("127.0.0.1", TOKEN) as port, accepting(port), stranger(port) as connection:
         connection.settimeout(20)
         connection.recv(8 + 32)
         connection.sendall((0).to_bytes(8, "big"))
         assert connection.recv(100) == b""  # closed, without a proof
-        assert not port.joined
+        assert not port.take()
 
 
 def test_a_worker_with_another_token_does_not_try_again() -> None:
-    with JoiningPort("127.0.0.1", "other", 1) as port, accepting(port):
+    with JoiningPort("127.0.0.1", "other") as port, accepting(port):
         with pytest.raises(WrongTokenError):
-            worker.connect(port.address, TOKEN)
-        assert not port.joined
+            connect(port.address, TOKEN, 20)
+        assert not port.take()
+
+
+@pytest.mark.parametrize(
+    "message", [b"{", b"[]", b"[" * 10**5, b'{"index": true, "common": {}}', b'{"index": 0}']
+)
+def test_a_first_message_of_another_kind_is_refused(message: bytes) -> None:
+    with JoiningPort("127.0.0.1", TOKEN) as port, accepting(port):
+        channel = connect(port.address, TOKEN, 20)
+        channel.send(message)
+        with contextlib.closing(channel), pytest.raises((EOFError, OSError)):
+            channel.receive()
+        assert not port.take()
+
+
+def test_what_hosts_have_differently_is_named() -> None:
+    first = Hello(0, {"jax": "1", "seed": 0})
+    assert first.difference(Hello(1, {"jax": "1", "seed": 0, "more": 1})) == ""
+    assert first.difference(Hello(1, {"jax": "1"})) == "seed is None on host 1 and 0 on host 0"

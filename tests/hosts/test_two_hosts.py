@@ -31,7 +31,8 @@ def test_two_hosts_give_the_tokens_of_one_process_until_one_is_killed(
 
     class Launcher(ChildLauncher):
         def start(self, index: int, front: str, token: str) -> ChildProcess:
-            processes.append(ChildProcess(index, front, token, self.address))
+            # Not the address of processes of one machine, so JAX's coordinator is tunnelled.
+            processes.append(ChildProcess(index, front, token, "127.0.0.2"))
             return processes[-1]
 
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dflash_jax.cli import main
 from dflash_jax.cli.train import draw
-from dflash_jax.errors import CheckpointError
+from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.train import groups, rows, run
 from dflash_jax.train.feature_store import FeatureStore
+from dflash_jax.train.files import unless_refused
 from dflash_jax.train.recipes import SMOKE
 
 
@@ -87,3 +89,35 @@ def test_a_run_without_its_log_is_whole_but_not_drawn(tmp_path: Path, log, capsy
         (tmp_path / "log.jsonl").write_text(log)
     assert draw(tmp_path) is None
     assert "no curves were drawn" in capsys.readouterr().err
+
+
+REFUSED = ["--set", "answers=given", "--set", "held_out=0", "--preset", "smoke", "--data"]
+
+
+def test_refused_data_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The lines can be read, so the folder is made, but no row has anything to learn."""
+    (data := tmp_path / "data.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
+    (empty := tmp_path / "empty").mkdir()
+    for out in (tmp_path / "runs" / "one", empty):
+        assert main(["train", "--out", str(out), *REFUSED, str(data)]) == 1
+        assert "ConfigError: no block can start in any of the 0 rows" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["data.jsonl", "empty"]
+
+
+@pytest.mark.parametrize("name", ["run.json", "answers.jsonl"])
+def test_a_refusal_removes_neither_an_earlier_run_nor_answers(tmp_path: Path, name: str) -> None:
+    out = tmp_path / "run"
+    if name == "run.json":
+        out.mkdir()
+        (out / name).touch()
+
+    def refused() -> None:
+        with unless_refused(out, "run.json"):
+            out.mkdir(exist_ok=True)
+            (out / "run.json").touch()
+            (out / name).touch()
+            raise ConfigError("no")
+
+    with pytest.raises(ConfigError):
+        refused()
+    assert (out / name).exists()

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 
 from dflash_jax.cli import main
 from dflash_jax.errors import ConfigError, HostError
+from dflash_jax.hosts.channel import Channel
 from dflash_jax.train import hosts, joining
 from dflash_jax.train.hosts import HostLink, TrainingHosts
 from dflash_jax.train.joining import HostOptions
@@ -58,8 +60,8 @@ def three() -> Iterator[list[TrainingHosts]]:
     groups: list[TrainingHosts] = [RecordingHosts(i, 3) for i in range(3)]
     for i in (2, 1):
         ends = socket.socketpair()
-        groups[0].add(i, ends[0])
-        groups[i].add(0, ends[1])
+        groups[0].add(i, Channel(ends[0]))
+        groups[i].add(0, Channel(ends[1]))
     yield groups
     together(*(lambda group=group: group.exchange(hosts.LAST) for group in groups))
     for group in groups:
@@ -95,7 +97,7 @@ def test_another_value_is_named_with_its_host(three: list[TrainingHosts]) -> Non
 def test_another_call_is_refused() -> None:
     groups = [RecordingHosts(i, 2) for i in range(2)]
     for group, end in zip(groups, socket.socketpair(), strict=True):
-        group.add(1 - group.host, end)
+        group.add(1 - group.host, Channel(end))
     other = functools.partial(groups[1]._links[0].send, name="b", value=0)
     first = together(functools.partial(groups[0].exchange, "a"), other)[0][1]
     assert isinstance(first, HostError)
@@ -112,9 +114,9 @@ def test_rows_of_a_batch_are_divided_in_order() -> None:
 
 
 @pytest.fixture
-def link() -> Iterator[tuple[HostLink, socket.socket, "queue.SimpleQueue[tuple[str, int, bool]]"]]:
+def link() -> Iterator[tuple[HostLink, Channel, "queue.SimpleQueue[tuple[str, int, bool]]"]]:
     """A connection to host 4, its other end, and the losses it reports."""
-    end, other = socket.socketpair()
+    end, other = map(Channel, socket.socketpair())
     lost: queue.SimpleQueue[tuple[str, int, bool]] = queue.SimpleQueue()
     found = HostLink(4, end, lambda *told: lost.put(told))
     yield found, other, lost
@@ -130,13 +132,14 @@ def test_a_host_that_ends_is_reported(link: Any) -> None:
 
 def test_the_last_words_of_a_host_are_passed_on(link: Any) -> None:
     _, other, lost = link
-    other.sendall(b'{}\n{"ended": "ConfigError: no rows", "code": 1}\n')
+    other.send(b"{}")
+    other.send(b'{"ended": "ConfigError: no rows", "code": 1}')
     assert lost.get(timeout=10) == ("host 4 is gone: ConfigError: no rows", 1, True)
 
 
 def test_a_broken_message_is_reported(link: Any) -> None:
     _, other, lost = link
-    other.sendall(b"GET / HTTP/1.1\n")
+    other.detach().sendall(b"GET / HTTP/1.1\n")
     text, code, _ = lost.get(timeout=10)
     assert code == 1
     assert text.startswith("host 4 is gone: its connection broke (")
@@ -146,7 +149,7 @@ def test_a_silent_host_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "SILENCE", 0.2)
     end, other = socket.socketpair()
     lost: queue.SimpleQueue[tuple[str, int, bool]] = queue.SimpleQueue()
-    with contextlib.closing(HostLink(4, end, lambda *told: lost.put(told))), other:
+    with contextlib.closing(HostLink(4, Channel(end), lambda *told: lost.put(told))), other:
         assert lost.get(timeout=10)[0] == "host 4 is gone: it was silent for 0.2 seconds"
 
 
@@ -155,7 +158,8 @@ def test_a_pinging_host_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "PING", 0.05)
     lost: queue.SimpleQueue[tuple[str, int, bool]] = queue.SimpleQueue()
     ends = [
-        HostLink(i, end, lambda *told: lost.put(told)) for i, end in enumerate(socket.socketpair())
+        HostLink(i, Channel(end), lambda *told: lost.put(told))
+        for i, end in enumerate(socket.socketpair())
     ]
     with pytest.raises(queue.Empty):
         lost.get(timeout=1.5)
@@ -165,7 +169,7 @@ def test_a_pinging_host_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_host_may_leave_after_the_last_exchange(link: Any) -> None:
     found, other, lost = link
-    other.sendall(b'{"name": "end", "value": null}\n')
+    other.send(b'{"name": "end", "value": null}')
     assert found.receive()["name"] == hosts.LAST
     other.close()
     with pytest.raises(queue.Empty):
@@ -173,7 +177,7 @@ def test_a_host_may_leave_after_the_last_exchange(link: Any) -> None:
 
 
 def options(host: int, address: tuple[str, int], wait: float = 20.0, **more: Any) -> HostOptions:
-    given = {"count": 3, "devices": 1, "settings": {"seed": 0}} | more
+    given = {"count": 3, "devices": 1, "settings": {"seed": 0}, "token": "secret"} | more
     return HostOptions(host=host, address=address, wait=wait, **given)
 
 
@@ -200,6 +204,52 @@ def test_hosts_meet_in_any_order_past_a_stranger() -> None:
     together(*(lambda group=group: group.exchange(hosts.LAST) for group in groups))
     for group in groups:
         group.close()
+
+
+def test_hosts_meet_through_a_flood_of_silent_and_of_lying_connections() -> None:
+    address, ended = joining.free_ports(), threading.Event()
+
+    def flood() -> None:
+        with contextlib.ExitStack() as kept:
+            while not ended.wait(0.01):
+                with contextlib.suppress(OSError):
+                    kept.enter_context(socket.create_connection(address, timeout=5))
+
+    def lie() -> None:
+        while not ended.wait(0.05):
+            with contextlib.suppress(OSError, HostError):
+                meet(options(1, address, wait=0.1, token="guessed", settings={"seed": 5}))
+
+    def late(host: int) -> TrainingHosts:
+        time.sleep(0.5)
+        return meet(options(host, address))
+
+    strangers = [threading.Thread(target=work) for work in (flood, lie)]
+    for thread in strangers:
+        thread.start()
+    try:
+        works = [lambda i=i: late(i) for i in (1, 2)]
+        groups = values(together(lambda: meet(options(0, address)), *works))
+    finally:
+        ended.set()
+        for thread in strangers:
+            thread.join()
+    assert [len(group._links) for group in groups] == [2, 1, 1]
+    together(*(lambda group=group: group.exchange(hosts.LAST) for group in groups))
+    for group in groups:
+        group.close()
+
+
+def test_a_host_with_another_token_is_refused_and_missed() -> None:
+    address = joining.free_ports()
+    (_, missed), (_, refused) = together(
+        lambda: meet(options(0, address, wait=1.0, count=2)),
+        lambda: meet(options(1, address, count=2, token="")),
+    )
+    assert isinstance(missed, HostError)
+    assert isinstance(refused, HostError)
+    assert "host 1 did not join" in str(missed)
+    assert "host 0 has another token; give all hosts the same DFLASH_HOSTS_TOKEN" in str(refused)
 
 
 def test_missing_hosts_are_named() -> None:

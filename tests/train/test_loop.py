@@ -5,7 +5,6 @@ import json
 import os
 import random
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,10 @@ import pytest
 
 from dflash_jax.errors import CheckpointError, ComputeError
 from dflash_jax.train import saved
+from dflash_jax.train.files import remove
 from dflash_jax.train.loop import TrainingRun, TrainingStopped, fit
+from tests.damage import apply
+from tests.soak.kills import count_changes
 
 
 def run(tmp_path, steps: int = 9) -> TrainingRun:
@@ -96,40 +98,58 @@ def test_a_damaged_state_is_named_and_the_one_before_it_serves(tmp_path):
     for file in (tmp_path / "state" / "9" / "arrays").rglob("*"):
         if file.is_file():
             file.write_bytes(b"")
-    for part in ("about", "arrays"):
+    for part in ("about.json", "arrays"):
         with pytest.raises(CheckpointError, match=r"9 cannot be read .*remove it"):
             fit(run(tmp_path), start(), advance)
-        shutil.rmtree(tmp_path / "state" / "9" / part)
-    shutil.rmtree(tmp_path / "state" / "9")
+        remove(tmp_path / "state" / "9" / part)
+    remove(tmp_path / "state" / "9")
     np.testing.assert_array_equal(fit(run(tmp_path), start(), advance)["x"], straight["x"])
 
 
+def test_no_flipped_bit_of_a_state_is_restored(tmp_path, capfd):
+    state = {"x": jax.random.normal(jax.random.key(0), (300,))}  # more than orbax inlines
+    saved.save(tmp_path / "state", 9, state, "a run")
+    for file in sorted(p for p in (tmp_path / "state").rglob("*") if p.is_file()):
+        whole = file.read_bytes()
+        for place in range(0, len(whole), max(1, len(whole) // 4)):
+            file.write_bytes(apply(whole, [("byte", place, bytes([whole[place] ^ 4]))]))
+            with pytest.raises(CheckpointError, match=r"9 cannot be read .*remove it"):
+                saved.newest(tmp_path / "state", state, "a run")
+        file.write_bytes(whole)
+    step, same = saved.newest(tmp_path / "state", {"x": jnp.zeros(300)}, "a run")
+    assert step == 9
+    np.testing.assert_array_equal(same["x"], state["x"])
+    assert "Traceback" not in capfd.readouterr().err
+
+
 KILLED = """
-import os, signal, sys
+import sys
 from pathlib import Path
 import jax, jax.numpy as jnp
-sys.path.insert(0, sys.argv[2])
-import test_loop
 from dflash_jax.train.loop import fit
+from tests.soak.kills import kill_at
+from tests.train import test_loop
 
-def killed(state, step):
-    if step == int(sys.argv[3]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return test_loop.advance(state, step)
-
-fit(test_loop.run(Path(sys.argv[1])), test_loop.start(), killed)
+kill_at(Path(sys.argv[1]), int(sys.argv[2]))
+fit(test_loop.run(Path(sys.argv[1])), test_loop.start(), test_loop.advance)
 """
 
 
-def test_a_killed_run_resumes_bit_for_bit(tmp_path):
-    step = random.randrange(9)
-    here = str(Path(__file__).parent)
-    command = [sys.executable, "-c", KILLED, str(tmp_path), here, str(step)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_a_run_killed_at_any_change_of_a_file_resumes_bit_for_bit(tmp_path):
+    seen = []
+    count_changes(tmp_path / "straight", lambda: seen.append(1))
+    straight = fit(run(tmp_path / "straight"), start(), advance)
+    assert len(seen) > 20  # three states, each in several files
+    number = random.randint(1, len(seen))
+    command = [sys.executable, "-c", KILLED, str(tmp_path), str(number)]
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     resumed = fit(run(tmp_path), start(), advance)
-    straight = fit(run(tmp_path / "other"), start(), advance)
-    np.testing.assert_array_equal(resumed["x"], straight["x"], err_msg=f"killed at step {step}")
+    np.testing.assert_array_equal(resumed["x"], straight["x"], err_msg=f"killed at {number}")
+    left = {path.name for path in (tmp_path / "state").iterdir()}
+    assert left <= {"4", "8", "9"}, "a fragment of a state stays"
+    assert "9" in left
 
 
 def steps_logged(path: Path) -> list[int]:
