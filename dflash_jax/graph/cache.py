@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from dflash_jax.compiler.checked_cache import check_entries
+from dflash_jax.graph.checked_cache import check_entries
 from dflash_jax.utils import private_folder
 from dflash_jax.utils.switches import NO, YES
 

@@ -26,7 +26,7 @@ from dflash_jax.graph.memory import parameters, work
 from dflash_jax.graph.resolve import resolve
 from dflash_jax.graph.roofline import DEVICES
 from dflash_jax.kernels.caches import RecurrentCache
-from dflash_jax.models import build_graph, build_pair
+from dflash_jax.models import build_pair
 from dflash_jax.testing import planned, tiny_target
 
 H200 = DEVICES["H200"]
@@ -83,6 +83,8 @@ PAIRS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
         ("12 window 128, 12 full attention  4 of 32 experts", "attention sinks; experts clamped"),
     ),
 }
+
+LEAST = Plan(max_length=2, block=2, chunk=1, dtype="float32")
 
 
 def peak_bytes() -> int:
@@ -142,7 +144,7 @@ def test_totals_of_drafters_are_the_published_ones(name: str, total: int) -> Non
     target = tiny_target(hidden_size=width, vocab_size=vocab, num_layers=layers, windows=())
     check_pair(target, drafter)
     one_layer = tiny_target(hidden_size=width, vocab_size=vocab, num_layers=1)
-    assert sum(parameters(build_graph(one_layer, drafter))["drafter"].values()) == total
+    assert sum(parameters(planned(one_layer, drafter, LEAST))["drafter"].values()) == total
 
 
 def test_biases_of_a_drafter_are_counted() -> None:
@@ -150,7 +152,7 @@ def test_biases_of_a_drafter_are_counted() -> None:
     drafter = drafter_config(fields)
     assert drafter.attention_bias
     target = tiny_target(hidden_size=2880, vocab_size=201088, num_layers=1)
-    counts = parameters(build_graph(target, drafter))["drafter"]
+    counts = parameters(planned(target, drafter, LEAST))["drafter"]
     assert sum(n for p, n in counts.items() if "bias" in p) == 8 * (64 * 64 + 2 * 8 * 64 + 2880)
 
 
@@ -177,7 +179,7 @@ def test_work_counts_only_the_experts_that_are_used() -> None:
     )
     block, chunk = (work(planned(target, None, plan), step) for step in (Step.PLAIN, Step.PREFILL))
     expert = 3 * 2048 * 768 * 48  # of one number, in all layers
-    assert sum(parameters(build_graph(target, None))["target"].values()) == 30_532_122_624
+    assert sum(parameters(planned(target, None, LEAST))["target"].values()) == 30_532_122_624
     rest = 30_532_122_624 - 151936 * 2048 - 128 * expert
     caches = one.bytes - 2 * (rest + 8 * expert)
     assert caches == 2 * 2 * 48 * 4 * 128 * plan.slots

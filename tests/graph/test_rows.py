@@ -13,6 +13,7 @@ from dflash_jax.graph.build import jit
 from dflash_jax.graph.state import DecodeState
 from dflash_jax.graph.steps.decoding import update_drafter
 from dflash_jax.graph.steps.inputs import SegmentInputs, UpdateDrafterInputs
+from dflash_jax.graph.steps.pair import Observed
 from dflash_jax.graph.steps.rows import put_segment, take_segment
 from dflash_jax.kernels.caches import LayerCache, empty_cache
 from dflash_jax.models import build_pair
@@ -63,7 +64,8 @@ def test_the_context_of_a_new_request_does_not_depend_on_the_row_s_past() -> Non
     pair = build_pair(engine.target, engine.drafter)
     tap = jax.random.normal(jax.random.key(0), (1, CHUNK, target.hidden_size))
     end, fresh = jnp.array([CHUNK]), jnp.array([True])
-    inputs = UpdateDrafterInputs((tap,) * len(pair.taps), fresh, end, anchor=end)
+    observed = Observed(jnp.zeros((1, CHUNK), jnp.int32), (tap,) * len(pair.taps))
+    inputs = UpdateDrafterInputs(observed, fresh, end, anchor=end)
     update = jit(functools.partial(update_drafter, pair))
     first, later = (
         dataclasses.replace(engine.runner.state, target=(), position=jnp.array([at]))

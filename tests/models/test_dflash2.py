@@ -72,7 +72,8 @@ class Recorder(RowDraftSampler):
 
 
 def recorder(rules: RowRules, block: Any, start: Any) -> Recorder:
-    return Recorder(rules, block[:, 0], start, block[:, 1:], False, 97)
+    places = block.shape[1] - 1
+    return Recorder(rules, block[:, 0], start, places, sampled=False, vocab_size=97)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -88,10 +89,11 @@ def test_two_rounds_of_drafting_are_the_reference(oracle: Path, name: str) -> No
         taps: jax.Array, block: jax.Array, caches: Any, begin: jax.Array, start: jax.Array
     ) -> Any:
         parts = jnp.split(taps, len(case.drafter.target_layer_ids), axis=-1)
-        caches = case.drafter_apply(parts, caches, begin, method="context")
+        nothing = jnp.zeros(taps.shape[:2], jnp.int32)
+        caches = case.drafter_apply(caches, nothing, parts, begin, method="observe")
         x = layers.embed(block) * jnp.float32(case.drafter.input_embedding_scale or 1.0)
         hidden, _ = case.drafter_apply(layers.embed(block), caches, start)
-        args = (block, caches, start, layers, recorder(rules, block, start))
+        args = (caches, block[:, 0], start, layers, recorder(rules, block, start))
         draft, _ = case.drafter_apply(*args, method="propose")
         return x, hidden, draft, caches
 
@@ -124,7 +126,7 @@ def _scores(case: Case) -> Any:
 
     def scores(hidden: jax.Array, anchor: jax.Array) -> tuple[jax.Array, ...]:
         head = case.layers().head(hidden)
-        logits = case.drafter_apply(head, method=lambda m, x: m.backbone.adjust(x))[:, 1:]
+        logits = case.drafter_apply(head, method=lambda m, x: m.adjust(x))[:, 1:]
         unary, ids = jax.lax.top_k(logits, case.drafter.selector_top_k)
         args = (hidden[:, 1:], unary, ids, anchor)
         return logits, ids, case.drafter_apply(*args, method="pair_scores")[0]
@@ -210,7 +212,10 @@ def test_without_convolution_and_successors_it_is_version_one() -> None:
     for config, tree in ((v1, plain), (v2, params)):
         caches = planned(target, config, plan).empty_state().drafter
         model, greedy = build_drafter(config), recorder(idle_rules(plan), block, start)
-        args, variables = (block, caches, start, layers, greedy), {"params": jax.device_put(tree)}
+        args, variables = (
+            (caches, block[:, 0], start, layers, greedy),
+            {"params": jax.device_put(tree)},
+        )
         propose = functools.partial(model.apply, variables, *args, method="propose")
         drafts.append(jit(propose)()[0]["tokens"])
     np.testing.assert_array_equal(*drafts)

@@ -56,11 +56,12 @@ def test_two_rounds_with_context_added_per_round(case: SimpleNamespace) -> None:
     @jit
     def draft(params: Any, caches: Any, features: Any, at: Any, new: Any, block: Any) -> Any:
         taps = jnp.split(features, len(drafter.target_layer_ids), axis=-1)
-        caches = pair.drafter_call(params, taps, caches, at, method="context")
+        nothing = jnp.zeros(features.shape[:2], jnp.int32)
+        caches = pair.drafter_call(params, caches, nothing, taps, at, method="observe")
         x = pair.target_call(params, block, method="embed")
         noise = pair.drafter_call(params, x, method="scaled")
-        hidden, caches = pair.drafter_call(params, x, caches, at + new)
-        logits = pair.target_call(params, hidden, method=pair.head)
+        hidden, caches = pair.drafter_call(params, x, caches, at + new, method="__call__")
+        logits = pair.shared(params).head(hidden)
         return noise, hidden, pair.drafter_call(params, logits, method="adjust"), caches
 
     at = 0
@@ -174,8 +175,9 @@ def one_layer(request: pytest.FixtureRequest) -> SimpleNamespace:
         assert caches[0].ring
         for at in range(0, CONTEXT, 2):
             part, where = features[:, at : at + 2], jnp.full((ROWS,), at)
-            caches = pair.drafter_call(params, [part], caches, where, method="context")
-        return pair.drafter_call(params, x, caches, start)[0]
+            nothing = jnp.zeros((ROWS, 2), jnp.int32)
+            caches = pair.drafter_call(params, caches, nothing, [part], where, method="observe")
+        return pair.drafter_call(params, x, caches, start, method="__call__")[0]
 
     def run(features: np.ndarray, x: np.ndarray, start: int) -> np.ndarray:
         return np.asarray(draft(features, x, np.full(ROWS, start, np.int32)))

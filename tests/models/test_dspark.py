@@ -31,6 +31,7 @@ from dflash_jax.testing import planned, random_params, tiny_drafter, tiny_target
 TARGET = tiny_target(num_layers=2)
 PLAN = Plan(max_length=32, block=6, chunk=8, dtype="float32")
 BLOCK = jnp.asarray([[5, *[96] * 5]])
+PLACES = BLOCK.shape[1] - 1
 START = jnp.asarray([0])
 TABLE = jax.random.normal(jax.random.key(1), (97, 32))
 LAYERS = SharedLayers(lambda ids: TABLE[ids], lambda h: jnp.einsum("btd,vd->btv", h, TABLE))
@@ -44,7 +45,8 @@ def make(**changes: Any) -> tuple[DrafterConfig, dict[str, Any]]:
 def run(config: DrafterConfig, params: dict[str, Any], method: Any, *args: Any) -> Any:
     caches = planned(TARGET, config, PLAN).empty_state().drafter
     module: Any = build_drafter(config)
-    return module.apply({"params": params}, BLOCK, caches, START, LAYERS, *args, method=method)
+    given = (caches, BLOCK[:, 0], START, LAYERS, *args)
+    return module.apply({"params": params}, *given, method=method)
 
 
 class Recorder(RowDraftSampler):
@@ -55,14 +57,15 @@ class Recorder(RowDraftSampler):
 
 
 def propose(config: DrafterConfig, params: dict[str, Any]) -> Any:
-    masks = BLOCK[:, 1:]
-    sampler = Recorder(idle_rules(PLAN), BLOCK[:, 0], START, masks, False, config.vocab_size)
+    sampler = Recorder(
+        idle_rules(PLAN), BLOCK[:, 0], START, PLACES, sampled=False, vocab_size=config.vocab_size
+    )
     return run(config, params, "propose", sampler)[0]
 
 
 def backbone(config: DrafterConfig, params: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Return hidden states and base logits of the drafted positions."""
-    hidden, logits, _ = run(config, params, lambda m, *args: m.backbone.predict(*args))
+    hidden, logits, _ = run(config, params, "predict", PLACES)
     return np.asarray(hidden)[0], np.asarray(logits)[0]
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from dflash_jax import Plan
 from dflash_jax.graph.abstract import idle_rules
-from dflash_jax.graph.protocols import SharedLayers
 from dflash_jax.graph.steps import decoding as steps
 from dflash_jax.graph.steps.drafting import draft as draft_block
 from dflash_jax.graph.steps.inputs import DecodeInputs, PrefillInputs
@@ -69,19 +68,8 @@ def programs(kind: str, family: str = "qwen3") -> Any:
         state = dataclasses.replace(state, anchor=first)
         wide = dataclasses.replace(pair, block=width)
         _, _, draft = draft_block(wide, params, state, None, DecodeInputs(rules))
-        masks = jnp.full((1, width - 1), config.mask_token_id)
-        lender = SharedLayers(
-            functools.partial(pair.target_call, params, method="embed"),
-            functools.partial(pair.target_call, params, method=pair.head),
-        )
-        hidden = pair.drafter_call(
-            params,
-            jnp.concatenate([first[:, None], masks], axis=1),
-            state.drafter,
-            state.position,
-            lender,
-            method=lambda m, *a: getattr(m, "backbone", m).predict(*a)[0],
-        )
+        at = (state.drafter, first, state.position, pair.shared(params), width - 1)
+        hidden = pair.drafter_call(params, *at, method="predict")[0]
         return hidden[0], draft.block[0]
 
     @jax.jit

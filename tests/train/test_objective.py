@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.nn.objective import distance as distance_of
 from dflash_jax.train import objective
 from dflash_jax.train.recipe import DPACE, UNIFORM
 from dflash_jax.train.recipes import SMOKE
@@ -130,7 +131,7 @@ def test_the_fewest_parts_that_divide_are_taken():
 def test_distances_vanish_where_the_distributions_agree(loss):
     logits = jax.random.normal(jax.random.key(0), (2, 3, 5))
     p = jax.nn.softmax(logits, axis=-1)
-    distance = functools.partial(objective._distance, loss, nll=jnp.zeros((2, 3)), p=p)
+    distance = functools.partial(distance_of, loss, nll=jnp.zeros((2, 3)), p=p)
     np.testing.assert_allclose(distance(logits), jnp.zeros((2, 3)), atol=1e-6)
     other = jnp.roll(logits, 1, axis=-1)
     q = np.asarray(jax.nn.softmax(other, axis=-1))

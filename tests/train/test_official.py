@@ -64,10 +64,7 @@ def ours(folder: Path, ids: np.ndarray, anchor: int) -> np.ndarray:
     def logits(params: Any, ids: Any) -> Any:
         read = features.target_features(pair, params["target"], ids, dtype="float32", keep=False)
         hidden = drafter.draft_hidden(pair, params, read, ids, np.asarray([[anchor]], np.int32))
-        plain = pair.target_call(params, hidden, method=pair.head)
-        return pair.drafter_call(
-            params, plain, method=lambda m, x: getattr(m, "backbone", m).adjust(x)
-        )
+        return pair.drafter_call(params, pair.shared(params).head(hidden), method="adjust")
 
     return np.asarray(logits(params, ids)[0, 0])
 
