@@ -71,7 +71,8 @@ ADVERBS = re.compile(
 )
 GERUND = re.compile(
     r"^(?:re-?)?[a-z]{2,}ing\b(?! (?:is|was|that|to)\b)(?=.* (?:an?|the|this|that|these|those|my"
-    r"|your|our|its|it|them|all|both|each|every|another|now|again)\b|.*`)"
+    r"|your|our|its|it|them|all|both|each|every|another|now|again)\b|.*`"
+    r"|(?: up)? (?:for|into|through|at) )"
     r"|^(?:now|next|first|then|currently|still|quickly) (?:re-?)?[a-z]{2,}ing\b"
     r"(?! (?:is|was|that|to)\b)"
 )

@@ -18,6 +18,8 @@ GERMAN = language(
         r"|berechn|vergleich|\blad|leg\w* .*\ban\b|anleg|abfrag|analys|kontroll|aktualis|ersetz"
         r"|kopier|verschieb|ausprobier|versuch|beginn|\bfang|mach|wechs|bau|kompil|sortier|zähl"
         r"|durch(?:geh|such|lauf|führ)|weiter|wirf|werfe|inspizier|reparier|übersetz|speicher|füg"
+        r"|\brechn|nachrechn|kümmer|gleich\w* .*\bab\b|abgleich|heraus|\bhak|nachhak|klär|klick"
+        r"|knöpf|log"
         r"|\bgeh|\bnehme\b.*\bvor\b|stell\w* .*(?:um|ein|her)\b|setz\w* .*(?:um|auf|zurück|ein)\b"
         r"|pack|schick|send|entfern|ergänz|erweiter|verbind|konfigur|\bricht|aufräum|räum\w* .*auf"
         r"|bereinig|sicher|beend|stopp|klon|zieh|\btrag|eintrag|buch|generier|extrahier|überprüf"

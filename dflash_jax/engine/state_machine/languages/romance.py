@@ -4,14 +4,15 @@ from dflash_jax.engine.state_machine.languages.language import language
 
 # Pronouns between a subject and its verb: "je les ouvre", "lo lanzo".
 _FRENCH_OBJECTS = r"(?:(?:m'|l'|t'|y |en |le |la |les |vous |te |leur |lui )*)"
-_OBJECT_PRONOUNS = r"(?:(?:lo|la|los|las|le|les|li|gli|ne|ci|vi|me|te|se|o|os|as|mi) )*"
+_OBJECT_PRONOUNS = r"(?:(?:ti|lo|la|los|las|le|les|li|gli|ne|ci|vi|me|te|se|o|os|as|mi) )*"
 
 # Words that follow a verb in the present, but not a noun that looks like one.
 _OBJECTS = (
     "il|lo|la|le|gli|i|l|subito|ora|adesso|prima|un|una|se|cosa|el|los|las|o|os|a|as|ahora|agora"
     "|primero|primeiro|qué|whether|un|uno|uma|um|unos|unas|este|esta|estos|estas|ese|esa|esto|eso"
     "|esse|essa|isso|isto|todo|toda|todos|todas|tutto|tutti|tutte|tudo|questo|questa|quel|quella"
-    "|enseguida|inmediatamente|también|já|também|logo|anche|tu|tus|seu|sua|tuo|tua|su|sus|mi|meu"
+    "|enseguida|inmediatamente|también|já|também|logo|anche|ambos|ambas|ambedue|entrambi|entrambe"
+    "|dos|due|duas|dois|tu|tus|seu|sua|tuo|tua|su|sus|mi|meu"
 )
 
 # Verbs whose past in the first person looks like a future: "comparé", "alterei".
@@ -22,10 +23,20 @@ _PAST = (
 )
 
 
-def _clause_of(acts: str) -> str:
-    """Return a pattern of a clause that begins with a verb in the first person of the present."""
-    verb = rf"{_OBJECT_PRONOUNS}(?:{acts})\w*(?<![aiu][dt])o"
-    return rf"|(?:^|(?<=[,;:] )|(?<=\b[ey] ))(?={verb} (?:{_OBJECTS})\b|{verb} `)"
+def _verb_of(acts: str, participles: str) -> str:
+    """Return a pattern of a verb in the first person of the present, with pronouns before it."""
+    verb = rf"(?:r[ei])?(?:{acts})\w*(?<=o)(?<!{participles})(?<!mento)\b"
+    return _OBJECT_PRONOUNS + verb
+
+
+def _clause_of(verb: str) -> str:
+    """Return a pattern of a clause with such a verb and an object, which may be a pronoun.
+
+    After an article or a preposition it is a noun: "un controllo del file".
+    """
+    alone = r"(?:^|(?<=[,;:] )|(?<=\b[ey] )|(?<!\b\w )(?<!\b\w\w )(?<!\b\w\w\w ))"
+    pronoun = r"(?=(?:lo|la|los|las|li|te|ti|ci|me ne) )"
+    return rf"|{alone}(?={verb} (?:(?:{_OBJECTS})\b|`))|{pronoun}(?={verb})"
 
 
 _FRENCH_ACTS = (
@@ -33,7 +44,8 @@ _FRENCH_ACTS = (
     r"|test|analys|corrig|modifi|\bcrée|créer|écri|supprim|install|list|calcul|compar|récupér"
     r"|télécharg|inspect|explor|démarr|appel|jet\w+ un|voir|essa[iy]|contrôl|ajout|remplac"
     r"|renomm|déplac|copi|compil|mett\w+ à jour|parcour|interrog|charg|édit|trouv|commen[cç]"
-    r"|continu|fais|faire|utilis|effectu|pass\w* (?:à|aux?)|fouill|répar|compt(?:er|e les)"
+    r"|continu|fais|faire|utilis|effectu|pass\w* (?:à|aux?)|occupe|charge|fouill|répar|compt(?:er"
+    r"|e les)"
     r"|mets?\b|mett|relanc|redémarr|réécri|rouvr|rejou|reconstrui|construi|génér|enregistr"
     r"|nettoy|désinstall|déploy|pouss|fusionn|clon|configur|connect|envo[iy]|sauvegard|restaur"
     r"|migr|extrai|applique|appliqu|convert|débogu|diagnosti|isol|invers|pren(?:ds|dre) |prépar"
@@ -50,7 +62,9 @@ FRENCH = language(
     ),
     opens=(
         r"je (?:veux|voudrais|compte)"
-        rf"|je(?= {_FRENCH_OBJECTS}(?:{_FRENCH_ACTS}))|j'(?=(?:y |en )?(?:{_FRENCH_ACTS}))"
+        r"|je m'(?:en|y) (?=occupe|charge|met)"
+        rf"|(?:^|(?<=[,;:] ))(?=(?:re)?(?:{_FRENCH_ACTS})\w*(?<![ts]i)ons\b)|passons|mettons"
+        rf"|je(?= {_FRENCH_OBJECTS}(?:re)?(?:{_FRENCH_ACTS}))|j'(?=(?:y |en )?(?:{_FRENCH_ACTS}))"
     ),
     acts=_FRENCH_ACTS,
     idle=(
@@ -85,8 +99,10 @@ _SPANISH_ACTS = (
     r"|orden|transf|vací|vaci|identific|mid[oe]|med(?:ir|iré)\b|recog|recoj|recopil|rastre|filtr"
     r"|procesa|proceso\b|evalú|evalu|escane|insert|quit|pong|pon(?:er|dr)|haré|doy|dar (?:un|de)"
     r"|entr(?:o|ar|aré)|sac(?:o|ar|aré)\b|tom(?:o|ar|aré)\b|ech(?:o|ar|aré)\b|met(?:o|er|eré)\b"
-    r"|investig|rev[ei]rt|reescrib|solicit|pid[oe]|pedir|tra(?:e|ig)|seguir|sig[oau]|conten|reun"
+    r"|investig|rev[ei]rt|reescrib|solicit|pid[oe]|pedir|me (?:encarg|ocup|pong)|tra(?:e|ig)"
+    r"|seguir|sig[oau]|conten|reun"
 )
+_SPANISH_VERB = _verb_of(_SPANISH_ACTS, "ado|ido")
 SPANISH = language(
     future=(
         r"(?:voy|vamos|procedo|paso|procederé|pasaré) a|déja?me|dejame|permíta?me|permíteme"
@@ -95,11 +111,11 @@ SPANISH = language(
     ),
     opens=(
         r"necesito\b|debo\b|tengo que|quiero\b|procedo\b"
-        rf"|{_SPANISH_NOW}(?= {_OBJECT_PRONOUNS}(?:{_SPANISH_ACTS})\w*(?<![ai]d)o\b)"
-        rf"|(?={_OBJECT_PRONOUNS}(?:{_SPANISH_ACTS})\w*(?<![ai]d)o\b.* (?:ahora(?: mismo)?"
-        rf"|enseguida|ya)\W*$)"
+        rf"|{_SPANISH_NOW}(?= {_SPANISH_VERB})"
+        rf"|(?={_SPANISH_VERB}.* (?:ahora(?: mismo)?|enseguida|ya)\W*$)"
         rf"|(?=\w+(?:aré|eré|iré|remos)\b)(?!{_PAST})|estoy(?= \w+ndo\b)|(?:déjame|deja) que"
-        rf"{_clause_of(_SPANISH_ACTS)}"
+        rf"|(?:^|(?<=[,;:] ))(?=(?:{_SPANISH_ACTS})\w*emos\b)|veamos|me (?:encargo|ocupo|pongo)"
+        rf"{_clause_of(_SPANISH_VERB)}"
     ),
     acts=_SPANISH_ACTS,
     idle=(
@@ -128,8 +144,10 @@ _PORTUGUESE_ACTS = (
     r"|resolv|retir|orden|transf|esvazi|identific|med(?:ir|irei)\b|colet|reun|rastre|filtr|process"
     r"|avali|escane|inser|tir(?:o|ar|arei)\b|coloc|pôr\b|ponho|entr(?:o|ar|arei)\b|peg(?:o|ar"
     r"|arei)\b"
-    r"|investig|revert|revis|reescrev|solicit|peç|pedir|traz|trag|junt|levant|monitor|dar um"
+    r"|investig|revert|revis|reescrev|solicit|peç|pedir|traz|trag|junt|levant|monitor|dar um|faç"
+    r"|me encarreg|cuid(?:o|ar|arei) d|veja|espi[ao]|fuç"
 )
+_PORTUGUESE_VERB = _verb_of(_PORTUGUESE_ACTS, "ado|ido")
 PORTUGUESE = language(
     future=(
         r"(?:vou|vamos|irei)|deix[ae](?:-me| eu| que eu)|me deixe|permit[ae]-me"
@@ -137,11 +155,10 @@ PORTUGUESE = language(
     ),
     opens=(
         r"preciso\b(?: de)?|devo\b|tenho (?:de|que)|quero\b"
-        rf"|{_PORTUGUESE_NOW}(?= {_OBJECT_PRONOUNS}(?:{_PORTUGUESE_ACTS})\w*(?<![ai]d)o\b)"
-        rf"|(?={_OBJECT_PRONOUNS}(?:{_PORTUGUESE_ACTS})\w*(?<![ai]d)o\b.* (?:agora(?: mesmo)?"
-        rf"|já)\W*$)"
+        rf"|{_PORTUGUESE_NOW}(?= {_PORTUGUESE_VERB})"
+        rf"|(?={_PORTUGUESE_VERB}.* (?:agora(?: mesmo)?|já)\W*$)"
         rf"|(?=\w+(?:arei|erei|irei|remos)\b)(?!{_PAST})|estou(?= (?:a \w+r|\w+ndo)\b)"
-        rf"{_clause_of(_PORTUGUESE_ACTS)}"
+        rf"{_clause_of(_PORTUGUESE_VERB)}"
     ),
     acts=_PORTUGUESE_ACTS,
     idle=(
@@ -171,8 +188,10 @@ _ITALIAN_ACTS = (
     r"|colleg|invi|mand|salv|ripristin|migr|applic|convert|isol|prepar|riproduc|risolv|rimuov|togl"
     r"|ordin|trasfer|svuot|identific|misur|raccolg|raccogl|filtr|elabor|valut|scansion|inser|mett"
     r"|prend|tir(?:o|are|erò)\b|indag|annull|riscriv|richied|chied|port(?:o|are|erò)|monitor|tracc"
-    r"|complet|apport|sistem|d(?:o|are|arò) (?:\w+ )?un'occhiata|riprov|ricaric|riapr|rilegg|rifacc"
+    r"|me ne occupo|ci penso|complet|apport|sistem|d(?:o|are|arò) (?:\w+ )?un'occhiata|riprov"
+    r"|ricaric|riapr|rilegg|rifacc"
 )
+_ITALIAN_VERB = _verb_of(_ITALIAN_ACTS, "ato|ito|uto")
 ITALIAN = language(
     future=(
         r"(?:vado|andiamo|procedo|passo|inizio|comincio) a|sto per|lasci(?:ami|atemi)"
@@ -181,10 +200,12 @@ ITALIAN = language(
     ),
     opens=(
         r"devo\b|dobbiamo|voglio|vorrei|vediamo|diamo|do (?:\w+ )?un'occhiata|(?=(?:pro)?cedo\b)"
-        rf"|{_ITALIAN_NOW}(?= {_OBJECT_PRONOUNS}(?:{_ITALIAN_ACTS})\w*(?<![aiu]t)o\b)"
-        rf"|(?={_OBJECT_PRONOUNS}(?:{_ITALIAN_ACTS})\w*(?<![aiu]t)o\b.* (?:ora|adesso|subito)\W*$)"
+        r"|(?:proviamo|controlliamo|verifichiamo|guardiamo|iniziamo|cominciamo|passiamo|apriamo"
+        r"|cerchiamo|lanciamo|eseguiamo)|me ne occupo|ci penso (?:io|subito)"
+        rf"|{_ITALIAN_NOW}(?= {_ITALIAN_VERB})"
+        rf"|(?={_ITALIAN_VERB}.* (?:ora|adesso|subito)\W*$)"
         r"|(?=\w+(?:er|ir|ar)ò\b)|sto(?= \w+ndo\b)"
-        rf"{_clause_of(_ITALIAN_ACTS)}"
+        rf"{_clause_of(_ITALIAN_VERB)}"
     ),
     acts=_ITALIAN_ACTS,
     idle=(
