@@ -6,6 +6,7 @@ GERMAN = language(
     future=(
         r"ich (?:werde|will|muss|möchte)|(?:werde|will|muss|möchte) ich"
         r"|lass(?:t|en sie)? (?:mich|uns)|mal (?:sehen|schauen)"
+        r"|(?:ich \w+e|\w+e ich)(?=\b.* (?:jetzt|nun|gleich|kurz|sofort|schnell|zuerst|mal)\b)"
         r"|(?:(?:mein )?(?:als )?nächste[rs]?|erste[rs]?) schritt:?(?: ist)?"
     ),
     opens=(
@@ -16,7 +17,7 @@ GERMAN = language(
         r"les(?:e|en)\b|prüf|schau|\bsehe?n?\b|anseh|nachseh|öffn|start|führ|such|find|test"
         r"|\bhol|ruf|list|untersuch|bearbeit|änder|korrigier|beheb|schreib|erstell|lösch|install"
         r"|berechn|vergleich|\blad|leg\w* .*\ban\b|anleg|abfrag|analys|kontroll|aktualis|ersetz"
-        r"|kopier|verschieb|ausprobier|versuch|beginn|\bfang|mach|wechs|bau|kompil|sortier|zähl"
+        r"|kopier|verschieb|probier|versuch|beginn|\bfang|mach|wechs|bau|kompil|sortier|zähl"
         r"|durch(?:geh|such|lauf|führ)|weiter|wirf|werfe|inspizier|reparier|übersetz|speicher|füg"
         r"|\brechn|nachrechn|kümmer|gleich\w* .*\bab\b|abgleich|heraus|\bhak|nachhak|klär|klick"
         r"|knöpf|log"
@@ -30,7 +31,8 @@ GERMAN = language(
     idle=(
         r"\b(?:merke|merken|beacht|berücksicht|erinner|gedulde|weiß|wissen|dank|gern(?:e)? (?:zur"
         r"|zu)"
-        r"|nicht|kein\w*|wart|habe|hatte|kenne|denke|glaube|hoffe|verstehe|brauche|bitte"
+        r"|nicht|nie(?:mals|mand\w*)?\b|kein\w*|wart|habe|hatte|kenne|denke|glaube|hoffe|verstehe"
+        r"|brauche|bitte"
         r"|danke"
         r"|empfehle|könnte|würde|freu|bleib|stehe|melde|vermute|nehme an|finde,|schlage|rate\b"
         r"|meine,"

@@ -12,7 +12,8 @@ _OBJECTS = (
     "|primero|primeiro|qué|whether|un|uno|uma|um|unos|unas|este|esta|estos|estas|ese|esa|esto|eso"
     "|esse|essa|isso|isto|todo|toda|todos|todas|tutto|tutti|tutte|tudo|questo|questa|quel|quella"
     "|enseguida|inmediatamente|también|já|também|logo|anche|ambos|ambas|ambedue|entrambi|entrambe"
-    "|dos|due|duas|dois|tu|tus|seu|sua|tuo|tua|su|sus|mi|meu"
+    "|dos|due|duas|dois|con|com|otro|otra|outro|outra|altro|altra|tu|tus|seu|sua|tuo|tua|su|sus"
+    "|mi|meu"
 )
 
 # Verbs whose past in the first person looks like a future: "comparé", "alterei".
@@ -102,7 +103,7 @@ _SPANISH_ACTS = (
     r"|investig|rev[ei]rt|reescrib|solicit|pid[oe]|pedir|me (?:encarg|ocup|pong)|tra(?:e|ig)"
     r"|seguir|sig[oau]|conten|reun"
 )
-_SPANISH_VERB = _verb_of(_SPANISH_ACTS, "ado|ido")
+_SPANISH_VERB = _verb_of(_SPANISH_ACTS, "[^ñ]ado|[^ñ]ido")
 SPANISH = language(
     future=(
         r"(?:voy|vamos|procedo|paso|procederé|pasaré) a|déja?me|dejame|permíta?me|permíteme"
@@ -119,7 +120,8 @@ SPANISH = language(
     ),
     acts=_SPANISH_ACTS,
     idle=(
-        r"\b(?:no|nunca|siempre|espero|esperar\w*|estar|recordar\w*|tener(?:lo)? en cuenta|bien"
+        r"\b(?:no|nunca|jamás|siempre|espero|esperar\w*|estar|recordar\w*|tener(?:lo)? en cuenta"
+        r"|bien"
         r"|dej(?:o|aré) (?:lo|la|el|así|como)|creo|pienso|supon|puedo"
         r"|podría|sé|soy|estaré|recomiend|sugier|explic|respond|decir|lament|ayudar(?:te|le|los)?"
         r"|más información|saber|confirmación|aclar|quedo|queda)\b"
@@ -147,7 +149,7 @@ _PORTUGUESE_ACTS = (
     r"|investig|revert|revis|reescrev|solicit|peç|pedir|traz|trag|junt|levant|monitor|dar um|faç"
     r"|me encarreg|cuid(?:o|ar|arei) d|veja|espi[ao]|fuç"
 )
-_PORTUGUESE_VERB = _verb_of(_PORTUGUESE_ACTS, "ado|ido")
+_PORTUGUESE_VERB = _verb_of(_PORTUGUESE_ACTS, "[^ñ]ado|[^ñ]ido")
 PORTUGUESE = language(
     future=(
         r"(?:vou|vamos|irei)|deix[ae](?:-me| eu| que eu)|me deixe|permit[ae]-me"
@@ -162,7 +164,7 @@ PORTUGUESE = language(
     ),
     acts=_PORTUGUESE_ACTS,
     idle=(
-        r"\b(?:não|nunca|sempre|esper|estar\b|lembrar|levar em conta|bem\W*$|torcer|aguard"
+        r"\b(?:não|nunca|jamais|sempre|esper|estar\b|lembrar|levar em conta|bem\W*$|torcer|aguard"
         r"|deix(?:o|arei|ar) (?:como|assim)|acho|penso"
         r"|supon|posso"
         r"|poderia|sei\b|sou\b|estarei|ficar|recomend|sugir|explic|respond|dizer|lament|ajud(?:ar"
