@@ -1,0 +1,14 @@
+"""The sweep over all recovery events and block sizes."""
+
+import pytest
+
+from tests.soak.recovery_events import BLOCKS, scenarios, sweep
+
+pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
+
+
+@pytest.mark.soak
+def test_every_event_gives_the_same_output_in_all_modes_and_block_sizes() -> None:
+    compared = sweep(BLOCKS)
+    events = {scenario.event or "none" for scenario in scenarios(structured=True)}
+    assert set(compared) == events
