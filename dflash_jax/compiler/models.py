@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dflash_jax.compiler.settings import isolated_jax_config
 from dflash_jax.config import ALWAYS_FLOAT32, AUTO, LATE, DrafterConfig, TargetConfig, paired
@@ -86,21 +87,26 @@ def abstract_state(plan: Plan, target: TargetConfig, drafter: DrafterConfig | No
     return jax.eval_shape(lambda: empty_state(plan, target, drafter))
 
 
+def idle_arrays(plan: Plan) -> dict[str, np.ndarray]:
+    """Return the fields of rules under which every row is frozen, on the host."""
+    b = plan.rows
+    arrays = {
+        "stop_ids": np.full((b, plan.stop_slots), -1, np.int32),
+        "limit": np.zeros(b, np.int32),
+        "max_drafts": np.full(b, plan.block - 1, np.int32),
+        "temperature": np.zeros(b, np.float32),
+        "top_k": np.zeros(b, np.int32),
+        "top_p": np.ones(b, np.float32),
+        "min_p": np.zeros(b, np.float32),
+        "seed": np.zeros((b, 2), np.uint32),
+        "choices": np.full((b, CHOICES), -1, np.int32),
+    }
+    return arrays | ({"opening": np.full(b, -1, np.int32)} if plan.call_odds else {})
+
+
 def idle_rules(plan: Plan) -> RowRules:
     """Return rules under which every row is frozen."""
-    b = plan.rows
-    return RowRules(
-        stop_ids=jnp.full((b, plan.stop_slots), -1, jnp.int32),
-        limit=jnp.zeros((b,), jnp.int32),
-        max_drafts=jnp.full((b,), plan.block - 1, jnp.int32),
-        temperature=jnp.zeros((b,), jnp.float32),
-        top_k=jnp.zeros((b,), jnp.int32),
-        top_p=jnp.ones((b,), jnp.float32),
-        min_p=jnp.zeros((b,), jnp.float32),
-        seed=jnp.zeros((b, 2), jnp.uint32),
-        choices=jnp.full((b, CHOICES), -1, jnp.int32),
-        opening=jnp.full((b,), -1, jnp.int32) if plan.call_odds else None,
-    )
+    return RowRules(**{name: jnp.asarray(array) for name, array in idle_arrays(plan).items()})
 
 
 def abstract_params(

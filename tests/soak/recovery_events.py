@@ -134,11 +134,12 @@ def scenarios(*, structured: bool) -> Iterator[Scenario]:
         yield Scenario("<call>", "call_retry", dj.Recovery(), {"tools": _tool("path", "mode")})
 
 
-def make_engine(block: int, steps_per_call: int = 1) -> Engine:
+def make_engine(block: int, steps_per_call: int = 1, **plan_fields: Any) -> Engine:
     """Return an engine of the table's target, with a drafter that is scripted."""
     target = tiny_target(num_layers=1, vocab_size=SIZE, hidden_size=SIZE, eos_token_ids=(ID[END],))
     drafter = tiny_drafter(target, target_layer_ids=(0,), windows=(None,), causal=(False,))
-    plan = dj.Plan(rows=1, chunk=8, block=block, max_length=400, steps_per_call=steps_per_call)
+    fields = {"rows": 1, "chunk": 8, "block": block, "max_length": 400} | plan_fields
+    plan = dj.Plan(**fields, steps_per_call=steps_per_call)
     plan = resolve(plan, target, drafter, platform="cpu", memory=AMPLE)
     params = random_params(target, drafter, dtype=plan.dtype, seed=0)
     weights = params["target"]
