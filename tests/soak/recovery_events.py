@@ -10,6 +10,7 @@ accept different numbers of them, also across the event. Takes about three minut
 import argparse
 import dataclasses
 import itertools
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.state_machine import OFF
 from dflash_jax.testing import (
     AMPLE,
+    QUICK_COMPILE,
     force_acceptance,
     random_params,
     scripted_engine,
@@ -40,6 +42,8 @@ END = "<end>"
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 NAME, ARGUMENTS = '\n{"name": "read", "arguments": {"path":', ' "a"}}\n'
 LETTERS = [chr(i) for i in range(33, 127)] + ["\u0120", "\u010a"]  # a space and a newline last
+# The markers of a call as two tokens each, for a model that was not trained on them.
+PIECES = {OPEN: ("<tool", "_call>"), CLOSE: ("</to", "ol_call>")}
 LIKELY, SECOND = 8.0, 3.0  # logits of next tokens
 
 
@@ -66,12 +70,13 @@ WALKS = (
 )
 SPECIALS = [*(walk[0] for walk in WALKS if walk[0].startswith("<")), END]
 WORDS = list(dict.fromkeys(t for walk in WALKS for t in walk if t not in [*SPECIALS, *LETTERS]))
-TOKENS = [*LETTERS, *WORDS, *SPECIALS]
+TOKENS = [*LETTERS, *WORDS, *itertools.chain(*PIECES.values()), *SPECIALS]
 SIZE = 8 * -(-len(TOKENS) // 8)
 ID = {text: i for i, text in enumerate(TOKENS)}
 
 
-def _tool(*keys: str) -> list[dict[str, Any]]:
+def make_tool(*keys: str) -> list[dict[str, Any]]:
+    """Return the declared tools: one with these required parameters."""
     properties = {key: {"enum": ["a"]} for key in keys}
     parameters = {"type": "object", "properties": properties, "required": list(keys)}
     return [{"name": "read", "parameters": parameters | {"additionalProperties": False}}]
@@ -103,7 +108,7 @@ def scenarios(*, structured: bool) -> Iterator[Scenario]:
       structured: calls can be decoded again, for which grammars are needed.
     """
     rules = dj.Recovery(call_odds=-99.0)
-    tools = {"tools": _tool("path")}
+    tools = {"tools": make_tool("path")}
     yield Scenario("<answer>", "", dj.Recovery())
     yield Scenario("<answer>", "", rules, tools)
     for start in ("<stall>", "<announcement>", "<fence>"):
@@ -131,11 +136,19 @@ def scenarios(*, structured: bool) -> Iterator[Scenario]:
     yield Scenario("<call>", "repeated_calls", dj.Recovery(), loops)
     yield Scenario("<call>", "max_calls", dj.Recovery(repeated_calls=0, max_calls=5), loops)
     if structured:
-        yield Scenario("<call>", "call_retry", dj.Recovery(), {"tools": _tool("path", "mode")})
+        incomplete = {"tools": make_tool("path", "mode")}  # the table's call has no mode
+        yield Scenario("<call>", "call_retry", dj.Recovery(), incomplete)
+        yield Scenario("<announcement>", "call_retry", rules, incomplete)
 
 
-def make_engine(block: int, steps_per_call: int = 1, **plan_fields: Any) -> Engine:
-    """Return an engine of the table's target, with a drafter that is scripted."""
+def make_engine(
+    block: int, steps_per_call: int = 1, *, pieces: bool = False, **plan_fields: Any
+) -> Engine:
+    """Return an engine of the table's target, with a drafter that is scripted.
+
+    Args:
+      pieces: the markers of calls are two tokens each.
+    """
     target = tiny_target(num_layers=1, vocab_size=SIZE, hidden_size=SIZE, eos_token_ids=(ID[END],))
     drafter = tiny_drafter(target, target_layer_ids=(0,), windows=(None,), causal=(False,))
     fields = {"rows": 1, "chunk": 8, "block": block, "max_length": 400} | plan_fields
@@ -148,25 +161,32 @@ def make_engine(block: int, steps_per_call: int = 1, **plan_fields: Any) -> Engi
         leaf[name] = np.zeros_like(leaf[name])
     weights["embed"] = np.eye(SIZE, dtype=np.float32)
     weights["norm"] = np.ones(SIZE, np.float32)
-    weights["head"] = _table() / np.float32(SIZE**0.5)  # a norm makes 1 of V the root of V
-    return scripted_engine(Engine(target, drafter, params, plan, tokenizer=_tokenizer()))
+    weights["head"] = _table(pieces=pieces) / np.float32(
+        SIZE**0.5
+    )  # a norm makes 1 of V the root of V
+    return scripted_engine(
+        Engine(target, drafter, params, plan, tokenizer=make_tokenizer(pieces=pieces))
+    )
 
 
-def _table() -> np.ndarray:
+def _table(*, pieces: bool) -> np.ndarray:
     """Return logits by last and next token."""
     logits = np.zeros((SIZE, SIZE), np.float32)
     logits -= 0.01 * np.arange(SIZE)  # no ties
     logits[:, ID["Then"]] += SECOND
     for walk in WALKS:
-        for last, following in itertools.pairwise(walk):
+        parts = (PIECES.get(text, (text,)) if pieces else (text,) for text in walk)
+        for last, following in itertools.pairwise(itertools.chain(*parts)):
             logits[ID[last], ID[following]] += LIKELY
     return logits
 
 
-def _tokenizer() -> Tokenizer:
+def make_tokenizer(*, pieces: bool) -> Tokenizer:
+    """Return the tokenizer of the table's target; see `make_engine`."""
     letters = {text: i for i, text in enumerate(LETTERS)}
     core = tokenizers.Tokenizer(models.BPE(letters, merges=[]))
-    core.add_tokens(WORDS)
+    unused = {marker: f"<unused {i}>" for i, marker in enumerate(PIECES)} if pieces else {}
+    core.add_tokens([unused.get(word, word) for word in TOKENS[len(LETTERS) : -len(SPECIALS)]])
     core.add_special_tokens(SPECIALS)
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
@@ -187,9 +207,17 @@ def answer(engine: Engine, scenario: Scenario, *, speculative: bool) -> tuple[An
 
 
 def sweep(
-    blocks: Sequence[int], patterns: Sequence[Sequence[int]] = PATTERNS, *, structured: bool = True
+    blocks: Sequence[int],
+    patterns: Sequence[Sequence[int]] = PATTERNS,
+    *,
+    structured: bool = True,
+    pieces: bool = False,
 ) -> Counter[str]:
     """Compare all scenarios, and return how often each event was compared.
+
+    Args:
+      patterns: numbers of drafts that successive rounds accept.
+      structured, pieces: as for `scenarios` and `make_engine`.
 
     Raises:
       AssertionError: an output differs, or an event did not occur.
@@ -197,7 +225,7 @@ def sweep(
     compared: Counter[str] = Counter()
     expected: dict[int, tuple[Any, ...]] = {}
     for block in blocks:
-        engine = make_engine(block, steps_per_call=(1, 4)[block % 2])
+        engine = make_engine(block, steps_per_call=(1, 4)[block % 2], pieces=pieces)
         engine.warm_up(recovery=True)
         for number, scenario in enumerate(scenarios(structured=structured)):
             plain = answer(engine, scenario, speculative=False)
@@ -212,6 +240,9 @@ def sweep(
                 )
                 compared[scenario.event or "none"] += 1
         engine.close()
+        print(
+            f"block {block}: {compared.total()} outputs equal so far", file=sys.stderr, flush=True
+        )
     return compared
 
 
@@ -219,8 +250,11 @@ def main() -> int:
     """Run the sweep, and print the number of comparisons by event."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--blocks", type=int, nargs="+", default=list(BLOCKS))
+    parser.add_argument("--quick-compile", action="store_true", help="compile without optimising")
     options = parser.parse_args()
-    found = sweep(options.blocks)
+    if options.quick_compile:  # read when jax initialises its backends
+        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *QUICK_COMPILE])
+    found = sweep(options.blocks) + sweep(options.blocks, pieces=True)
     for event, count in sorted(found.items()):
         print(f"{event:24} {count:5}")
     return 0
