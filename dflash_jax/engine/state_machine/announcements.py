@@ -29,7 +29,10 @@ QUOTED = re.compile(
 )
 SPANS = re.compile(r"`[^`\n]*`")
 # File names and paths, whose parts are no words of the sentence.
-PATHS = re.compile(r"[\w.~@-]*(?:[/\\_](?=\w)|(?<=\w)\.(?=[a-z]))[\w./\\~@:-]*(?<=[\w/])", re.ASCII)
+PATHS = re.compile(
+    r"(?<![\w.~@-])[\w.~@-]*(?:[/\\_](?=\w)|(?<=\w)\.(?=[a-z]))[\w./\\~@:-]*(?<=[\w/])",
+    re.ASCII,
+)
 EMOJI = re.compile("[\u2600-\u27bf\u2b50\u23e9-\u23fa\U0001f000-\U0001faff]\ufe0f?")
 MARKUP = re.compile(r"^[\s>#*_\-\u2022\u2013\u2014]+|[*_]+")
 SENTENCE_ENDS = re.compile(r"(?<=[.!?\u2026\u061f\u0964])\s+|(?<=[\u3002\uff01\uff1f])\s*|\n+")
@@ -105,7 +108,7 @@ def cue_of(text: str) -> Cue:
     The last sentence counts, and the one before it if the last only asks to wait.
     """
     last: Cue = Cue.NONE
-    for sentence in reversed(sentences(text)[-3:]):
+    for sentence in reversed(sentences(text[-4 * LONGEST :])[-3:]):
         cue = max(last, _cue(sentence))
         if cue >= Cue.LIKELY or not FILLER.match(sentence):
             return cue
