@@ -2,6 +2,7 @@
 
     python -m benchmarks.endings                # tiny, SmolLM2 and the oracle families
     python -m benchmarks.endings --target DIR   # another target; also dflash-jax probe --recovery
+    python -m benchmarks.endings --texts FILE   # texts of a JSONL file instead of composed ones
 
 The stalls and answers are composed from a seed, in 18 languages. All of them are judged as if the
 target ended its output there; `natural` ones are those after which it does. SmolLM2's own template
@@ -9,6 +10,10 @@ has no tool syntax, so that it is measured with a Hermes template, too. The orac
 tiny models with random weights, which show that the rules work with each tool syntax. They get a
 tokenizer of single bytes, of which some are the special tokens of the family. Takes about 20
 minutes.
+
+`endings_first.jsonl` was written without knowledge of the rules, and `results/endings_first.json`
+has its figures before any change that followed from them. `endings_second.jsonl` was written after
+those changes, and `results/endings_second.json` has its first figures.
 """
 
 import argparse
@@ -98,11 +103,12 @@ def targets(given: str | None) -> Iterator[tuple[str, TargetModel]]:
 
 def measured(name: str, model: TargetModel, options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of a target, and its cases."""
-    cases = [
-        case
-        for kind in endings.KINDS
-        for case in endings.fresh_cases(kind, options.seed, options.cases)
-    ]
+    if options.texts:
+        lines = options.texts.read_text(encoding="utf-8").splitlines()
+        cases = endings.written_cases(lines, options.seed)
+    else:
+        composed = (endings.fresh_cases(k, options.seed, options.cases) for k in endings.KINDS)
+        cases = list(itertools.chain.from_iterable(composed))
     judged = list(endings.judge_cases(model, cases))
     found = endings.summary(judged)
     print(endings.line(name, found), flush=True)
@@ -125,12 +131,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/endings.json"))
     parser.add_argument("--target", help="only this target")
+    parser.add_argument("--texts", type=Path, help="JSONL of kind, language and text")
     parser.add_argument("--cases", type=int, default=60, help="of each kind")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     report = {
         "call_odds": dj.Recovery().call_odds,
         "seed": options.seed,
+        "texts": options.texts and options.texts.name,
         "targets": [measured(name, model, options) for name, model in targets(options.target)],
     }
     write_result(options.out, "endings", report)

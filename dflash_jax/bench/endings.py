@@ -8,8 +8,9 @@ for stalls follows as in a request. `natural` cases are those after which the ta
 import collections
 import dataclasses
 import itertools
+import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,19 +90,35 @@ def fresh_cases(kind: str, seed: int, count: int) -> list[Case]:
         slots = {name: rng.choice(values) for name, values in SLOTS.items()}
         slots["tool"] = TOOLS[rng.randrange(3)]["function"]["name"]
         text = rng.choice(texts[language]).format(**slots)
-        messages: list[dict[str, Any]] = [
-            {"role": "user", "content": rng.choice(REQUESTS).format(**slots)}
-        ]
-        if rng.random() < 0.6:
-            call = {"name": "read_file", "arguments": {"path": slots["file"]}}
-            messages += [
-                {"role": "assistant", "content": "", "tool_calls": [{"function": call}]},
-                {"role": "tool", "name": "read_file", "content": rng.choice(RESULTS)},
-            ]
-        cases.setdefault(text, Case(kind, language, tuple(messages), text))
+        cases.setdefault(text, Case(kind, language, _conversation(rng, slots), text))
         if len(cases) == count:
             break
     return list(cases.values())
+
+
+def written_cases(lines: Iterable[str], seed: int) -> list[Case]:
+    """Return the cases of a JSONL file, after conversations that follow from the seed.
+
+    Args:
+      lines: JSON objects with `kind` ("stall" or "answer"), `language` and `text`.
+      seed: of the conversations.
+    """
+    rng = random.Random(str(seed))
+    cases = []
+    for fields in map(json.loads, lines):
+        slots = {name: rng.choice(values) for name, values in SLOTS.items()}
+        cases.append(Case(messages=_conversation(rng, slots), **fields))
+    return cases
+
+
+def _conversation(rng: random.Random, slots: dict[str, str]) -> tuple[dict[str, Any], ...]:
+    request = {"role": "user", "content": rng.choice(REQUESTS).format(**slots)}
+    if rng.random() >= 0.6:
+        return (request,)
+    call = {"name": "read_file", "arguments": {"path": slots["file"]}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}
+    result = {"role": "tool", "name": "read_file", "content": rng.choice(RESULTS)}
+    return request, answer, result
 
 
 def judge_cases(

@@ -13,7 +13,13 @@ from dflash_jax.engine.detokenizer import OutputBuffer
 from dflash_jax.engine.prefix.cursor import PromptCursor
 from dflash_jax.engine.request import CancelCell, Request
 from dflash_jax.engine.result import Result, Stats, TokenLogprob
-from dflash_jax.engine.state_machine import controller, repeated_calls, request_state, speculation
+from dflash_jax.engine.state_machine import (
+    call_retry,
+    controller,
+    repeated_calls,
+    request_state,
+    speculation,
+)
 from dflash_jax.engine.state_machine.guards import runaway_drop
 from dflash_jax.engine.state_machine.trace import CallTime
 from dflash_jax.engine.structured.call_grammars import CallGrammars
@@ -279,7 +285,8 @@ class RunningRequest:
         """Begin to compile the grammar under which a call is decoded once more."""
         assert self._call_grammars is not None
         self.epoch += 1
-        self.call_grammar = self._call_grammars.begin(self.request)
+        before = call_retry.marker_before(self.state.ids[: self.state.call_at], self.policy.words)
+        self.call_grammar = self._call_grammars.begin(self.request, before)
 
     def retry_call(self, grammar: Grammar) -> controller.Effects:
         """Drop the call that could not be parsed; from there on the output follows a grammar."""

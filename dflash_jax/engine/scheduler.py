@@ -12,8 +12,9 @@ import numpy as np
 from dflash_jax.engine.running_request import RowSettings, RunningRequest
 from dflash_jax.engine.sampling_params import MIN_TEMPERATURE
 from dflash_jax.engine.state_machine import OFF
+from dflash_jax.graph.abstract import idle_arrays
 from dflash_jax.graph.keys import LOGITS_VARIANTS, STEP_VARIANTS, Variant
-from dflash_jax.graph.state import CHOICES, RowRules
+from dflash_jax.graph.state import RowRules
 from dflash_jax.plan import Plan
 
 BURST = 0.1  # seconds between two results that a reader does not notice as a pause
@@ -186,20 +187,8 @@ def make_rules(
         that only fields that changed are transferred.
       put: as for `Scheduler`.
     """
-    count = len(rows)
-    host: dict[str, np.ndarray] = {
-        "stop_ids": np.full((count, plan.stop_slots), -1, np.int32),
-        "limit": np.zeros(count, np.int32),
-        "max_drafts": np.zeros(count, np.int32),
-        "temperature": np.zeros(count, np.float32),
-        "top_k": np.zeros(count, np.int32),
-        "top_p": np.ones(count, np.float32),
-        "min_p": np.zeros(count, np.float32),
-        "seed": np.zeros((count, 2), np.uint32),
-        "choices": np.full((count, CHOICES), -1, np.int32),
-    }
-    if plan.call_odds:
-        host["opening"] = np.full(count, -1, np.int32)
+    host = idle_arrays(plan)
+    host["max_drafts"][:] = 0
     for row, (settings, decodes) in enumerate(rows):
         if settings is None:
             continue

@@ -16,7 +16,8 @@ from dflash_jax.tool_parsers.tool_schema import call_beginnings, choice_of, tool
 
 PROMPT_END = 64  # ids at the end of a prompt that show whether it opens a thought
 LONGEST_TURN = 2**16  # ids of a turn that is continued
-AFTER_CALLS = ("", "\n", "\n\n", " ", "<")  # a closing marker may end in one token with these
+# A marker may end in one token with these; the last two follow the opening one of Llama.
+AFTER_CALLS = ("", "\n", "\n\n", " ", "<", ":", ": ")
 COLON_ENDS = (":", "`:", "):", '":')  # a token may join a colon and the characters before it
 
 
@@ -45,6 +46,7 @@ def words_of(
     calls = tuple(ids for text in beginnings if (ids := _ids(tokenizer, text)))
     lead = max(len(_ids(tokenizer, syntax.lead)) if syntax else 0, 1)
     opening = _shared((_ids(tokenizer, own), *calls)) if own and calls else ()
+    marker = _special(tokenizer, syntax.marker) if syntax else -1
     return Words(
         text=tokenizer.raw,
         syntax=syntax,
@@ -53,8 +55,9 @@ def words_of(
         calls=calls,
         opening=opening if len(opening) >= lead else (),
         lead=lead,
-        marker=_special(tokenizer, syntax.marker) if syntax else -1,
+        marker=marker,
         closer=_special(tokenizer, syntax.closes[-1]) if syntax else -1,
+        call_begins=_call_begins(tokenizer, syntax if declared and marker < 0 else None),
         choice=choice,
         close=_ids(tokenizer, close),
         colons=_colons(tokenizer) if recovery.below_floor == "compat" else frozenset(),
@@ -139,10 +142,21 @@ def _hidden(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
 @functools.lru_cache(maxsize=16)
 def _call_ends(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
     """Return ids with which the closing marker of a tool call can end."""
-    closes = repeated_calls.closes(syntax) if syntax else ()
-    found = (_ids(tokenizer, close + after) for close in closes for after in AFTER_CALLS)
+    return _ends(tokenizer, repeated_calls.closes(syntax) if syntax else ())
+
+
+@functools.lru_cache(maxsize=16)
+def _call_begins(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
+    """Return ids with which the opening marker of a tool call can end, if calls begin with it."""
+    begins = syntax is not None and syntax.marker in syntax.opens
+    return _ends(tokenizer, (syntax.marker,) if syntax and begins else ())
+
+
+def _ends(tokenizer: Tokenizer, markers: Sequence[str]) -> frozenset[int]:
+    """Return ids with which markers can end, also together with the text that follows."""
+    found = (_ids(tokenizer, marker + after) for marker in markers for after in AFTER_CALLS)
     ends = {i for ids in found for i in ids[-2:]}
-    last = {close[-1] for close in closes}
+    last = {marker[-1] for marker in markers}
     return frozenset(i for i in ends if last & set(tokenizer.raw((i,))))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dflash_jax.config import ALWAYS_FLOAT32, AUTO, LATE
 from dflash_jax.graph.protocols import WEIGHTS, SharedLayers, WeightInfo
@@ -239,18 +240,23 @@ def _all_of_drafter(
     return module.propose(state, start, start, shared, sampler)
 
 
+def idle_arrays(plan: Plan) -> dict[str, np.ndarray]:
+    """Return the fields of rules under which every row is frozen, on the host."""
+    b = plan.rows
+    arrays = {
+        "stop_ids": np.full((b, plan.stop_slots), -1, np.int32),
+        "limit": np.zeros(b, np.int32),
+        "max_drafts": np.full(b, plan.block - 1, np.int32),
+        "temperature": np.zeros(b, np.float32),
+        "top_k": np.zeros(b, np.int32),
+        "top_p": np.ones(b, np.float32),
+        "min_p": np.zeros(b, np.float32),
+        "seed": np.zeros((b, 2), np.uint32),
+        "choices": np.full((b, CHOICES), -1, np.int32),
+    }
+    return arrays | ({"opening": np.full(b, -1, np.int32)} if plan.call_odds else {})
+
+
 def idle_rules(plan: Plan) -> RowRules:
     """Return rules under which every row is frozen."""
-    b = plan.rows
-    return RowRules(
-        stop_ids=jnp.full((b, plan.stop_slots), -1, jnp.int32),
-        limit=jnp.zeros((b,), jnp.int32),
-        max_drafts=jnp.full((b,), plan.block - 1, jnp.int32),
-        temperature=jnp.zeros((b,), jnp.float32),
-        top_k=jnp.zeros((b,), jnp.int32),
-        top_p=jnp.ones((b,), jnp.float32),
-        min_p=jnp.zeros((b,), jnp.float32),
-        seed=jnp.zeros((b, 2), jnp.uint32),
-        choices=jnp.full((b, CHOICES), -1, jnp.int32),
-        opening=jnp.full((b,), -1, jnp.int32) if plan.call_odds else None,
-    )
+    return RowRules(**{name: jnp.asarray(array) for name, array in idle_arrays(plan).items()})

@@ -55,9 +55,9 @@ def request_with_pending_grammar(
     """Return a request that waits for the grammar of its call, and the event that releases it."""
     ready, make = threading.Event(), CallGrammars._make
 
-    def late(self: CallGrammars, request: Request) -> Grammar:
+    def late(self: CallGrammars, request: Request, before: str) -> Grammar:
         assert ready.wait(60)
-        return make(self, request)
+        return make(self, request, before)
 
     monkeypatch.setattr(CallGrammars, "_make", late)
     handle = engine.submit(prompt, recovery=dj.Recovery(), **options)

@@ -22,10 +22,18 @@ class Cue(enum.IntEnum):
 
 
 QUOTED = re.compile(
-    r'"[^"\n]*"|\u201c[^\u201d\n]*\u201d|\u00ab[^\u00bb\n]*\u00bb'
-    r"|\u300c[^\u300d\n]*\u300d"
+    r'"[^"\n]*"|\u201e[^\u201c\u201d\n]*[\u201c\u201d]|\u201c[^\u201d\n]*\u201d'
+    r"|\u00ab[^\u00bb\n]*\u00bb|\u00bb[^\u00ab\n]*\u00ab|\u300c[^\u300d\n]*\u300d"
+    r"|\u300e[^\u300f\n]*\u300f|^ {0,3}>.*$",
+    re.MULTILINE,
 )
 SPANS = re.compile(r"`[^`\n]*`")
+# File names and paths, whose parts are no words of the sentence.
+PATHS = re.compile(
+    r"(?<![\w.~@-])[\w.~@-]*(?:[/\\_](?=\w)|(?<=\w)\.(?=[a-z]))[\w./\\~@:-]*(?<=[\w/])",
+    re.ASCII,
+)
+EMOJI = re.compile("[\u2600-\u27bf\u2b50\u23e9-\u23fa\U0001f000-\U0001faff]\ufe0f?")
 MARKUP = re.compile(r"^[\s>#*_\-\u2022\u2013\u2014]+|[*_]+")
 SENTENCE_ENDS = re.compile(r"(?<=[.!?\u2026\u061f\u0964])\s+|(?<=[\u3002\uff01\uff1f])\s*|\n+")
 PARTS = re.compile(
@@ -53,18 +61,22 @@ CLAUSE = re.compile(
 )
 # Words before the announcement of a sentence: "Ok, now let me ...".
 LEAD_INS = re.compile(
-    r"^(?:(?:ok|okay|alright|all right|sure|great|good|perfect|now|next|first|then|so|and|but"
+    r"^(?:(?:ok|okay|alright|all right|sure(?: thing)?|great|good|perfect|now|next(?: up)?|first"
+    r"|then|so|and|but|up next|starting with|first up|here goes|no problem|will do|on it"
     r"|got it|understood|right|well|hmm|oh|ah|yes|no|hm|thanks|absolutely|of course|certainly"
     r"|meanwhile|finally|lastly|also|afterwards|in parallel|step \d+|before (?:that|anything else)"
-    r"|for (?:that|this)|to be sure|to start|to begin|from here|here|instead|still|today)\b"
+    r"|for (?:that|this|now)|to be sure|to start|to begin|from here|here|instead|still|today)\b"
     r"[\s,.!:-]*)+"
 )
 ADVERBS = re.compile(
-    r"^(?:(?:quickly|just|first|now|also|then|next|actually|briefly|simply|try(?:ing)? to|go|come"
-    r"|start(?:ing)? (?:by|with)|begin(?:ning)? (?:by|with)) )+"
+    r"^(?:(?:quickly|just|first|now|also|then|next|actually|briefly|simply|try(?:ing)? to|come"
+    r"|go(?! through| over| ahead| back| to| and)|start(?:ing)? by|begin(?:ning)? by) )+"
 )
 GERUND = re.compile(
-    r"^(?:(?:now|next|first|then|currently|still) )?(?:re-?)?[a-z]{2,}ing\b"
+    r"^(?:re-?)?[a-z]{2,}ing\b(?! (?:is|was|that|to)\b)(?=.* (?:an?|the|this|that|these|those|my"
+    r"|your|our|its|it|them|all|both|each|every|another|now|again)\b|.*`"
+    r"|(?: up)? (?:for|into|through|at) )"
+    r"|^(?:now|next|first|then|currently|still|quickly) (?:re-?)?[a-z]{2,}ing\b"
     r"(?! (?:is|was|that|to)\b)"
 )
 FINITE = re.compile(
@@ -79,10 +91,15 @@ LONGEST = 400  # characters of a sentence
 
 
 def sentences(text: str) -> list[str]:
-    """Return the sentences of a text, in lower case, without quotations and emphasis."""
+    """Return the sentences of a text, in lower case, without emphasis.
+
+    Quotations, code and paths become "`".
+    """
     plain = text.replace("\N{RIGHT SINGLE QUOTATION MARK}", "'").replace("\u200b", "")
+    plain = PATHS.sub("`", QUOTED.sub("`", SPANS.sub("`", plain)))
+    plain = EMOJI.sub("\n", plain)
     parts = (MARKUP.sub("", part).strip() for part in SENTENCE_ENDS.split(plain))
-    return [part.lower() for part in parts if any(map(str.isalnum, part))]
+    return [part.lower() for part in parts if any(c.isalnum() or c == "`" for c in part)]
 
 
 def cue_of(text: str) -> Cue:
@@ -91,7 +108,7 @@ def cue_of(text: str) -> Cue:
     The last sentence counts, and the one before it if the last only asks to wait.
     """
     last: Cue = Cue.NONE
-    for sentence in reversed(sentences(text)[-3:]):
+    for sentence in reversed(sentences(text[-4 * LONGEST :])[-3:]):
         cue = max(last, _cue(sentence))
         if cue >= Cue.LIKELY or not FILLER.match(sentence):
             return cue
@@ -100,8 +117,7 @@ def cue_of(text: str) -> Cue:
 
 
 def _cue(sentence: str) -> Cue:
-    sentence = QUOTED.sub("", SPANS.sub("`", sentence[-LONGEST:]))
-    sentence = PURPOSE.sub("", WHETHER.sub(r"\1 whether", sentence))
+    sentence = PURPOSE.sub("", WHETHER.sub(r"\1 whether", sentence[-LONGEST:]))
     sentence = WAITING.sub(", let me ", sentence)
     told = sentence.partition(": ")[2]
     if RESULT.search(sentence) or FINITE.search(told):
@@ -109,7 +125,8 @@ def _cue(sentence: str) -> Cue:
     found = max(_announces(sentence, language) for language in LANGUAGES)
     if found is Cue.NONE and not ENGLISH.asks.search(sentence):
         start = LEAD_INS.sub("", sentence)
-        if GERUND.match(start) and not FINITE.search(start) and len(start.split()) <= SHORT:
+        begins = GERUND.match(start) or GERUND.match(sentence)
+        if begins and not FINITE.search(start) and len(start.split()) <= SHORT:
             verb = ADVERBS.sub("", start)
             return Cue.STRONG if ENGLISH.acts.match(verb) and not _idle(verb, ENGLISH) else found
     return found
@@ -123,24 +140,22 @@ def _announces(sentence: str, language: Language) -> Cue:
         whole = language.whole.search(sentence)
         if whole and not language.idle.search(_clause(sentence, whole.start(), whole.start())):
             return Cue.STRONG if language.acts.search(sentence) else Cue.LIKELY
-    if language.opens is None:
-        return Cue.NONE
     found = Cue.NONE
-    for opening in language.opens.finditer(sentence):
-        rest = sentence[opening.end() :]
-        if language is ENGLISH:
-            if not _begins_clause(sentence[: opening.start()]):
+    for pattern in (language.future, language.opens):
+        for opening in pattern.finditer(sentence) if pattern else ():
+            if language is ENGLISH:
+                if not _begins_clause(sentence[: opening.start()]):
+                    continue
+                rest = ADVERBS.sub("", sentence[opening.end() :])
+                if not _idle(rest, language):
+                    found = max(found, Cue.STRONG if language.acts.match(rest) else Cue.LIKELY)
                 continue
-            rest = ADVERBS.sub("", rest)
-            if _idle(rest, language):
-                continue
-            cue = Cue.STRONG if language.acts.match(rest) else Cue.LIKELY
-        else:
             act = language.acts.search(sentence, opening.start())
-            if act is None or language.idle.search(_clause(sentence, opening.start(), act.end())):
-                continue
-            cue = Cue.STRONG
-        found = max(found, cue)
+            end = act.end() if act else opening.end()
+            if (act or pattern is language.future) and not language.idle.search(
+                _clause(sentence, opening.start(), end)
+            ):
+                found = max(found, Cue.STRONG if act else Cue.LIKELY)
     return found
 
 

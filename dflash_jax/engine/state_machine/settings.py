@@ -40,7 +40,8 @@ class Recovery:
         in a code fence that names a declared tool needs no odds.
       call_retry: decode a call that cannot be parsed, or is not finished, again from its opening
         under the grammar of the declared tools. A call is held until it is complete, or longer than
-        512 tokens. Needs "odds", and the extra `structured`.
+        512 tokens; opening markers of several tokens are emitted. Needs "odds", the extra
+        `structured`, and a syntax whose calls begin with a marker, which harmony's do not.
       skip_phrase: an output that ends in this phrase, apart from punctuation, is not stalled.
       empty_retry: decode again without drafts if nothing visible was generated.
       runaway: how loops end the output. "measured": a unit of 1 to 8 tokens ends it at 12 copies

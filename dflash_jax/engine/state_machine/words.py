@@ -31,6 +31,9 @@ class Words:
     lead: int = 1  # number of them that are forced at once; of those after them each is judged
     marker: int = -1  # the special tokens around a call; -1 where they are no single tokens
     closer: int = -1
+    # With which an opening marker of several tokens can end; empty where it is a single token, or
+    # not at the beginning of a call.
+    call_begins: frozenset[int] = frozenset()
     choice: ToolChoice = AUTO
     close: Ids = ()  # ids that close a thought
     colons: frozenset[int] = frozenset()  # ids that end a preamble, for the detector by ids
@@ -59,10 +62,14 @@ class Words:
         pairs = ((declared.get(names[index]), text) for index, text in arguments.items())
         return all(are_valid_arguments(tool, text) for tool, text in pairs)
 
-    def read(self, ids: Ids) -> "ParsedOutput":
-        """Parse the output so far as its caller would if it ended here."""
+    def read(self, ids: Ids, *, before: str = "") -> "ParsedOutput":
+        """Parse the output so far as its caller would if it ended here.
+
+        Args:
+          before: text before the ids.
+        """
         parser = OutputParser(self.syntax, self.tools, thinking=self.inside_thought)
-        events = [*parser.push(text := self.text(ids)), *parser.finish()]
+        events = [*parser.push(text := before + self.text(ids)), *parser.finish()]
         content = "".join(event.text for event in events if isinstance(event, Content))
         if not text:  # no tokenizer, or tokens that are no text
             content = "?" if self.is_visible(ids) and self.syntax is None else ""

@@ -21,16 +21,22 @@ class CallGrammars:
         self.grammars, self._build, self._tokenizer = grammars, build, tokenizer
         self._thread = ThreadPoolExecutor(1, "call-grammars")  # started when first used
 
-    def begin(self, request: Request) -> "Future[Grammar]":
-        """Begin to compile the grammar of a request's calls."""
-        return self._thread.submit(self._make, request)
+    def begin(self, request: Request, before: str = "") -> "Future[Grammar]":
+        """Begin to compile the grammar of a request's calls.
 
-    def _make(self, request: Request) -> Grammar:
+        Args:
+          before: the beginning of a call, which is not decoded again.
+        """
+        return self._thread.submit(self._make, request, before)
+
+    def _make(self, request: Request, before: str = "") -> Grammar:
         assert self._tokenizer is not None
         end = self.grammars.deadline()
         tools = tuple(self._usable(tool, end) for tool in request.words.tools)
         words = dataclasses.replace(request.words, tools=tools)
-        grammar = self.grammars.make({"grammar": calls_grammar(words, self._tokenizer)})
+        grammar = self.grammars.make(
+            {"grammar": calls_grammar(words, self._tokenizer), "prefix": before}
+        )
         self._build((Variant.CONSTRAINED, Variant.FORCED_TOKENS))
         return grammar
 

@@ -191,3 +191,45 @@ def test_B11_arguments_are_an_object_with_the_required_keys(arguments: str, brok
     xml = "<tool_call>\n<function=read_file>\n</function>\n</tool_call>"
     words = dataclasses.replace(words, text=lambda ids: xml, syntax=SYNTAXES["qwen_xml"])
     assert words.read((1,)).broken
+
+
+PIECE, END_OF_MARKER, END_PIECE, END_OF_CLOSER, JOINED = 71, 72, 73, 74, 75
+PIECES = MEANING | {
+    PIECE: "<tool",
+    END_OF_MARKER: "_call>",
+    END_PIECE: "</tool",
+    END_OF_CLOSER: "_call>\n",
+    JOINED: "_call>{",
+}
+
+
+@pytest.mark.parametrize(
+    ("broken", "right"),
+    [
+        pytest.param([BAD, END_PIECE, END_OF_CLOSER, EOS], [GOOD, END_PIECE, END_OF_CLOSER, EOS]),
+        pytest.param([BAD, EOS], [GOOD, EOS]),
+        pytest.param([EOS], [GOOD, END_PIECE, END_OF_CLOSER, EOS]),
+    ],
+)
+@pytest.mark.parametrize("before", [[], [10, 46], [PIECE, END_OF_MARKER, GOOD, END_PIECE, 74, 10]])
+def test_B12_markers_of_several_tokens_are_read_as_text(
+    before: list[int], broken: list[int], right: list[int]
+) -> None:
+    """Such a call is decoded again from the token after its opening marker, which was emitted."""
+    words = dataclasses.replace(
+        CALLS,
+        text=lambda ids: "".join(PIECES.get(i, "w") for i in ids),
+        marker=-1,
+        closer=-1,
+        call_begins=frozenset({END_OF_MARKER, JOINED}),
+        call_ends=frozenset({END_OF_CLOSER}),
+    )
+    for marker in ([PIECE, END_OF_MARKER], [PIECE, JOINED]):
+        kept = [*before, *marker]
+        seen = retried([*kept, *broken], [*kept, *right], words=words)
+        assert seen.emitted == [*kept, *right]
+        assert (seen.notes["call_retry"], seen.attempts) == (1, 2)
+    whole = [*before, PIECE, END_OF_MARKER, GOOD, END_PIECE, END_OF_CLOSER, EOS]
+    assert retried(whole, [99], words=words).emitted == whole
+    mention = [10, PIECE, 10, END_OF_MARKER, BAD, EOS]
+    assert retried(mention, [99], words=words).emitted == mention

@@ -2,7 +2,9 @@
 
 Each language has regular expressions of a sentence in lower case, without quotations:
 
-* `opens`: the first person and the near future, such as "let me" or "I'll", up to the verb;
+* `future`: the first person and the near future, such as "let me" or "I'll", up to the verb, which
+  may be one that is not known;
+* `opens`: other beginnings, such as "now I", after which only known verbs count;
 * `acts`: verbs of actions that tools take, such as reading, running and changing;
 * `idle`: what the speaker may promise without taking an action, such as waiting or explaining;
 * `asks`: conditions and requests, such as "if you want" or "once you confirm": the sentence leaves
@@ -19,6 +21,7 @@ from typing import NamedTuple
 class Language(NamedTuple):
     """The expressions of a language; None matches nothing."""
 
+    future: re.Pattern[str] | None
     opens: re.Pattern[str] | None
     acts: re.Pattern[str]
     idle: re.Pattern[str]
@@ -26,8 +29,12 @@ class Language(NamedTuple):
     whole: re.Pattern[str] | None = None
 
 
-def language(*, acts: str, idle: str, asks: str, opens: str = "", whole: str = "") -> Language:
+def language(
+    *, acts: str, idle: str, asks: str, future: str = "", opens: str = "", whole: str = ""
+) -> Language:
     """Return a language; an empty expression matches nothing."""
-    start = re.compile(rf"(?<![\w'-])(?:{opens})\s*") if opens else None
+    start = "(?<![\\w'-])"
+    begins = re.compile(rf"{start}(?:{future})(?![a-zà-ÿа-я])\s*") if future else None
+    others = re.compile(rf"{start}(?:{opens})\s*") if opens else None
     rest = re.compile(acts), re.compile(idle), re.compile(asks)
-    return Language(start, *rest, whole=re.compile(whole) if whole else None)
+    return Language(begins, others, *rest, whole=re.compile(whole) if whole else None)
