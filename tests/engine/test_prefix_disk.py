@@ -20,6 +20,7 @@ from dflash_jax import Plan
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.prefix.disk import PrefixDisk
 from dflash_jax.errors import PlanError
+from dflash_jax.graph import Graph
 from dflash_jax.models import build_graph
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_hybrid, tiny_target
 
@@ -164,16 +165,19 @@ def test_p29_other_weights_plans_models_and_compilers_have_other_entries(
     other.params = params
     assert other.generate(PROMPT, max_tokens=2).stats.cached_tokens == 0
     longer = dataclasses.replace(tiny.plan, max_length=112)
-    ours = (tiny.plan, tiny.target, tiny.drafter, tiny.params)
+    graph, ours = tiny.graph, (tiny.graph, tiny.params)
+    alone = build_graph(tiny.target, None, tiny.plan)
     names = {
         prefix_disk.identity(*ours),
-        prefix_disk.identity(longer, *ours[1:]),
-        prefix_disk.identity(tiny.plan, tiny.target, None, {"target": tiny.params["target"]}),
-        prefix_disk.identity(*ours[:3], params),
+        prefix_disk.identity(Graph(graph.pair, longer), tiny.params),
+        prefix_disk.identity(alone, {"target": tiny.params["target"]}),
+        prefix_disk.identity(graph, params),
     }
     assert len(names) == 4
     queue = dataclasses.replace(tiny.plan, queue=3, prefix_cache=5)
-    assert prefix_disk.identity(queue, *ours[1:]) in names  # these do not affect segments
+    assert (
+        prefix_disk.identity(Graph(graph.pair, queue), tiny.params) in names
+    )  # these do not affect segments
     for settings in ("--xla_cpu_max_isa=AVX", "--xla_backend_optimization_level=0"):
         monkeypatch.setenv("XLA_FLAGS", settings)
         names.add(prefix_disk.identity(*ours))

@@ -106,6 +106,7 @@ def prefixes(folder: Path, name: str, use: Use) -> Read:
 
     from dflash_jax import Plan
     from dflash_jax.engine.engine import Engine
+    from dflash_jax.graph import Graph
     from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 
     target = tiny_target(num_layers=2, vocab_size=251)
@@ -115,7 +116,7 @@ def prefixes(folder: Path, name: str, use: Use) -> Read:
 
     def opened(where: Path) -> list[int]:
         plan = dataclasses.replace(first.plan, prefix_cache=1 << 20, prefix_folder=str(where))
-        engine = Engine(target, drafter, first.params, plan)
+        engine = Engine(Graph(first.graph.pair, plan), first.params)
         engine.compiled.executables = first.executables
         found = engine.generate(PROMPT, max_tokens=12, temperature=2.0, seed=5).token_ids
         engine.close()
