@@ -81,6 +81,8 @@ class Generation:
         self.first_token: float | None = None
         self.cancelled: tuple[Reason, str] | None = None
         engine = model.engine
+        if not model.worker.has_room(len(prompts) * request.n):
+            raise queue_full()
         self.replies: list[Reply] = []
         self._jobs: list[Job] = []
         self._updates: asyncio.Queue[ReplyUpdate] = asyncio.Queue()
@@ -95,8 +97,6 @@ class Generation:
                 reply.filter_repeated_calls = request.stream and recovery.repeated_calls > 0
                 self.replies.append(reply)
                 self._jobs.append(Job(prompt.ids, params.for_answer(copy), index, self._on_update))
-        if not model.worker.has_room(len(self._jobs)):
-            raise queue_full()
         loop = asyncio.get_running_loop()
         self._timers: list[asyncio.TimerHandle] = []
         if timeout is not None:

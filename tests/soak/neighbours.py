@@ -1,6 +1,6 @@
 """Attacks a server by what it stores and by its connections; prints what others noticed of each.
 
-    python tests/soak/neighbours.py [--only WORD] [--descriptors 256] [--log FILE]
+    python -m tests.soak.neighbours [--only WORD] [--descriptors 256] [--log FILE]
 
 It starts the shipped pair with a limit of file descriptors. Meanwhile a neighbour asks for /health
 every 10 ms, and another reads a stream. Each row has the result of an attack, the seconds it took
@@ -14,7 +14,6 @@ import json
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,10 +22,7 @@ from typing import Any
 
 import httpx
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from tests.soak.large_requests import Neighbour, served  # noqa: E402
+from tests.soak.large_requests import Neighbour, served
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 CONVERSATIONS = "/v1/conversations"
