@@ -328,18 +328,23 @@ CONVERSATIONS_KEPT = 80  # of half a MiB, which fill a store
 def fill(url: str, count: int) -> dict[str, Any]:
     """Store this many responses, and conversations; return how many were taken, and the memory."""
     before = resident(url)
+    with (
+        concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool,
+        httpx.Client(base_url=url, timeout=WAIT) as http,
+    ):
 
-    def store(number: int) -> int:
-        body = STORED | {"metadata": {"x": f"{number:08}" * (KEPT // 8)}}
-        return httpx.post(url + RESPONSES, json=body, timeout=WAIT).status_code
+        def store(number: int) -> int:
+            body = STORED | {"metadata": {"x": f"{number:08}" * (KEPT // 8)}}
+            return http.post(RESPONSES, json=body).status_code
 
-    with concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
-        responses = sum(status == 200 for status in pool.map(store, range(count)))
-    bodies = [{"items": [LONG_ITEM]}] * CONVERSATIONS_KEPT
-    answers = [httpx.post(url + CONVERSATIONS, json=body, timeout=WAIT) for body in bodies]
+        responses = list(pool.map(store, range(count)))
+        talk = {"items": [LONG_ITEM]}
+        conversations = [
+            http.post(CONVERSATIONS, json=talk).status_code for _ in range(CONVERSATIONS_KEPT)
+        ]
     return {
-        "responses": responses,
-        "conversations": sum(answer.status_code == 200 for answer in answers),
+        "responses": responses.count(200),
+        "conversations": conversations.count(200),
         "memory_mb": [before >> 20, resident(url) >> 20],
     }
 

@@ -29,6 +29,7 @@ CONVERSATIONS = "/v1/conversations"
 USER = {"type": "message", "role": "user", "content": "Hello"}
 ASK: dict[str, Any] = {"input": "Hello", "max_output_tokens": 4}
 PATIENCE_S = 90.0  # seconds after which a connection counts as open for ever
+IDLE_S = 10.0
 DESCRIPTORS = 256
 
 
@@ -225,7 +226,14 @@ def unread(target: Target) -> str:
     return f"open after {PATIENCE_S:g} s"
 
 
+def nothing(target: Target) -> str:
+    """Attack nothing: other rows are compared with the waits of this one."""
+    time.sleep(IDLE_S)
+    return "idle"
+
+
 ATTACKS: dict[str, Callable[[Target], str]] = {
+    "nothing": nothing,
     "1,000 references to a large response": references,
     "a response that repeats large fields, streamed": repeated_fields,
     "a large stored response": stored_response,
