@@ -22,7 +22,6 @@ from dflash_jax.server.errors import (
     to_problem,
     unfinished,
 )
-from dflash_jax.server.jobs import Job
 from dflash_jax.server.models import ServedModel
 from dflash_jax.server.output_grammar import structure_problem
 from dflash_jax.server.prompt import (
@@ -33,6 +32,7 @@ from dflash_jax.server.prompt import (
 )
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
+from dflash_jax.server.worker import Job
 from dflash_jax.tool_parsers.events import Event
 
 COMPILING_KEEPALIVE_S = 5.0  # seconds between comments in a stream that waits for programs

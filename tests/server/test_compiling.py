@@ -21,11 +21,10 @@ from dflash_jax.engine import break_even
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.errors import PlanError
-from dflash_jax.server.jobs import Job
 from dflash_jax.server.lifecycle import Warm
 from dflash_jax.server.middleware import Settings
 from dflash_jax.server.run import ServerConfig, log_to_stderr
-from dflash_jax.server.worker import Worker
+from dflash_jax.server.worker import Job, Worker
 from tests.server.conftest import QUEUE, LiveServer, run_server
 
 LONG = ASK | {"max_tokens": 200, "ignore_eos": True, "return_token_ids": True}
