@@ -2,9 +2,10 @@
 
 `dflash-jax serve` runs in another process with the shipped pair. An agent works for twelve turns,
 clients disconnect in the middle of answers, two hundred requests arrive at once for a queue of 64,
-and malformed and random bodies arrive for `--fuzz` minutes. Then four clients send a mixed load for
-`--minutes`. It fails if an answer is missing, wrong or a 5xx other than 503, if the server's
-memory is 3 % higher in the last third of the load than before, or if shutdown fails.
+and malformed and random bodies arrive for `--fuzz` minutes. `--stored` responses and further
+conversations fill the stores. Then four clients send a mixed load for `--minutes`, and store and
+delete. It fails if an answer is missing, wrong or a 5xx other than 503, if the server's memory is
+3 % higher in the last third of the load than before, or if shutdown fails.
 """
 
 import argparse
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     import openai
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+RESPONSES, MESSAGES, CONVERSATIONS = "/v1/responses", "/v1/messages", "/v1/conversations"
 ASK = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 WAIT = 300.0  # seconds for an answer, on a busy machine
@@ -318,6 +319,56 @@ def mixed(rng: random.Random) -> tuple[str, dict[str, Any]]:
     )
 
 
+STORED: dict[str, Any] = {"input": "Hello", "max_output_tokens": 2}
+KEPT = 8000  # bytes of metadata with each stored response: 5,000 of them fill a store
+LONG_ITEM = {"type": "message", "role": "user", "content": "a " * 2**18}
+CONVERSATIONS_KEPT = 80  # of half a MiB, which fill a store
+
+
+def fill(url: str, count: int) -> dict[str, Any]:
+    """Store this many responses, and conversations; return how many were taken, and the memory."""
+    before = resident(url)
+    with (
+        concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool,
+        httpx.Client(base_url=url, timeout=WAIT) as http,
+    ):
+
+        def store(number: int) -> int:
+            body = STORED | {"metadata": {"x": f"{number:08}" * (KEPT // 8)}}
+            return http.post(RESPONSES, json=body).status_code
+
+        responses = list(pool.map(store, range(count)))
+        talk = {"items": [LONG_ITEM]}
+        conversations = [
+            http.post(CONVERSATIONS, json=talk).status_code for _ in range(CONVERSATIONS_KEPT)
+        ]
+    return {
+        "responses": responses.count(200),
+        "conversations": conversations.count(200),
+        "memory_mb": [before >> 20, resident(url) >> 20],
+    }
+
+
+def stored(http: httpx.Client, content: str) -> list[httpx.Response]:
+    """Store a response and a conversation, continue, read and delete them; return the answers."""
+    item = {"type": "message", "role": "user", "content": content}
+    first = http.post(RESPONSES, json=STORED | {"input": content})
+    talk = http.post(CONVERSATIONS, json={"items": [item]})
+    response, conversation = (f"/{answer.json().get('id')}" for answer in (first, talk))
+    follow = STORED | {"previous_response_id": response[1:]}
+    return [
+        first,
+        talk,
+        http.post(RESPONSES, json=follow),
+        http.post(f"{CONVERSATIONS}{conversation}/items", json={"items": [item] * 20}),
+        http.post(RESPONSES, json=STORED | {"conversation": conversation[1:]}),
+        http.get(f"{CONVERSATIONS}{conversation}/items"),
+        http.get(RESPONSES + response),
+        http.delete(RESPONSES + response),
+        http.delete(CONVERSATIONS + conversation),
+    ]
+
+
 def load(url: str, minutes: float) -> dict[str, Any]:
     """Run a mixed load for some minutes and return the server's memory.
 
@@ -331,6 +382,10 @@ def load(url: str, minutes: float) -> dict[str, Any]:
         rng = random.Random(number)
         with httpx.Client(base_url=url, timeout=WAIT) as http:
             while time.monotonic() < end:
+                if rng.random() < 0.1:
+                    content = " ".join(rng.choices(WORDS, k=9))
+                    statuses.update(answer.status_code for answer in stored(http, content))
+                    continue
                 path, body = mixed(rng)
                 if rng.random() < 0.1:
                     send(url, body, path).close()
@@ -381,12 +436,15 @@ def served(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
                 process.kill()
 
 
-def soak(url: str, minutes: float, fuzzing: float, *, only_load: bool) -> dict[str, Any]:
+def soak(
+    url: str, minutes: float, fuzzing: float, count: int, *, only_load: bool
+) -> dict[str, Any]:
     """Run all phases and return their results; `failures` lists the failed checks.
 
     Args:
       minutes: minutes of mixed load.
       fuzzing: minutes of random bodies.
+      count: stored responses before the load.
       only_load: run only the mixed load.
     """
     import openai
@@ -448,6 +506,8 @@ def soak(url: str, minutes: float, fuzzing: float, *, only_load: bool) -> dict[s
             total += fuzz(url, 500)
         found["fuzz"] = {"minutes": fuzzing, "statuses": {str(s): n for s, n in total.items()}}
         check("fuzz", True)
+        found["stored"] = fill(url, count)
+        check("stored responses", found["stored"]["responses"] == count)
     found["load"] = load(url, minutes)
     check("memory grows", found["load"]["growth"] < LEVEL - 1)
     check("mixed load", {200, 400} >= {int(status) for status in found["load"]["statuses"]})
@@ -459,12 +519,15 @@ def serve(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.audit serve")
     parser.add_argument("--minutes", type=float, default=20.0, help="of mixed load")
     parser.add_argument("--fuzz", type=float, default=10.0, help="minutes of random bodies")
+    parser.add_argument("--stored", type=int, default=5000, help="responses stored before the load")
     parser.add_argument("--only-load", action="store_true", help="the mixed load and nothing else")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak_serve.json"))
     options = parser.parse_args(words)
     plan = ("--queue", "64", "--rows", "4", "--max-length", "2048", "--prefix-cache", str(2**25))
     with served(*plan, "--warm", "all") as (process, url):
-        found = soak(url, options.minutes, options.fuzz, only_load=options.only_load)
+        found = soak(
+            url, options.minutes, options.fuzz, options.stored, only_load=options.only_load
+        )
         process.send_signal(signal.SIGTERM)
         found["exit_code"] = process.wait(60)
     write_result(options.out, "soak_serve", {"load_average": os.getloadavg()} | found)

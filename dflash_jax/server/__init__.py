@@ -14,12 +14,11 @@ order:
    `message_formats` converts the messages of Responses and Anthropic, `past_calls` the calls in
    them, `content` reads parts of messages, `freeform` converts freeform tools. `response_store`
    keeps past responses, `conversation_store` conversations, of each key.
-4. `prompt`: chat template (`rendering`) and token ids; `infill` those of a prompt with a suffix.
-5. `generation`: submits one job per output (`jobs`), with `sampling_options`, to the thread that
-   owns the engine (`worker`); `lifecycle` starts engines again, `output_grammar` adds reasoning and
+4. `prompt`: chat template (`rendering`) and token ids, also those of a prompt with a suffix.
+5. `generation`: submits one job per output, with `sampling_options`, to the thread that owns the
+   engine (`worker`); `lifecycle` starts engines again, `output_grammar` adds reasoning and
    calls to the grammar of an answer, `errors` has the responses of requests that fail.
-6. `reply`: parses output into reasoning, content and tool calls; `held_calls` filters repeated
-   calls.
-7. The module of step 3, or `responses_writer`, writes the response, with `writer`,
-   `response_items`, `logprobs` and `statistics`; `connection` sends it.
+6. `reply`: parses output into reasoning, content and tool calls, and filters repeated calls.
+7. The module of step 3, or `responses_writer`, writes the response, with `writer`, `logprobs` and
+   `statistics`; `connection` sends it.
 """

@@ -35,6 +35,7 @@ from dflash_jax.server.models import ServedModel, ServedModels
 from dflash_jax.server.output_grammar import usable_tools
 from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest, Problem
+from dflash_jax.server.reply import Reply
 from dflash_jax.server.response_store import ResponseStores
 from dflash_jax.server.responses import ResponsesRequest, decode_responses
 from dflash_jax.server.responses_writer import ResponsesWriter
@@ -42,6 +43,7 @@ from dflash_jax.server.sampling_options import sampling_params
 from dflash_jax.server.stored_routes import StoredRoutes
 from dflash_jax.server.web_page import WebPage
 from dflash_jax.server.writer import ResponseWriter, encode, keepalive_event
+from dflash_jax.tool_parsers.events import Content, Event, ToolCallDelta
 
 log = logging.getLogger("dflash_jax.server")
 requests = logging.getLogger("dflash_jax.server.requests")  # one line per output
@@ -68,6 +70,7 @@ class Server:
 
     Attributes:
       app: the ASGI application.
+      routes: those of the application.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Server:
         }
         wrap_handler = self._middleware.wrap_handler
         routes = [Route(path, wrap_handler(f), methods=["POST"]) for path, f in posts.items()]
+        self.routes = routes
         routes += [Route(p, wrap_handler(f), methods=["GET"]) for p, f in information.gets.items()]
         for path, page in WebPage().gets.items() if settings.ui else ():
             routes.append(Route(path, wrap_handler(page, needs_key=False), methods=["GET"]))
@@ -214,7 +218,7 @@ class Server:
             async for update in events:
                 if update is None:
                     yield keepalive_event(generation.request.api, generation.status)
-                elif chunk := writer.events(*update):
+                elif chunk := await by_size(_size(generation, update), writer.events, *update):
                     yield chunk
             yield await by_size(generation.answer_size, writer.close)
             self._record(generation, writer.id)
@@ -245,3 +249,13 @@ class Server:
                 stats.cached_tokens, stats.output_tokens, stats.first_token_s,
                 stats.tokens_per_s, tau, reply.finish_reason, seconds, notes,
             )  # fmt: skip
+
+
+def _size(generation: Generation, update: tuple[Reply, list[Event]]) -> int:
+    """Return about how many bytes a writer handles for an update.
+
+    An event that ends a part of the answer may repeat the whole part, with its log probabilities.
+    """
+    small = Content, ToolCallDelta
+    whole = any(not isinstance(event, small) for event in update[1])
+    return generation.answer_size if whole else 0

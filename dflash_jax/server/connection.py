@@ -76,6 +76,7 @@ class EventStreamResponse(Response):
         async for chunk in self._chunks:
             if chunk:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await asyncio.sleep(0)  # `send` returns at once while the client reads fast
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -104,7 +105,7 @@ class JsonPieces(Response):
             left -= len(block)
             await send({"type": "http.response.body", "body": block, "more_body": left > 0})
             if left:
-                await asyncio.sleep(0)  # `send` returns at once while the client reads fast
+                await asyncio.sleep(0)  # as in `EventStreamResponse`
 
 
 def _blocks(pieces: Iterable[bytes]) -> Iterator[bytes]:

@@ -22,7 +22,6 @@ from dflash_jax.server.errors import (
     to_problem,
     unfinished,
 )
-from dflash_jax.server.jobs import Job
 from dflash_jax.server.models import ServedModel
 from dflash_jax.server.output_grammar import structure_problem
 from dflash_jax.server.prompt import (
@@ -33,6 +32,7 @@ from dflash_jax.server.prompt import (
 )
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
+from dflash_jax.server.worker import Job
 from dflash_jax.tool_parsers.events import Event
 
 COMPILING_KEEPALIVE_S = 5.0  # seconds between comments in a stream that waits for programs
@@ -81,6 +81,8 @@ class Generation:
         self.first_token: float | None = None
         self.cancelled: tuple[Reason, str] | None = None
         engine = model.engine
+        if not model.worker.has_room(len(prompts) * request.n):
+            raise queue_full()
         self.replies: list[Reply] = []
         self._jobs: list[Job] = []
         self._updates: asyncio.Queue[ReplyUpdate] = asyncio.Queue()
@@ -95,8 +97,6 @@ class Generation:
                 reply.filter_repeated_calls = request.stream and recovery.repeated_calls > 0
                 self.replies.append(reply)
                 self._jobs.append(Job(prompt.ids, params.for_answer(copy), index, self._on_update))
-        if not model.worker.has_room(len(self._jobs)):
-            raise queue_full()
         loop = asyncio.get_running_loop()
         self._timers: list[asyncio.TimerHandle] = []
         if timeout is not None:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from dflash_jax.server.infill import infill_ids
 from dflash_jax.server.protocol import NO_LIMIT, GenerationRequest, Message, Problem
 from dflash_jax.server.rendering import render_messages, system_first
 from dflash_jax.tokenizer import Tokenizer
@@ -20,6 +19,18 @@ from dflash_jax.tool_parsers import tools_warning
 from dflash_jax.tool_parsers.syntax import Thought
 
 PLACEHOLDER = f"\ue000{secrets.token_hex(8)}\ue001"  # for a cached turn; clients cannot guess it
+# Tokens before the prefix, the suffix and the middle, as the families' files name them.
+INFILL_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SmolLM
+    ("<PRE>", "<SUF>", "<MID>"),
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # CodeLlama
+    (
+        "<\uff5cfim\u2581begin\uff5c>",
+        "<\uff5cfim\u2581hole\uff5c>",
+        "<\uff5cfim\u2581end\uff5c>",
+    ),  # DeepSeek
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +152,35 @@ def _given_ids(
     if suffix or isinstance(given, list):
         return infill_ids(tokenizer, given, suffix)
     return tokenizer.encode(given)
+
+
+def infill_ids(tokenizer: Tokenizer, prefix: str | list[int], suffix: str) -> list[int]:
+    """Return the ids after which a model writes the text between prefix and suffix.
+
+    Raises:
+      Problem: 400, the vocabulary has no tokens for that.
+    """
+    for family in INFILL_TOKENS:
+        before, after, middle = map(tokenizer.core.token_to_id, family)
+        if before is not None and after is not None and middle is not None:
+            break
+    else:
+        names = ", ".join(family[0] for family in INFILL_TOKENS)
+        raise Problem(
+            400,
+            "suffix needs a model with fill-in-the-middle tokens, and this model's vocabulary has"
+            f" none of {names}; leave suffix out, and put the text around the gap into the prompt",
+            param="suffix",
+        )
+    start: list[int] = []  # what the tokenizer puts before every text
+    if isinstance(prefix, str):
+        text = prefix
+        prefix = tokenizer.encode(text, specials=False)
+        whole = tokenizer.encode(text)
+        if whole[len(whole) - len(prefix) :] == prefix:
+            start = whole[: len(whole) - len(prefix)]
+    tail = tokenizer.encode(suffix, specials=False)
+    return [*start, before, *prefix, after, *tail, middle]
 
 
 def chat_prompt(

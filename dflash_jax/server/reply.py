@@ -1,14 +1,13 @@
 """One output as the client sees it: reasoning, content, tool calls and the finish reason."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
 from dflash_jax.engine.detokenizer import Detokenizer
 from dflash_jax.engine.result import Piece, Result, RoundTrace, TokenLogprob
 from dflash_jax.engine.state_machine import repeated_calls
 from dflash_jax.engine.vocabulary import markup_ids
-from dflash_jax.server.held_calls import RepeatedCallFilter
 from dflash_jax.server.protocol import GenerationRequest, new_id
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import Syntax
@@ -46,6 +45,54 @@ class ReplyPart:
     kind: Literal["reasoning", "content", "call"]
     text: str = ""
     call: ToolCall | None = None
+
+
+class RepeatedCallFilter:
+    """Holds back calls that may equal the previous one, and everything after them.
+    A call is held while its name equals that of the previous call and its arguments are a prefix
+    of that call's. It is released, with everything after it, once it or a later call differs.
+    Arguments are compared as text: equal values in another spelling count as different.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[Event] = []
+        self._last: tuple[str, str] | None = None  # name and arguments of the last released call
+        self._name = self._arguments = ""  # of the current call
+
+    def push(self, events: Iterable[Event]) -> list[Event]:
+        """Return the events that are certainly part of the answer."""
+        given: list[Event] = []
+        for event in events:
+            match event:
+                case ToolCallStart(_, name):
+                    self._name, self._arguments = name, ""
+                    if self._last is None or name != self._last[0]:
+                        given += self.release()
+                    else:
+                        self._held.append(event)
+                        continue
+                case ToolCallDelta(_, text):
+                    self._arguments += text
+                    if self._last is None or not self._last[1].startswith(self._arguments):
+                        given += self.release()
+                case ToolCallEnd():
+                    call = (self._name, self._arguments)
+                    if call != self._last:
+                        given += self.release()
+                        self._last = call
+                case Content() | Thinking():
+                    pass
+            (self._held if self._held else given).append(event)
+        return given
+
+    def release(self) -> list[Event]:
+        """Return the events held so far."""
+        held, self._held = self._held, []
+        return held
+
+    def drop(self) -> bool:
+        """Discard the events held so far; return whether there were any."""
+        return bool(self.release())
 
 
 class Reply:

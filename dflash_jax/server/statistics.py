@@ -4,6 +4,8 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from dflash_jax.engine.result import RoundTrace, Stats
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.protocol import GenerationRequest
@@ -98,19 +100,20 @@ def choice_statistics(reply: Reply, request: GenerationRequest, answer_id: str) 
     return fields
 
 
-def round_fields(traced: RoundTrace) -> dict[str, Any]:
-    """Return a round of decoding as an entry of a choice's `rounds`."""
+def encoded_round(traced: RoundTrace) -> msgspec.Raw:
+    """Return a round of decoding as an entry of a choice's `rounds`, encoded as in `logprobs`."""
     texts = traced.texts or [""] * len(traced.tokens)
     rejected_texts = traced.rejected_texts or [""] * len(traced.rejected)
     tokens = zip(traced.tokens, texts, traced.sources, strict=True)
     rejected = zip(traced.rejected, rejected_texts, strict=True)
-    return {
+    fields = {
         "tokens": [{"id": i, "text": text, "source": source} for i, text, source in tokens],
         "rejected": [{"id": i, "text": text} for i, text in rejected],
         "proposed": traced.proposed,
         "accepted": traced.accepted,
         "ms": traced.seconds * 1e3,
     }
+    return msgspec.Raw(msgspec.json.encode(fields))
 
 
 def reused(generation: Generation) -> int:

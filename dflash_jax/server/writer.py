@@ -117,7 +117,7 @@ class OpenAIWriter(abc.ABC):
         """Return the rounds that were not sent yet as a field of a choice, if requested."""
         if not self.request.return_token_sources:
             return {}
-        return {"rounds": list(map(statistics.round_fields, reply.take_rounds()))}
+        return {"rounds": list(map(statistics.encoded_round, reply.take_rounds()))}
 
     def _object(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return {"object": self.kind, **self._head, "choices": choices, **more}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # importing them takes seconds
     import anthropic
     import openai
 
-ROWS, CONTEXT, QUEUE = 3, 512, 24
+ROWS, CONTEXT, QUEUE, MAX_BODY = 3, 512, 24, 2**20
 SIZES = {"rows": ROWS, "max_length": CONTEXT, "chunk": 64, "block": 4, "queue": QUEUE}
 PLAN = Plan(**SIZES, prefix_cache=2**20, report_drafts=True)
 
@@ -122,7 +122,7 @@ def random_tiny() -> Engine:
 
 @pytest.fixture(scope="session")
 def live(random_tiny: Engine) -> Iterator[LiveServer]:
-    settings = Settings(max_body=2**20, keepalive=0.05)
+    settings = Settings(max_body=MAX_BODY, keepalive=0.05)
     running = run_server(lambda: random_tiny, ServerConfig(port=0, drain=5, settings=settings))
     yield running
     running.openai.close()

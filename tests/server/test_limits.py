@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_jax.errors import InterruptedRequestError
-from dflash_jax.server import background, middleware, protocol
+from dflash_jax.server import background, generation, middleware, protocol
 from dflash_jax.server import conversation as conversations
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.chat import decode_chat
@@ -29,6 +29,7 @@ from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Middleware, Settings
 from dflash_jax.server.prompt import ToolTurnCache
 from dflash_jax.server.protocol import Problem, check_entries
+from dflash_jax.server.reply import Reply
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.responses import decode_responses
 from dflash_jax.server.tools import MOST_TOOLS
@@ -434,3 +435,19 @@ def test_texts_and_thoughts_of_one_turn_are_joined_once() -> None:
     blocks = [{"type": "thinking", "thinking": t} for t in ("x", "", "y")]
     [turn] = messages_from_anthropic(None, [{"role": "assistant", "content": blocks}])
     assert turn["reasoning_content"] == "x\n\ny"
+
+
+def test_outputs_without_room_in_the_queue_are_refused_before_they_are_prepared(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Reply] = []
+
+    def counted(*given: Any, **more: Any) -> Reply:
+        made.append(Reply(*given, **more))
+        return made[-1]
+
+    monkeypatch.setattr(generation, "Reply", counted)
+    for count, status in ((64, 503), (1, 200)):
+        body = {"prompt": ["a"] * count, "n": count, "max_tokens": 1}
+        assert httpx.post(live.url + "/v1/completions", json=body, timeout=60).status_code == status
+        assert len(made) == (status == 200)

@@ -14,10 +14,16 @@ from dflash_jax.server import conversation_store
 from dflash_jax.server.chat import decode_chat
 from dflash_jax.server.completions import decode_completion
 from dflash_jax.server.conversation_store import ConversationStore, new_items
-from dflash_jax.server.infill import FAMILIES, infill_ids
 from dflash_jax.server.middleware import Settings
 from dflash_jax.server.output_grammar import grammar_around
-from dflash_jax.server.prompt import EncodedPrompt, ToolTurnCache, chat_prompt, text_prompts
+from dflash_jax.server.prompt import (
+    INFILL_TOKENS,
+    EncodedPrompt,
+    ToolTurnCache,
+    chat_prompt,
+    infill_ids,
+    text_prompts,
+)
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.responses import decode_responses
@@ -162,7 +168,7 @@ def test_conversations_that_are_kept_nowhere_do_not_keep_the_response() -> None:
 # -- suffixes ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", INFILL_TOKENS)
 def test_a_suffix_is_put_between_the_tokens_of_the_family(
     tokenizer: Tokenizer, family: tuple[str, str, str]
 ) -> None:
@@ -181,13 +187,13 @@ def test_a_suffix_is_put_between_the_tokens_of_the_family(
 
 def test_the_start_token_stays_in_front_of_a_suffix(tokenizer: Tokenizer) -> None:
     core = tokenizers.Tokenizer.from_str(tokenizer.core.to_str())
-    core.add_special_tokens([*FAMILIES[0], "<s>"])
+    core.add_special_tokens([*INFILL_TOKENS[0], "<s>"])
     start = core.token_to_id("<s>")
     core.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", start)]
     )
     ids = infill_ids(Tokenizer(core, None, {}), "a", "b")
-    assert ids[:2] == [start, core.token_to_id(FAMILIES[0][0])]
+    assert ids[:2] == [start, core.token_to_id(INFILL_TOKENS[0][0])]
     assert ids.count(start) == 1
 
 

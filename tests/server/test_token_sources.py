@@ -15,7 +15,7 @@ from dflash_jax.server.responses import decode_responses
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES
 from tests.server.conftest import LiveServer
-from tests.server.test_replies import CALL, TURN, asked, generation, streamed
+from tests.server.test_replies import CALL, TURN, asked, decoded, generation, streamed
 
 ASK = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 24, "n": 2}
 SAMPLED = {"temperature": 1.0, "seed": 3}
@@ -114,7 +114,7 @@ def test_rounds_of_held_text_are_sent_once_and_in_order(
         if stream:
             choices = [c["choices"][0] for c in streamed(writer, reply, events)]
         else:
-            choices = writer.to_json()["choices"]
+            choices = decoded(writer.to_json())["choices"]
         sent = [token["id"] for c in choices for each in c["rounds"] for token in each["tokens"]]
         assert sent == reply.ids
         assert (reply.ids == ids) is parallel

@@ -1,6 +1,6 @@
 """Attacks a server by what it stores and by its connections; prints what others noticed of each.
 
-    python tests/soak/neighbours.py [--only WORD] [--descriptors 256] [--log FILE]
+    python -m tests.soak.neighbours [--only WORD] [--descriptors 256] [--log FILE]
 
 It starts the shipped pair with a limit of file descriptors. Meanwhile a neighbour asks for /health
 every 10 ms, and another reads a stream. Each row has the result of an attack, the seconds it took
@@ -14,7 +14,6 @@ import json
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,16 +22,14 @@ from typing import Any
 
 import httpx
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from tests.soak.large_requests import Neighbour, served  # noqa: E402
+from tests.soak.large_requests import Neighbour, served
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 CONVERSATIONS = "/v1/conversations"
 USER = {"type": "message", "role": "user", "content": "Hello"}
 ASK: dict[str, Any] = {"input": "Hello", "max_output_tokens": 4}
 PATIENCE_S = 90.0  # seconds after which a connection counts as open for ever
+IDLE_S = 10.0
 DESCRIPTORS = 256
 
 
@@ -229,7 +226,14 @@ def unread(target: Target) -> str:
     return f"open after {PATIENCE_S:g} s"
 
 
+def nothing(target: Target) -> str:
+    """Attack nothing: other rows are compared with the waits of this one."""
+    time.sleep(IDLE_S)
+    return "idle"
+
+
 ATTACKS: dict[str, Callable[[Target], str]] = {
+    "nothing": nothing,
     "1,000 references to a large response": references,
     "a response that repeats large fields, streamed": repeated_fields,
     "a large stored response": stored_response,
