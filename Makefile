@@ -27,7 +27,7 @@ demo-smollm2: smollm2
 
 # For the inner loop: lint, types and tests that need no engine.
 FAST := $(addprefix tests/,engine/state_machine engine/test_controller.py engine/test_detokenizer.py tool_parsers nn quant \
-	decode/test_acceptance.py decode/test_filters.py compiler/test_plan.py contracts/test_imports.py \
+	graph/test_acceptance.py graph/test_filters.py graph/test_plan.py contracts/test_imports.py \
 	contracts/test_documents.py contracts/test_code.py server/test_requests.py server/test_replies.py \
 	converters/test_gguf.py converters/test_quants.py converters/test_safetensors.py \
 	test_config.py test_errors.py test_encoding.py test_files.py test_tokenizer.py)
