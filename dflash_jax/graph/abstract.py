@@ -235,8 +235,11 @@ def _all_of_target(module: Any, tokens: Any, caches: Any, start: Any) -> Any:
 def _all_of_drafter(
     module: Any, state: Any, tokens: Any, taps: Any, start: Any, shared: Any, sampler: Any
 ) -> Any:
-    """Run every method that may declare parameters."""
-    state = module.observe(state, tokens, taps, start)
+    """Run every method that may declare parameters.
+
+    Proposing begins with the state as it was: what is observed may need a commit first.
+    """
+    module.observe(state, tokens, taps, start)
     return module.propose(state, start, start, shared, sampler)
 
 

@@ -164,7 +164,8 @@ def _idle_experts(c: _Sizes, counts: dict[str, int], tokens: int) -> tuple[int, 
 
 def _attention_flops(caches: Any, tokens: int, num_heads: int) -> int:
     """Count attention scores and weighted sums over every cache."""
-    sizes = sum(x.slots * x.k.shape[3] for x in caches if isinstance(x, LayerCache))
+    nodes = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, LayerCache))
+    sizes = sum(x.slots * x.k.shape[3] for x in nodes if isinstance(x, LayerCache))
     return 4 * tokens * num_heads * sizes
 
 
