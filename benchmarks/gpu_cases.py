@@ -16,13 +16,12 @@ from dflash_jax.config import (
     read_drafter_config,
     read_target_config,
 )
-from dflash_jax.graph.abstract import idle_rules
 from dflash_jax.graph.build import compile_programs, jit
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.programs import Program, declare
 from dflash_jax.graph.protocols import Draft
 from dflash_jax.graph.resolve import resolve
-from dflash_jax.graph.state import DecodeState, RowRules
+from dflash_jax.graph.state import DecodeState, RowRules, idle_rules
 from dflash_jax.graph.steps.decoding import verify_block
 from dflash_jax.graph.steps.drafting import draft as draft_block
 from dflash_jax.graph.steps.inputs import DecodeInputs

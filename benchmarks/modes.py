@@ -12,10 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.engine.engine import Engine
-from dflash_jax.graph.abstract import idle_rules
 from dflash_jax.graph.build import jit
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
-from dflash_jax.graph.state import DecodeState, RowRules, StepOutput, output_columns, read_output
+from dflash_jax.graph.state import (
+    DecodeState,
+    RowRules,
+    StepOutput,
+    idle_rules,
+    output_columns,
+    read_output,
+)
 from dflash_jax.graph.steps import decoding as steps
 from dflash_jax.graph.steps.inputs import DecodeInputs, PrefillInputs
 from dflash_jax.graph.steps.pair import Params

@@ -15,7 +15,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CHEAP = ("01_quickstart",)
 
 # Packages of `pip install -e '.[train,plot]'`, which the README asks for.
-KNOWN = ("dflash_jax", "jax", "matplotlib", "numpy", "recipes")
+KNOWN = ("dflash_jax", "flax", "jax", "matplotlib", "numpy", "optax", "recipes")
 
 # Run the code cells in one namespace, as a kernel does, and draw without a display.
 RUN = """

@@ -72,6 +72,7 @@ class ModelRunner:
     def __init__(self, graph: PlannedPair, executor: Executor):
         self.graph, self.plan, self.executor = graph, graph.plan, executor
         plan, vocab = graph.plan, graph.config.vocab_size
+        self._mask_words = mask_words(vocab)
         self.compiled = CompiledPrograms(executor.programs, executor.compile)
         self._fed_rows = plan.fed_rows
         self._multi_step = {x: is_multi_step(plan, x) for x in STEP_VARIANTS}
@@ -285,7 +286,7 @@ class ModelRunner:
         prefill = step == Step.PREFILL
         rows = self._fed_rows if prefill else self.plan.rows
         width = self.plan.plain_width if step == Step.PLAIN else self.plan.block
-        shape = (rows, 1 if prefill else width, mask_words(self.graph.config.vocab_size))
+        shape = (rows, 1 if prefill else width, self._mask_words)
         masks = np.full(shape, 2**32 - 1, np.uint32)
         self._masks.fill(
             [

@@ -12,9 +12,8 @@ import numpy as np
 from dflash_jax.engine.running_request import RowSettings, RunningRequest
 from dflash_jax.engine.sampling_params import MIN_TEMPERATURE
 from dflash_jax.engine.state_machine import OFF
-from dflash_jax.graph.abstract import idle_arrays
 from dflash_jax.graph.keys import LOGITS_VARIANTS, STEP_VARIANTS, Variant
-from dflash_jax.graph.state import RowRules
+from dflash_jax.graph.state import RowRules, idle_arrays
 from dflash_jax.plan import Plan
 
 BURST = 0.1  # seconds between two results that a reader does not notice as a pause

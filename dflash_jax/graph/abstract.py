@@ -7,12 +7,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from dflash_jax.config import ALWAYS_FLOAT32, AUTO, LATE
 from dflash_jax.graph.protocols import WEIGHTS, SharedLayers, WeightInfo
 from dflash_jax.graph.settings import isolated_jax_config
-from dflash_jax.graph.state import CHOICES, DecodeState, RowRules
+from dflash_jax.graph.state import DecodeState, idle_rules
 from dflash_jax.graph.steps.drafting import RowDraftSampler
 from dflash_jax.graph.steps.pair import Pair, Params
 from dflash_jax.kernels.caches import LayerCache, RecurrentCache, empty_cache, empty_recurrent
@@ -241,25 +240,3 @@ def _all_of_drafter(
     """
     module.observe(state, tokens, taps, start)
     return module.propose(state, start, start, shared, sampler)
-
-
-def idle_arrays(plan: Plan) -> dict[str, np.ndarray]:
-    """Return the fields of rules under which every row is frozen, on the host."""
-    b = plan.rows
-    arrays = {
-        "stop_ids": np.full((b, plan.stop_slots), -1, np.int32),
-        "limit": np.zeros(b, np.int32),
-        "max_drafts": np.full(b, plan.block - 1, np.int32),
-        "temperature": np.zeros(b, np.float32),
-        "top_k": np.zeros(b, np.int32),
-        "top_p": np.ones(b, np.float32),
-        "min_p": np.zeros(b, np.float32),
-        "seed": np.zeros((b, 2), np.uint32),
-        "choices": np.full((b, CHOICES), -1, np.int32),
-    }
-    return arrays | ({"opening": np.full(b, -1, np.int32)} if plan.call_odds else {})
-
-
-def idle_rules(plan: Plan) -> RowRules:
-    """Return rules under which every row is frozen."""
-    return RowRules(**{name: jnp.asarray(array) for name, array in idle_arrays(plan).items()})

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.errors import PlanError, RequestError
-from dflash_jax.graph.abstract import PlannedPair, by_path, idle_rules, init_params, path_name
+from dflash_jax.graph.abstract import PlannedPair, by_path, init_params, path_name
 from dflash_jax.graph.build import Executable, compile_programs, lower
 from dflash_jax.graph.explain import Explanation, explain, explain_here
 from dflash_jax.graph.keys import STEP_VARIANTS, ProgramKey, Step, Variant
@@ -20,7 +20,7 @@ from dflash_jax.graph.programs import Program, declare, is_multi_step
 from dflash_jax.graph.resolve import resolve, resolve_here
 from dflash_jax.graph.roofline import DEVICES
 from dflash_jax.graph.settings import isolated_jax_config
-from dflash_jax.graph.state import RowRules, StepOutput, read_output
+from dflash_jax.graph.state import RowRules, StepOutput, idle_rules, read_output
 from dflash_jax.graph.steps.acceptance import frozen
 from dflash_jax.graph.steps.inputs import DecodeInputs, PrefillInputs
 from dflash_jax.graph.steps.pair import Pair, Params

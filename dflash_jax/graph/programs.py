@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dflash_jax.graph import two_devices
-from dflash_jax.graph.abstract import PlannedPair, idle_rules
+from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.keys import LOGITS_VARIANTS, STEP_VARIANTS, ProgramKey, Step, Variant
 from dflash_jax.graph.placement import device_mesh, shardings
 from dflash_jax.graph.protocols import Draft
 from dflash_jax.graph.settings import isolated_jax_config
-from dflash_jax.graph.state import DecodeState
+from dflash_jax.graph.state import DecodeState, idle_rules
 from dflash_jax.graph.steps import decoding as steps
 from dflash_jax.graph.steps import inputs as given
 from dflash_jax.graph.steps import rows

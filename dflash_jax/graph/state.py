@@ -16,6 +16,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.kernels.caches import Update
+from dflash_jax.plan import Plan
 
 Logits = Float[Array, "B T V"]
 RowInts = Int[Array, " B"]  # an integer for each row
@@ -57,6 +58,28 @@ class RowRules:
 # Maximum number of choices of a row: tokens that may continue the name of a declared tool. Of more,
 # the first by id count.
 CHOICES = 256
+
+
+def idle_arrays(plan: Plan) -> dict[str, np.ndarray]:
+    """Return the fields of rules under which every row is frozen, on the host."""
+    b = plan.rows
+    arrays = {
+        "stop_ids": np.full((b, plan.stop_slots), -1, np.int32),
+        "limit": np.zeros(b, np.int32),
+        "max_drafts": np.full(b, plan.block - 1, np.int32),
+        "temperature": np.zeros(b, np.float32),
+        "top_k": np.zeros(b, np.int32),
+        "top_p": np.ones(b, np.float32),
+        "min_p": np.zeros(b, np.float32),
+        "seed": np.zeros((b, 2), np.uint32),
+        "choices": np.full((b, CHOICES), -1, np.int32),
+    }
+    return arrays | ({"opening": np.full(b, -1, np.int32)} if plan.call_odds else {})
+
+
+def idle_rules(plan: Plan) -> RowRules:
+    """Return rules under which every row is frozen."""
+    return RowRules(**{name: jnp.asarray(array) for name, array in idle_arrays(plan).items()})
 
 
 @struct.dataclass

@@ -13,11 +13,10 @@ import pytest
 from dflash_jax import Plan
 from dflash_jax.config import TargetConfig
 from dflash_jax.engine.engine import Engine
-from dflash_jax.graph.abstract import idle_rules
 from dflash_jax.graph.build import compile_programs, jit
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.protocols import Draft
-from dflash_jax.graph.state import DecodeState, RowRules, read_output
+from dflash_jax.graph.state import DecodeState, RowRules, idle_rules, read_output
 from dflash_jax.graph.steps import decoding as steps
 from dflash_jax.graph.steps.decoding import verify_block
 from dflash_jax.graph.steps.drafting import draft as draft_step

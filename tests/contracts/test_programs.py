@@ -14,13 +14,12 @@ import pytest
 
 from dflash_jax import Plan
 from dflash_jax.graph import build as build_module
-from dflash_jax.graph.abstract import idle_rules
 from dflash_jax.graph.build import Executable, compile_programs
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.memory import budget
 from dflash_jax.graph.programs import Program, declare
 from dflash_jax.graph.resolve import resolve
-from dflash_jax.graph.state import DecodeState, read_output
+from dflash_jax.graph.state import DecodeState, idle_rules, read_output
 from dflash_jax.graph.steps import decoding as steps
 from dflash_jax.graph.steps.inputs import ForcedTokensInputs, PrefillInputs
 from dflash_jax.graph.steps.pair import forward

@@ -12,8 +12,7 @@ from laws import PROMPT, ROWS, SAID, VOCAB, all_logits, chisquare, law, likeliho
 from dflash_jax import Plan
 from dflash_jax.engine import request as requests
 from dflash_jax.engine.state_machine import speculation
-from dflash_jax.graph.abstract import idle_rules
-from dflash_jax.graph.state import RowRules
+from dflash_jax.graph.state import RowRules, idle_rules
 from dflash_jax.graph.steps.acceptance import accept_greedy, accept_sampled
 from dflash_jax.graph.steps.drafting import RowDraftSampler, over_vocabulary
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target

@@ -18,12 +18,11 @@ from dflash_jax.converters import export
 from dflash_jax.converters.models import open_model
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
-from dflash_jax.graph.abstract import idle_rules
 from dflash_jax.graph.build import jit
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.protocols import SharedLayers
 from dflash_jax.graph.resolve import resolve
-from dflash_jax.graph.state import RowRules
+from dflash_jax.graph.state import RowRules, idle_rules
 from dflash_jax.graph.steps.drafting import RowDraftSampler
 from dflash_jax.models import build_drafter, build_graph, build_pair, build_target
 from dflash_jax.models.dflash2 import DynamicConvolution

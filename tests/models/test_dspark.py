@@ -22,8 +22,8 @@ from dflash_jax.converters.names import speculators
 from dflash_jax.converters.names.published import drafter_fields
 from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.graph.abstract import idle_rules
 from dflash_jax.graph.protocols import SharedLayers
+from dflash_jax.graph.state import idle_rules
 from dflash_jax.graph.steps.drafting import RowDraftSampler
 from dflash_jax.models import build_drafter, build_pair
 from dflash_jax.testing import planned, random_params, tiny_drafter, tiny_target

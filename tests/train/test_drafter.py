@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import Plan
-from dflash_jax.graph.abstract import idle_rules
+from dflash_jax.graph.state import idle_rules
 from dflash_jax.graph.steps import decoding as steps
 from dflash_jax.graph.steps.drafting import draft as draft_block
 from dflash_jax.graph.steps.inputs import DecodeInputs, PrefillInputs
