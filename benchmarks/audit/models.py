@@ -19,6 +19,7 @@ from benchmarks.audit.scenario import Limits
 from benchmarks.audit.setups import DRAFTERS, FAMILIES, GIVEN, SHIPPED, Setup
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.engine import Engine
+from dflash_jax.graph import Graph
 from dflash_jax.graph.keys import Variant
 from dflash_jax.graph.resolve import resolve
 from dflash_jax.kernels.products import with_kernel
@@ -75,7 +76,7 @@ class AuditedEngine:
             prefix_folder=str(folder or ""),
         )
         made = Engine(
-            build_graph(self.engine.target, self.engine.drafter, plan),
+            Graph(self.engine.graph.pair, plan),
             self.engine.params,
             tokenizer=self.engine.tokenizer,
         )

@@ -12,7 +12,7 @@ from dflash_jax import CancelCell
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.handle import AsyncStream
 from dflash_jax.errors import QueueFullError, RequestError
-from dflash_jax.models import build_graph
+from dflash_jax.graph import Graph
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
@@ -21,7 +21,7 @@ PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
 def engine(tiny3: Engine) -> Engine:
     """An engine of three rows with a short queue."""
     plan = dataclasses.replace(tiny3.plan, queue=4)
-    made = Engine(build_graph(tiny3.target, tiny3.drafter, plan), tiny3.params)
+    made = Engine(Graph(tiny3.graph.pair, plan), tiny3.params)
     made.share_programs(tiny3)
     return made
 

@@ -30,6 +30,7 @@ from dflash_jax.errors import (
     PlanError,
     RequestError,
 )
+from dflash_jax.graph import Graph
 from dflash_jax.models import build_graph
 from dflash_jax.plan import WeightLayout
 from dflash_jax.quant.layouts import ColumnMajor, Tiled
@@ -139,7 +140,7 @@ def test_weights_can_be_reordered_for_another_plan_and_back(
 ) -> None:
     turned = twin(tiny, plan=dataclasses.replace(tiny.plan, weight_layout=layout))
     assert isinstance(turned.params["target"]["layers_0"]["mlp"]["down"], kept)
-    back = Engine(build_graph(tiny.target, tiny.drafter, tiny.plan), turned.params)
+    back = Engine(Graph(tiny.graph.pair, tiny.plan), turned.params)
     for ours, theirs in zip(*map(jax.tree.leaves, (back.params, tiny.params)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     turned.compiled.executables = {}

@@ -39,7 +39,7 @@ def opened(engine: Engine, folder: Path, **fields: Any) -> Engine:
     """Return an engine as after a restart: the same models, and prefixes on disk only."""
     fields = {"prefix_cache": 1 << 20, "prefix_folder": str(folder)} | fields
     plan = dataclasses.replace(engine.plan, **fields)
-    made = Engine(build_graph(engine.target, engine.drafter, plan), engine.params)
+    made = Engine(Graph(engine.graph.pair, plan), engine.params)
     made.compiled.executables = engine.executables  # the prefix programs are added
     return made
 

@@ -16,8 +16,8 @@ from dflash_jax.engine.state_machine import OFF, guards
 from dflash_jax.engine.state_machine.controller import Cancelled, Finish
 from dflash_jax.engine.state_machine.words import Words
 from dflash_jax.errors import CheckpointError, ComputeError, PlanError, SnapshotError
+from dflash_jax.graph import Graph
 from dflash_jax.graph.keys import ProgramKey, Step
-from dflash_jax.models import build_graph
 from dflash_jax.testing import (
     random_engine,
     scripted_engine,
@@ -206,7 +206,7 @@ def test_p20_the_prefix_cache_changes_no_bit_of_a_first_run(warm: Engine) -> Non
     warm.generate(prompt, max_tokens=1)
     kept = visible(warm, 0)
     without = Engine(
-        build_graph(warm.target, warm.drafter, dataclasses.replace(warm.plan, prefix_cache=0)),
+        Graph(warm.graph.pair, dataclasses.replace(warm.plan, prefix_cache=0)),
         warm.params,
     )
     without.compiled.executables = {
@@ -369,11 +369,7 @@ def test_a_small_budget_evicts_and_stays_exact() -> None:
     big = make(SLIDING)
     assert big.prefix_cache
     small = Engine(
-        build_graph(
-            big.target,
-            big.drafter,
-            dataclasses.replace(big.plan, prefix_cache=3 * big.prefix_cache.segment_bytes),
-        ),
+        big.graph.with_plan(prefix_cache=3 * big.prefix_cache.segment_bytes),
         big.params,
     )
     prompts = [[*text(10, seed=i % 3), *text(20, seed=30 + i)] for i in range(9)]
@@ -397,9 +393,7 @@ def broken(warm: Engine) -> Engine:
     table = np.array(warm.params["target"]["embed"])
     table[:, 77] = np.nan
     target = warm.params["target"] | {"embed": jax.device_put(table)}
-    made = Engine(
-        build_graph(warm.target, warm.drafter, warm.plan), warm.params | {"target": target}
-    )
+    made = Engine(Graph(warm.graph.pair, warm.plan), warm.params | {"target": target})
     made.compiled.executables = warm.executables
     return made
 

@@ -12,8 +12,8 @@ from dflash_jax import Plan
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result
 from dflash_jax.errors import RequestError
+from dflash_jax.graph import Graph
 from dflash_jax.graph.keys import ProgramKey, Step
-from dflash_jax.models import build_graph
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_hybrid
 
@@ -105,7 +105,7 @@ def test_recurrent_targets_compute_prompt_logprobs() -> None:
 
 def test_a_cached_prefix_is_fed_again_for_its_logprobs(tiny: Engine) -> None:
     plan = dataclasses.replace(tiny.plan, prefix_cache=1 << 24)
-    engine = Engine(build_graph(tiny.target, tiny.drafter, plan), tiny.params)
+    engine = Engine(Graph(tiny.graph.pair, plan), tiny.params)
     prompt = prompt_of(41)
     first = engine.generate(prompt, max_tokens=4)
     assert engine.generate(prompt, max_tokens=4).stats.cached_tokens > 0

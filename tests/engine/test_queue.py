@@ -8,7 +8,7 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import QueueFullError
-from dflash_jax.models import build_graph
+from dflash_jax.graph import Graph
 
 PROMPT = [5, 4, 3, 2, 1]
 
@@ -17,7 +17,7 @@ PROMPT = [5, 4, 3, 2, 1]
 def short(tiny3: Engine) -> Engine:
     """`tiny3` with a queue of four requests."""
     plan = dataclasses.replace(tiny3.plan, queue=4)
-    engine = Engine(build_graph(tiny3.target, tiny3.drafter, plan), tiny3.params)
+    engine = Engine(Graph(tiny3.graph.pair, plan), tiny3.params)
     engine.compiled.executables = tiny3.executables
     return engine
 

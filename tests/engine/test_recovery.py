@@ -24,8 +24,8 @@ from dflash_jax.engine.state_machine.announcements import Cue
 from dflash_jax.engine.state_machine.speculation import BreakEven
 from dflash_jax.engine.state_machine.words import Words
 from dflash_jax.errors import RequestError
+from dflash_jax.graph import Graph
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
-from dflash_jax.models import build_graph
 from dflash_jax.testing import set_script
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES
@@ -306,7 +306,7 @@ def test_tokens_after_the_stop_string_are_not_counted(scripted: Engine, truth: l
     core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.decoder = decoders.Fuse()
     made = Engine(
-        build_graph(scripted.target, scripted.drafter, scripted.plan),
+        Graph(scripted.graph.pair, scripted.plan),
         scripted.params,
         tokenizer=Tokenizer(core, None, {}),
     )
@@ -477,7 +477,7 @@ def test_L1_L2_events_are_logged_only_when_recovery_is_on(
 
 
 def test_decode_modes_change_only_by_a_measured_cost(tiny: Engine, truth: list[int]) -> None:
-    engine = Engine(build_graph(tiny.target, tiny.drafter, tiny.plan), tiny.params)
+    engine = Engine(Graph(tiny.graph.pair, tiny.plan), tiny.params)
     engine.compiled.executables = tiny.executables
     engine.warm_up(measure=True)
     assert engine.break_even.at(0) > 0
@@ -504,7 +504,7 @@ FAILURE = jax.errors.JaxRuntimeError("INTERNAL: made to fail")
 
 def failing(engine: Engine, step: Step, calls: set[int], error: BaseException = FAILURE) -> Engine:
     """Return an engine in which some calls of one program fail after their state was donated."""
-    made = Engine(build_graph(engine.target, engine.drafter, engine.plan), engine.params)
+    made = Engine(Graph(engine.graph.pair, engine.plan), engine.params)
     number = iter(range(10_000))
     keys = [key for key in engine.executables if key.step == step]
 
@@ -732,7 +732,7 @@ def test_an_end_is_judged_by_the_odds_of_the_target(
 
 def test_a_plan_without_odds_has_the_programs_without_them(tiny: Engine, words: Any) -> None:
     plan = dataclasses.replace(tiny.plan, call_odds=False)
-    without = Engine(build_graph(tiny.target, tiny.drafter, plan), tiny.params)
+    without = Engine(Graph(tiny.graph.pair, plan), tiny.params)
     wanted = tiny.generate(PROMPT, max_tokens=20)
     found = without.generate(PROMPT, max_tokens=20)
     assert found.token_ids == wanted.token_ids

@@ -16,7 +16,8 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.structured import mask_thread
 from dflash_jax.engine.structured.grammars import Grammar
 from dflash_jax.errors import RequestError
-from dflash_jax.models import build_graph
+from dflash_jax.graph import Graph
+from dflash_jax.models import build_target
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import force_acceptance, scripted_engine, set_script
 from dflash_jax.tokenizer import Tokenizer
@@ -50,9 +51,8 @@ def byte_engine(tiny3: Engine) -> Engine:
     made = scripted_engine(tiny3)
     target = type(made.target)(**vars(made.target) | {"eos_token_ids": (EOS,)})
     plan = dataclasses.replace(made.plan, report_drafts=True)
-    return Engine(
-        build_graph(target, made.drafter, plan), made.params, tokenizer=Tokenizer(core, None, {})
-    )
+    pair = dataclasses.replace(made.graph.pair, target=build_target(target))
+    return Engine(Graph(pair, plan), made.params, tokenizer=Tokenizer(core, None, {}))
 
 
 def test_integers_without_bounds_end(byte_engine: Engine) -> None:

@@ -12,7 +12,7 @@ import dflash_jax as dj
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.state_machine import OFF
 from dflash_jax.errors import RequestError
-from dflash_jax.models import build_graph
+from dflash_jax.graph import Graph
 from dflash_jax.testing import (
     force_acceptance,
     random_engine,
@@ -41,9 +41,7 @@ def engine() -> Engine:
     plan = dj.Plan(max_length=128, chunk=16, block=BLOCK, steps_per_call=3, report_drafts=True)
     made = scripted_engine(random_engine(target, drafter, plan, seed=1))
     tokenizer = Tokenizer(core, None, {})
-    return Engine(
-        build_graph(made.target, made.drafter, made.plan), made.params, tokenizer=tokenizer
-    )
+    return Engine(Graph(made.graph.pair, made.plan), made.params, tokenizer=tokenizer)
 
 
 def plain_and_script(

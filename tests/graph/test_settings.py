@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from dflash_jax.engine.engine import Engine
+from dflash_jax.graph import Graph
 from dflash_jax.graph.build import compile_programs
 from dflash_jax.graph.keys import ProgramKey, Step
 from dflash_jax.graph.programs import declare
-from dflash_jax.models import build_graph
 from dflash_jax.testing import planned
 
 SETTINGS: dict[str, Any] = {
@@ -59,9 +59,7 @@ def test_weights_are_set_weight_layout_under_any_settings(
     params = jax.tree.map(np.asarray, tiny.params)
     request.getfixturevalue("disturbed")
     plan = dataclasses.replace(tiny.plan, weight_layout="tiled")
-    assert (
-        Engine(build_graph(tiny.target, tiny.drafter, plan), params).params["target"]["embed"].shape
-    )
+    assert Engine(Graph(tiny.graph.pair, plan), params).params["target"]["embed"].shape
 
 
 def test_a_ctrl_c_at_the_end_of_a_turn_lets_the_thread_trace_on(

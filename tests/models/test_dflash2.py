@@ -18,13 +18,14 @@ from dflash_jax.converters import export
 from dflash_jax.converters.models import open_model
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
+from dflash_jax.graph import Graph
 from dflash_jax.graph.build import jit
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.protocols import SharedLayers
 from dflash_jax.graph.resolve import resolve
 from dflash_jax.graph.state import RowRules, idle_rules
 from dflash_jax.graph.steps.drafting import RowDraftSampler
-from dflash_jax.models import build_drafter, build_graph, build_pair, build_target
+from dflash_jax.models import build_drafter, build_pair, build_target
 from dflash_jax.models.dflash2 import DynamicConvolution
 from dflash_jax.testing import planned, random_params, tiny_drafter, tiny_target
 
@@ -173,7 +174,7 @@ def test_speculative_generation_is_the_reference(oracle: Path, name: str) -> Non
     memory = 1 << 40
     plan = Plan(max_length=128, block=8, chunk=24)
     plan = resolve(plan, build_pair(case.target, case.drafter), platform="cpu", memory=memory)
-    engine = Engine(build_graph(case.target, case.drafter, plan), case.params)
+    engine = Engine(Graph(case.graph.pair, plan), case.params)
     del engine.compiled.programs[
         ProgramKey(Step.PLAIN, Variant.GREEDY)
     ]  # not needed here, and compiling takes the time

@@ -13,6 +13,7 @@ import pytest
 
 from dflash_jax import Plan
 from dflash_jax.engine.engine import Engine
+from dflash_jax.graph import Graph
 from dflash_jax.loading import locate
 from dflash_jax.models import build_graph
 from dflash_jax.server.middleware import Settings
@@ -100,9 +101,7 @@ def run_server(
 def twin(engine: Engine, **changes: Any) -> Engine:
     """Return another engine with the same weights and compiled programs, and a changed plan."""
     plan = dataclasses.replace(engine.plan, **changes)
-    made = Engine(
-        build_graph(engine.target, engine.drafter, plan), engine.params, tokenizer=engine.tokenizer
-    )
+    made = Engine(Graph(engine.graph.pair, plan), engine.params, tokenizer=engine.tokenizer)
     made.compiled.executables = engine.executables
     return made
 

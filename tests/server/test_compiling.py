@@ -19,10 +19,9 @@ from dflash_jax.engine import break_even
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.errors import PlanError
-from dflash_jax.graph import build
+from dflash_jax.graph import Graph, build
 from dflash_jax.graph.keys import Variant
 from dflash_jax.graph.programs import Program
-from dflash_jax.models import build_graph
 from dflash_jax.server.lifecycle import Warm
 from dflash_jax.server.middleware import Settings
 from dflash_jax.server.run import ServerConfig, log_to_stderr
@@ -70,7 +69,7 @@ def gate(random_tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]
 def cold(engine: Engine) -> Engine:
     """Return an engine over the same models with compiled greedy and sampled programs only."""
     made = Engine(
-        build_graph(engine.target, engine.drafter, engine.plan),
+        Graph(engine.graph.pair, engine.plan),
         engine.params,
         tokenizer=engine.tokenizer,
     )

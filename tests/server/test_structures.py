@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.audit.server import ASK, CHAT, MESSAGES, send
 from dflash_jax.engine.engine import Engine
-from dflash_jax.models import build_graph
+from dflash_jax.graph import Graph
 from dflash_jax.server.background import MOST_SLOW, StructureThreads
 from dflash_jax.server.middleware import Settings
 from dflash_jax.server.protocol import Problem
@@ -29,9 +29,7 @@ CHOICE = ASK | {"guided_choice": ["red", "blue"]}
 def served(random_tiny: Engine) -> Iterator[LiveServer]:
     """A separate server, with all programs that the tests need."""
     old = random_tiny
-    engine = Engine(
-        build_graph(old.target, old.drafter, old.plan), old.params, tokenizer=old.tokenizer
-    )
+    engine = Engine(Graph(old.graph.pair, old.plan), old.params, tokenizer=old.tokenizer)
     engine.share_programs(old)
     engine.warm_up(sampled=True, penalized=True, constrained=True)
     settings = Settings(keepalive=0.05)

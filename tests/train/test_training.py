@@ -346,7 +346,7 @@ from dflash_jax.train.recipes import SMOKE
 target = tiny_target(num_layers=1)
 config = tiny_drafter(target, "dflash2", block_size=4, target_layer_ids=(0,), num_layers=1,
                       windows=(None,), causal=(False,))
-pair, params = build_pair(target, config), random_params(target, config)
+pair, params = build_pair(target, config), random_params(build_pair(target, config))
 recipe = dataclasses.replace(SMOKE, kind="dflash2")
 rng = np.random.default_rng(0)
 rows = rng.integers(0, 96, (4, 24)).astype(np.int32), rng.random((4, 24)) < 0.8
