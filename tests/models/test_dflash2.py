@@ -174,7 +174,7 @@ def test_speculative_generation_is_the_reference(oracle: Path, name: str) -> Non
     memory = 1 << 40
     plan = Plan(max_length=128, block=8, chunk=24)
     plan = resolve(plan, build_pair(case.target, case.drafter), platform="cpu", memory=memory)
-    engine = Engine(Graph(case.graph.pair, plan), case.params)
+    engine = Engine(Graph(build_pair(case.target, case.drafter), plan), case.params)
     del engine.compiled.programs[
         ProgramKey(Step.PLAIN, Variant.GREEDY)
     ]  # not needed here, and compiling takes the time
