@@ -2,7 +2,7 @@
 
 JAX loads and executes whatever a file under a program's key holds: another program, or, without
 a checksum of the compression, a program in which a bit has changed. Each entry therefore begins
-with a digest of its key and its contents. It shows accidents only: whoever can write into the
+with a digest of its key and its contents. It shows accidents only: a user who can write into the
 folder can also write a digest, so the folder must be private.
 """
 
