@@ -160,12 +160,16 @@ class Draft:
 
     In a plain step only the anchor counts: the rest of the block is padding and the other fields
     are None. Where `finite` is False, none of the drafts is verified.
+
+    Greedy output is the target's whatever a drafter puts here. Sampled output follows the target's
+    distribution only if `q` is what the drafts were drawn from, 1 for a draft that was not drawn;
+    without `q`, rows that sample verify none.
     """
 
     block: Int[Array, "B T"]  # the anchor, then R = T - 1 drafts
     q: Float[Array, "B R V"] | None = None  # what drafts were sampled from; None if greedy
-    finite: Bool[Array, " B"] | None = None  # whether all numbers of the drafter were finite
-    num_drafts: Int[Array, " B"] | None = None  # leading drafts to verify
+    finite: Bool[Array, " B"] | None = None  # whether the drafter's numbers were; None if so
+    num_drafts: Int[Array, " B"] | None = None  # leading drafts to verify; None for all
 
 
 @struct.dataclass

@@ -76,7 +76,6 @@ class Scripted(nn.Module):
         """Replace each scripted token of the drafter's proposal, with probability 1."""
         found, state = self.overruled.propose(state, anchor, start, shared, sampler)
         assert found.finite is not None
-        assert found.num_drafts is not None
         at = start[:, None] + jnp.arange(1, found.block.shape[1])[None, :]
         digits = self.script[: len(anchor)].astype(jnp.float32)
         script = digits[:, :, 0] * 256 + digits[:, :, 1]
@@ -90,5 +89,4 @@ class Scripted(nn.Module):
             sure = jax.nn.one_hot(tokens, q.shape[-1], dtype=q.dtype)
             q = jnp.where(scripted[:, :, None], sure, q)
         draft = sampler.draft(tokens, q, finite)
-        num_drafts = jnp.where(finite, found.num_drafts, 0)
-        return dataclasses.replace(draft, num_drafts=num_drafts), state
+        return dataclasses.replace(draft, num_drafts=found.num_drafts), state

@@ -137,16 +137,16 @@ def test_q_over_candidates_is_spread_over_the_vocabulary() -> None:
     assert everywhere.tolist() == [[[0, 0, 0.75, 0, 0.25], [0, 0, 0.5, 0, 0.5]]]
 
 
-def test_none_of_a_draft_that_is_not_finite_is_verified() -> None:
+def test_unlikely_drafts_are_not_verified() -> None:
     zeros, options = jnp.zeros((2,), jnp.int32), {"sampled": False, "vocab_size": VOCAB}
     columns = rules(2, max_drafts=np.array([3, 3]))
     tokens, finite = jnp.asarray([[1, 2, 3], [4, 5, 6]]), jnp.asarray([True, False])
     sampler = RowDraftSampler(columns, zeros, zeros, 3, **options, min_survival=0.5)
-    survival = jnp.asarray([[0.9, 0.6, 0.4]] * 2)
+    survival = jnp.asarray([[0.9, 0.6, 0.4], [0.9, 0.6, 0.5]])
     draft = sampler.draft(tokens, None, finite, survival=survival)
     assert draft.block.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0]]
     assert draft.num_drafts is not None
-    assert draft.num_drafts.tolist() == [2, 0]
+    assert draft.num_drafts.tolist() == [2, 3]
 
 
 def test_drafts_that_do_not_count_are_as_if_never_drawn() -> None:

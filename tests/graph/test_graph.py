@@ -1,5 +1,6 @@
 """Graphs of modules that are not the package's: lossless, checked, and with errors in words."""
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -76,6 +77,14 @@ class Own(nn.Module):
         return TargetOutput(x, tuple((states, x)[i] for i in taps), (cache,))
 
 
+class OwnCaches(Own):
+    """Has a cache type of its own."""
+
+    def empty_caches(self, make: Any) -> tuple[Any, ...]:
+        [cache] = super().empty_caches(make)
+        return ({"k": cache.k, "v": cache.v},)
+
+
 class Bigram:
     """Drafts the token that followed the last time, for each token of the row's own text."""
 
@@ -102,6 +111,29 @@ class Bigram:
         for _ in range(sampler.places):
             drafts.append(jnp.take_along_axis(state[0], drafts[-1][:, None], axis=1)[:, 0])
         return sampler.certain(jnp.stack(drafts[1:], axis=1)), state
+
+
+class Careless(Bigram):
+    """Makes the drafts of `Bigram`, then breaks a field of them."""
+
+    def __init__(self, fault: str):
+        self.fault = fault
+
+    def propose(
+        self, params: Any, state: Any, anchor: Any, start: Any, shared: Any, sampler: Any
+    ) -> Any:
+        draft, state = super().propose(params, state, anchor, start, shared, sampler)
+        block, even = draft.block, start % 2 == 0
+        broken = {
+            "anchor": {"block": block.at[:, 0].add(1)},
+            "unknown tokens": {"block": block.at[:, 2].set(jnp.where(even, 2 * VOCAB, -5))},
+            "too many": {"num_drafts": start * 0 + 99},
+            "fewer than none": {"num_drafts": start * 0 - 7},
+            "not finite": {"finite": even, "num_drafts": start * 0 + 3},
+            "nothing told": {"finite": None, "num_drafts": None},
+            "width": {"block": block[:, :-1]},
+        }
+        return dataclasses.replace(draft, **broken[self.fault]), state
 
 
 class Heads(nn.Module):
@@ -220,6 +252,23 @@ def test_drafts_from_the_text_are_lossless(
     assert calls < max(lengths) - 1  # some drafts were accepted
 
 
+@pytest.mark.parametrize(
+    "fault",
+    ["anchor", "unknown tokens", "too many", "fewer than none", "not finite", "nothing told"],
+)
+def test_no_field_of_a_draft_changes_a_token(
+    fault: str, bigram: tuple[GraphPrograms, Any], expected: list[list[int]]
+) -> None:
+    graph = Graph(dj.Pair(Own(), Careless(fault)), PLAN)
+    programs = graph.compile(["prefill", "speculative"])
+    texts, calls = decoded(programs, bigram[1], "speculative", stop=())
+    assert texts == expected
+    slower, longest = fault == "fewer than none", max(map(len, expected)) - 1
+    assert (calls == longest) if slower else (calls < longest)
+    few, _ = decoded(programs, bigram[1], "speculative", stop=(), drafts=0)
+    assert few == expected
+
+
 def test_an_engine_decodes_as_the_programs_do(
     bigram: tuple[GraphPrograms, Any], expected: list[list[int]]
 ) -> None:
@@ -324,6 +373,19 @@ def test_graphs_say_what_they_cannot_do(bigram: tuple[GraphPrograms, Any]) -> No
     slots = graph.plan.stop_slots
     with pytest.raises(RequestError, match=f"{slots + 1} stop tokens; give at most {slots}"):
         graph.rules(stop=range(slots + 1))
+
+
+def test_drafts_of_another_width_are_refused() -> None:
+    words = r"Careless\.propose returned a block of shape \(2, 3\); expected \(2, 4\)"
+    with pytest.raises(PlanError, match=words):
+        Graph(dj.Pair(Own(), Careless("width")), PLAN).lower("speculative")
+
+
+def test_prefixes_of_caches_of_ones_own_are_refused() -> None:
+    plan = dataclasses.replace(PLAN, prefix_cache=1 << 20)
+    Graph(dj.Pair(Own()), plan)
+    with pytest.raises(PlanError, match=r"OwnCaches has caches of its own.*prefix_cache=0"):
+        Graph(dj.Pair(OwnCaches()), plan)
 
 
 def test_programs_say_what_they_cannot_do(bigram: tuple[GraphPrograms, Any]) -> None:

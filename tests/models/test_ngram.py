@@ -32,7 +32,8 @@ def drafts(text: list[int], places: int, **options: int) -> list[int]:
     rules = RowRules(*[one] * 2, one + places, *[one] * 5)
     sampler = RowDraftSampler(rules, anchor, start, places, sampled=False, vocab_size=100)
     draft, _ = ngram.propose({}, state, anchor, start, None, sampler)  # pyrefly: ignore
-    return np.asarray(draft.block)[0, 1 : 1 + int(draft.num_drafts[0])].tolist()
+    count = min(int(draft.num_drafts[0]), places)
+    return np.asarray(draft.block)[0, 1 : 1 + count].tolist()
 
 
 def test_the_continuation_of_the_longest_and_latest_match_is_drafted() -> None:

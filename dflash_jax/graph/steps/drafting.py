@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from dflash_jax.errors import PlanError
 from dflash_jax.graph.protocols import Draft, DraftChoice
 from dflash_jax.graph.state import DecodeState, RowRules
 from dflash_jax.graph.steps import sampling
@@ -30,7 +31,29 @@ def draft(
     given = (state.drafter, state.anchor, state.position, pair.shared(params), sampler)
     with jax.named_scope("draft"):
         drafted, drafter = pair.drafter_call(params, *given, method="propose")
+        drafted = _verifiable(pair, drafted, state.anchor, inputs.rules)
     return dataclasses.replace(state, drafter=drafter), None, drafted
+
+
+def _verifiable(pair: Pair, drafted: Draft, anchor: Int[Array, " B"], rules: RowRules) -> Draft:
+    """Return a draft that cannot change what the target decides, whatever the drafter made.
+
+    The anchor is decided, so it leads the block. The target embeds unknown tokens as anything, NaN
+    among them, so ids stay inside the vocabulary. Counts stay inside the block and the row's rule.
+    """
+    rows, places, vocab = len(anchor), pair.block - 1, pair.target.config.vocab_size
+    if jnp.shape(drafted.block) != (rows, pair.block):
+        raise PlanError(
+            f"{type(pair.drafter).__name__}.propose returned a block of shape"
+            f" {jnp.shape(drafted.block)}; expected {(rows, pair.block)}: the anchor and"
+            f" {places} drafts of each row"
+        )
+    drafts = jnp.clip(drafted.block[:, 1:].astype(jnp.int32), 0, vocab - 1)
+    finite = jnp.ones(rows, bool) if drafted.finite is None else drafted.finite
+    count = places if drafted.num_drafts is None else drafted.num_drafts
+    count = jnp.minimum(jnp.clip(count, 0, places), rules.max_drafts)
+    block = jnp.concatenate([anchor[:, None], drafts], axis=1)
+    return Draft(block, drafted.q, finite, jnp.where(finite, count, 0).astype(jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +135,9 @@ class RowDraftSampler:
         drafts = jnp.where(finite[:, None], tokens, 0)
         if q is not None and ids is not None:
             q = over_vocabulary(q, ids, self.vocab_size)
-        num_drafts = jnp.where(finite, self.rules.max_drafts, 0)
+        num_drafts = None
         if survival is not None and self.min_survival > 0:
-            num_likely = (survival >= self.min_survival).sum(axis=1, dtype=jnp.int32)
-            num_drafts = jnp.minimum(num_drafts, num_likely)
+            num_drafts = (survival >= self.min_survival).sum(axis=1, dtype=jnp.int32)
         block = jnp.concatenate([self.anchor[:, None], drafts], axis=1)
         return Draft(block, q, finite, num_drafts)
 
@@ -123,10 +145,7 @@ class RowDraftSampler:
         """Draft given tokens; q has probability 1 for each."""
         q = sampling.one_hot(tokens, self.vocab_size) if self.sampled else None
         drafted = self.draft(tokens, q, jnp.ones(tokens.shape[0], bool))
-        assert drafted.num_drafts is not None
-        if count is None:
-            return drafted
-        return dataclasses.replace(drafted, num_drafts=jnp.minimum(drafted.num_drafts, count))
+        return dataclasses.replace(drafted, num_drafts=count)
 
     def _keys(self) -> Key[Array, " B"]:
         return sampling.row_keys(self.rules, self.position, sampling.DRAFT)
