@@ -11,6 +11,7 @@ from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.memory import Budget, budget, gibi
 from dflash_jax.graph.protocols import ModelConfig
 from dflash_jax.graph.steps.pair import Pair
+from dflash_jax.graph.steps.rows import has_caches
 from dflash_jax.kernels.native.build import library
 from dflash_jax.plan import Dtype, Plan, WeightLayout
 from dflash_jax.quant.layouts import MAX_TILED_TOKENS
@@ -143,6 +144,11 @@ def _problem(plan: Plan, pair: Pair) -> str | None:
         return (
             f"plain_width is 1 for {name} with kernels {plan.kernels!r}, whose bits"
             f" depend on the width; use {plan.block} (or 0), or exact=False"
+        )
+    if plan.prefix_cache and not has_caches(PlannedPair(pair, plan).state.target):
+        return (
+            f"prefix_cache is {plan.prefix_cache}, but {type(pair.target).__name__} has caches of"
+            " its own, which prefixes cannot be cut from; use prefix_cache=0"
         )
     if plan.two_devices and drafter is None:
         return f"devices is {plan.devices}, but there is no drafter to have one; use (0, 0)"
