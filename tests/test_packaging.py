@@ -127,6 +127,27 @@ def test_an_installed_wheel_runs_the_commands_about_weight_files(
     assert json.loads(done.stdout)["model"]["role"] == "drafter"
 
 
+def test_modules_of_a_user_decode_losslessly_with_an_installed_wheel(
+    python: Path, tmp_path: Path
+) -> None:
+    shutil.copy(ROOT / "tests" / "graph" / "own_modules.py", tmp_path)
+    done = run(python, "own_modules.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["Bigram", "Heads", "Heads"]
+
+
+def test_the_graph_example_of_the_readme_runs_with_an_installed_wheel(
+    python: Path, tmp_path: Path
+) -> None:
+    examples = (ROOT / "README.md").read_text("utf-8").split("```python\n")[1:]
+    [example] = [code.split("```")[0] for code in examples if "dj.Graph(" in code]
+    assert "dflash_jax." not in example.replace("import dflash_jax as dj", "")
+    done = run(python, "-c", f"{example}\nprint(dj.__file__, out.done.all())", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(python.parents[1]))
+    assert done.stdout.endswith("True\n")
+
+
 def test_a_checkout_imports_the_converters_under_one_name(tmp_path: Path) -> None:
     done = run(sys.executable, "-c", SURVEY, cwd=ROOT)
     assert done.returncode == 0, done.stderr

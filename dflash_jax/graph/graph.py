@@ -320,7 +320,7 @@ class GraphPrograms(Mapping[str, Executable]):
             count, fresh = np.zeros(plan.fed_rows, np.int32), np.zeros(plan.fed_rows, bool)
             fed[at, : len(part)], count[at], fresh[at] = part, len(part), start == 0
             inputs = PrefillInputs(fed, count, fresh, rules, where)
-            state, _, out = program(params, state, None, inputs)
+            state, _, out = program(self._whole(params), state, None, inputs)
         packed = out.packed
         if single:
             packed = jnp.zeros((plan.rows, packed.shape[-1]), packed.dtype).at[row].set(packed[0])
@@ -352,8 +352,17 @@ class GraphPrograms(Mapping[str, Executable]):
         multi = is_multi_step(plan, Variant.GREEDY)
         live = dataclasses.replace(rules, limit=_live(_first(state).position, rules.limit))
         inputs = DecodeInputs(live, np.int32(steps) if multi else None)
-        state, _, out = self._program(step, rules)(params, state, None, inputs)
+        state, _, out = self._program(step, rules)(self._whole(params), state, None, inputs)
         return state, self._output(state, rules, out)
+
+    def _whole(self, params: Params) -> Params:
+        """Return parameters of both roles; a drafter without any may be left out."""
+        graph = self.graph
+        absent = [role for role in graph.params if role not in params]
+        for role in absent:
+            if jax.tree.leaves(graph.params[role]):
+                raise PlanError(f"params has no {role!r}; make it by `graph.place_params`")
+        return params | {role: {} for role in absent} if absent else params
 
     def _output(self, state: Any, rules: RowRules, out: StepOutput) -> Output:
         part = _first(state)
