@@ -1,7 +1,7 @@
 """Open any model on disk: its configuration, and its tensors under canonical names."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -105,13 +105,13 @@ class StoredModel:
         with self._explained():
             return load(self.tensors, self.config, dtype, where=str(self.path), **options)
 
-    def stored(self) -> dict[str, Spec]:
-        """Return how the file packs the matrices that can be used as they are, by path."""
-        return stored_specs(self.tensors, self.config)
+    def stored(self, paths: Collection[str]) -> dict[str, Spec]:
+        """Return how the file packs those of the given parameters that can be used so, by path."""
+        return stored_specs(self.tensors, self.config, paths)
 
-    def unpacked_kinds(self, specs: Mapping[str, Spec]) -> frozenset[str]:
-        """Return the quantised types of the matrices that are not in `specs`, or only in part."""
-        return unpacked_kinds(self.tensors, self.config, specs)
+    def unpacked_kinds(self, paths: Collection[str], specs: Mapping[str, Spec]) -> frozenset[str]:
+        """Return the quantised types of the given parameters that `specs` do not keep whole."""
+        return unpacked_kinds(self.tensors, self.config, paths, specs)
 
     def companions(self) -> dict[str, str | Path]:
         """Return tokenizer and generation files by name, as rebuilt texts or existing paths.

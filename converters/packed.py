@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,10 +22,7 @@ from dflash_jax.kernels.native.interleaved import from_blocks, interleave, quant
 from dflash_jax.quant.layouts import (
     FLOAT,
     KINDS,
-    MATRICES,
-    STACKS,
     STORED,
-    TABLE,
     Arrays,
     Interleaved,
     Joined,
@@ -42,32 +39,37 @@ BETTER_NAMES = {"U8": "MXFP4"}  # types of safetensors that say nothing
 Fill = Callable[[Slot, Any], np.ndarray]  # reads a parameter in a dtype; None is the usual one
 
 
-def stored_specs(found: Canonical, config: AttentionConfig) -> dict[str, Spec]:
-    """Return how the file packs each matrix that can be used as it is, by path."""
+def stored_specs(
+    found: Canonical, config: AttentionConfig, paths: Collection[str]
+) -> dict[str, Spec]:
+    """Return how the file packs those of the given parameters that can be used so, by path."""
     if not isinstance(found.source, PACKED_SOURCES):
         return {}
     chosen = {}
     for slot in families.slots(config):
-        if slot.path[-1] in MATRICES | {TABLE}:
+        if (path := "/".join(slot.path)) in paths:
             kinds = [_kind(found, part) for part in slot.parts]
             if any(kinds):
-                chosen["/".join(slot.path)] = _spec(slot, kinds)
+                chosen[path] = _spec(slot, kinds)
     return chosen
 
 
 def unpacked_kinds(
-    found: Canonical, config: AttentionConfig, specs: Mapping[str, Spec]
+    found: Canonical,
+    config: AttentionConfig,
+    paths: Collection[str],
+    specs: Mapping[str, Spec],
 ) -> frozenset[str]:
-    """Return the quantised types of the file's matrices that are not kept packed.
+    """Return the quantised types of those of the given parameters that are not kept packed.
 
     Args:
       specs: how parameters are packed, by path.
     """
     kinds = set()
     for slot in families.slots(config):
-        if slot.path[-1] not in MATRICES | STACKS | {TABLE}:
+        if (path := "/".join(slot.path)) not in paths:
             continue
-        spec = specs.get("/".join(slot.path), (1, ((FLOAT, 0),)))
+        spec = specs.get(path, (1, ((FLOAT, 0),)))
         packed = [kind for kind, _ in spec[1]]
         packed *= len(slot.parts) if len(packed) == 1 else 1
         for part, kind in zip(slot.parts, packed, strict=True):

@@ -5,8 +5,9 @@ functions.
 """
 
 import dataclasses
+import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +18,7 @@ from dflash_jax.config import DrafterConfig, TargetConfig, check_pair, wrong_rol
 from dflash_jax.device import default_device
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError, TokenizerError
+from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.cache import CompilationCache, use_compilation_cache
 from dflash_jax.graph.placement import device_mesh, param_shardings, place
 from dflash_jax.graph.resolve import resolve_here, wide_block
@@ -24,7 +26,7 @@ from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.kernels.products import set_weight_layout, with_kernel
 from dflash_jax.models import build_graph, build_pair
 from dflash_jax.plan import Dtype, Plan
-from dflash_jax.quant.layouts import Spec
+from dflash_jax.quant.layouts import LAID_OUT, STACK, Spec
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.allocator import fewer_collections, release_freed, tune_allocator
@@ -122,11 +124,11 @@ class OpenModel(Protocol):
     ) -> dict[str, Any]:
         """Return the parameters as NumPy arrays, those in `specs` packed, for native kernels."""
 
-    def stored(self) -> dict[str, Spec]:
-        """Return how the file packs its matrices, by path."""
+    def stored(self, paths: Collection[str]) -> dict[str, Spec]:
+        """Return how the file packs those of the given parameters that can be used so, by path."""
 
-    def unpacked_kinds(self, specs: Mapping[str, Spec]) -> frozenset[str]:
-        """Return the quantised types of matrices that are not packed by `specs`."""
+    def unpacked_kinds(self, paths: Collection[str], specs: Mapping[str, Spec]) -> frozenset[str]:
+        """Return the quantised types of the given parameters that are not packed by `specs`."""
 
     def companions(self) -> dict[str, str | Path]:
         """Return the files of the tokenizer by name, each a path or its text."""
@@ -199,7 +201,7 @@ class OpenPair:
             role: model.load(plan.dtype, specs=self._specs(plan, role), native=native)
             for role, model in self._models.items()
         }
-        set_weight_layout(params, plan.weight_layout)
+        set_weight_layout(params, plan.weight_layout, self._forms)
         return with_kernel(params, plan.kernels != "xla")
 
     def with_stored(self, plan: Plan) -> Plan:
@@ -209,7 +211,7 @@ class OpenPair:
         stored = {
             f"{role}/{path}": how
             for role, model in self._models.items()
-            for path, how in model.stored().items()
+            for path, how in model.stored(self._paths(role, LAID_OUT)).items()
         }
         return dataclasses.replace(plan, stored=tuple(sorted(stored.items())))
 
@@ -222,9 +224,19 @@ class OpenPair:
         """Return a note about quantised matrices that are unpacked, or nothing."""
         notes = []
         for role, model in self._models.items():
-            if kinds := model.unpacked_kinds(self._specs(plan, role)):
+            matrices = self._paths(role, LAID_OUT | {STACK})
+            if kinds := model.unpacked_kinds(matrices, self._specs(plan, role)):
                 notes.append(f"the {role}'s matrices in {', '.join(sorted(kinds))}")
         return f"{' and '.join(notes)} {UNPACKED.format(plan.dtype)}" if notes else ""
+
+    @functools.cached_property
+    def _forms(self) -> dict[str, str]:
+        return PlannedPair(build_pair(*self.configs), Plan()).forms
+
+    def _paths(self, role: str, forms: Collection[str]) -> frozenset[str]:
+        """Return the paths of a model's weights that are declared to have one of the forms."""
+        found = [path.split("/", 1) for path, form in self._forms.items() if form in forms]
+        return frozenset(path for of, path in found if of == role)
 
     @property
     def _models(self) -> dict[str, OpenModel]:

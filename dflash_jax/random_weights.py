@@ -75,7 +75,7 @@ def engine(graph: Graph, *, seed: int = 0) -> Engine:
     """Return an engine with random weights for a graph."""
     plan = graph.plan
     packed = pack_tree(random_params(graph.pair, dtype=plan.dtype, seed=seed), graph.specs)
-    set_weight_layout(packed, plan.weight_layout)
+    set_weight_layout(packed, plan.weight_layout, graph.forms)
     params = with_kernel(packed, plan.kernels != "xla")
     return Engine(graph, jax.device_put(params))
 

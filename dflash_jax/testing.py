@@ -21,10 +21,12 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.graph import Graph
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.resolve import resolve
+from dflash_jax.loading import OpenModel, expect
 from dflash_jax.models import build_pair
 from dflash_jax.models.scripted import Scripted
 from dflash_jax.plan import Plan
-from dflash_jax.quant.formats import KINDS
+from dflash_jax.quant.formats import KINDS, Spec
+from dflash_jax.quant.layouts import LAID_OUT
 from dflash_jax.random_weights import random_params as random_params
 
 AMPLE = 1 << 40  # bytes; random models are small
@@ -187,6 +189,13 @@ def folder_params(
         folder = families.folder(config)
         found = huggingface.target(source, tied=config.tie_embeddings, folder=folder)
     return load(found, config, dtype, where=str(directory))
+
+
+def stored(model: OpenModel) -> dict[str, Spec]:
+    """Return how the file of a target packs the matrices that can be used so, by path."""
+    forms = planned(expect(TargetConfig, model.config), None, Plan()).forms
+    paths = [path for path, form in forms.items() if form in LAID_OUT]
+    return model.stored({path.removeprefix("target/") for path in paths})
 
 
 def planned(target: TargetConfig, drafter: DrafterConfig | None, plan: Plan) -> PlannedPair:

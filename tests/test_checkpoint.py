@@ -19,7 +19,7 @@ from dflash_jax.config import AttentionConfig, DrafterConfig
 from dflash_jax.config.family import config_classes
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.kernels.products import set_weight_layout
-from dflash_jax.quant.layouts import pack
+from dflash_jax.quant.layouts import MATRIX, pack
 from dflash_jax.testing import (
     tiny_drafter,
     tiny_gemma,
@@ -72,7 +72,7 @@ def test_saved_parameters_are_loaded_bit_for_bit(path):
 def test_reordered_weights_are_saved_as_they_were(tmp_path, layout):
     params = {"layers_0": {"attention": {"q": np.arange(40, dtype=np.float32).reshape(2, 4, 5)}}}
     turned = {"layers_0": {"attention": dict(params["layers_0"]["attention"])}}
-    set_weight_layout(turned, layout)
+    set_weight_layout(turned, layout, {"layers_0/attention/q": MATRIX})
     save(tmp_path / "x", tiny_target(), turned)
     found = open_checkpoint(tmp_path / "x").load()["layers_0"]["attention"]["q"]
     np.testing.assert_array_equal(found, params["layers_0"]["attention"]["q"])

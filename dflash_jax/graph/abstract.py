@@ -17,7 +17,7 @@ from dflash_jax.graph.steps.pair import Pair, Params
 from dflash_jax.kernels.caches import LayerCache, RecurrentCache, empty_cache, empty_recurrent
 from dflash_jax.kernels.products import abstract, abstract_layout
 from dflash_jax.plan import Plan
-from dflash_jax.quant.layouts import Spec, is_matrix, is_widened, spec
+from dflash_jax.quant.layouts import FLOAT, LAID_OUT, Spec, spec
 
 OPTIONS = ("exact", "block", "min_survival", "kernels", "activations", "report_drafts")
 
@@ -127,7 +127,8 @@ class PlannedPair:
 
         Token ids stay integers, and parameters in `ALWAYS_FLOAT32` stay float32.
         """
-        plan, declared, specs = self.plan, self.declared, self.specs
+        plan, forms, specs = self.plan, self.forms, self.specs
+        roles = {path.split("/")[0] for path in forms}  # whose models declare their weights
         dtype, kernel = jnp.dtype(plan.dtype), plan.kernels != "xla"
 
         def planned(path: Any, x: jax.ShapeDtypeStruct) -> Any:
@@ -136,12 +137,11 @@ class PlannedPair:
                 packed = abstract(x.shape, specs[name], dtype, kernel=kernel)
                 return abstract_layout(packed, plan.weight_layout)
             kept = not jnp.issubdtype(x.dtype, jnp.floating) or key in ALWAYS_FLOAT32
-            ours = path[0].key in {name.split("/")[0] for name in declared}
-            chosen = jnp.dtype(plan.compute_dtype) if ours and is_widened(key) else dtype
+            form = forms.get(name, FLOAT)
+            widened = form == FLOAT and path[0].key in roles
+            chosen = jnp.dtype(plan.compute_dtype) if widened else dtype
             stored = jax.ShapeDtypeStruct(x.shape, x.dtype if kept else chosen)
-            if name not in declared or not is_matrix(key):
-                return stored
-            return abstract_layout(stored, plan.weight_layout)
+            return abstract_layout(stored, plan.weight_layout) if form in LAID_OUT else stored
 
         return jax.tree_util.tree_map_with_path(planned, self._variables("params"))
 
@@ -152,9 +152,17 @@ class PlannedPair:
             return dict(self.plan.stored)
         if self.plan.weights == "float":
             return {}
-        leaves = by_path(self._variables("params"))
-        found = {path: spec(self.plan.weights, path, leaf.shape) for path, leaf in leaves.items()}
-        return {path: chosen for path, chosen in found.items() if chosen and path in self.declared}
+        leaves, found = by_path(self._variables("params")), {}
+        for path, form in self.forms.items():
+            role = path.split("/")[0]
+            if chosen := spec(self.plan.weights, role, form, leaves[path].shape):
+                found[path] = chosen
+        return found
+
+    @property
+    def forms(self) -> dict[str, str]:
+        """The form of each weight that is declared, by path with the role."""
+        return {path: info.form for path, info in self.declared.items()}
 
     @functools.cached_property
     def declared(self) -> dict[str, WeightInfo]:

@@ -33,7 +33,7 @@ def place_params(planned: PlannedPair, params: Params) -> Params:
         params = {"drafter": {}} | params  # it may have no parameters
     params = jax.tree.map(lambda x: x, params, is_leaf=lambda x: isinstance(x, StructuredWeight))
     # In the copy of the tree.
-    set_weight_layout(params, plan.weight_layout, planned.declared)
+    set_weight_layout(params, plan.weight_layout, planned.forms)
     if plan.two_devices and pair.drafter is not None:
         return two_devices.place_params(plan, params, pair.target)
     mesh = device_mesh(plan)

@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.kernels.caches import LayerCache, RecurrentCache, Update
+from dflash_jax.quant.layouts import FLOAT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +71,10 @@ WEIGHTS = "weights"  # the collection of `WeightInfo` values, with the paths of 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class WeightInfo:
-    """How a weight may be stored, declared by `nn.layers.weight` in the collection `WEIGHTS`.
-
-    Weights that are declared may be quantised and laid out for kernels; others stay arrays.
-    """
+    """How a weight may be stored, declared by `nn.layers.weight` in the collection `WEIGHTS`."""
 
     split: int | None = None  # the axis that the devices of a mesh may split
+    form: str = FLOAT  # of `quant.layouts`: whether it is quantised and laid out for kernels
 
 
 # -- the target ------------------------------------------------------------------------------------

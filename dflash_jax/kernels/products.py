@@ -9,7 +9,7 @@ weights, so they differ only in the order of summation.
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from dflash_jax.kernels.native import products as native_products
 from dflash_jax.quant.layouts import (
     FLOAT,
     KINDS,
+    LAID_OUT,
     MAX_TILED_TOKENS,
     RUN,
     TILE_WIDTH,
@@ -33,8 +34,6 @@ from dflash_jax.quant.layouts import (
     Spec,
     StructuredWeight,
     Tiled,
-    is_matrix,
-    is_widened,
     layout_of,
 )
 
@@ -257,7 +256,7 @@ def with_kernel(params: Any, kernel: bool) -> Any:
 def set_weight_layout(
     params: dict[str, Any],
     layout: str,
-    declared: Collection[str] | None = None,
+    forms: Mapping[str, str],
     path: tuple[str, ...] = (),
 ) -> None:
     """Store the matrices [D, ...] of a parameter tree in a layout, in place.
@@ -268,22 +267,21 @@ def set_weight_layout(
     Args:
       layout: `Plan.weight_layout`. Packed matrices have a layout of their own, or are interleaved;
         then parameters that are not matrices become float32.
-      declared: paths of the weights that may be stored in a layout; others stay as they are, and so
-        do all parameters of a model that declares none. None for models of ours.
+      forms: of the weights that are declared, by path. All parameters of a model that declares
+        none stay as they are.
       path: of the tree.
     """
     for name, leaf in params.items():
         at = (*path, name)
         if isinstance(leaf, dict):
-            if path or declared is None or any(x.startswith(f"{name}/") for x in declared):
-                set_weight_layout(leaf, layout, declared, at)
-        elif is_matrix(name) and (declared is None or "/".join(at) in declared):
+            if path or any(declared.startswith(f"{name}/") for declared in forms):
+                set_weight_layout(leaf, layout, forms, at)
+            continue
+        form = forms.get("/".join(at), FLOAT)
+        widened = layout == "interleaved" and form == FLOAT
+        if form in LAID_OUT:
             params[name] = _relaid(leaf, layout_of(layout, leaf.shape))
-        elif (
-            layout == "interleaved"
-            and is_widened(name)
-            and jnp.issubdtype(leaf.dtype, jnp.floating)
-        ):
+        elif widened and jnp.issubdtype(leaf.dtype, jnp.floating):
             params[name] = leaf.astype(jnp.float32)
 
 

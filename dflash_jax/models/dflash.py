@@ -23,6 +23,7 @@ from dflash_jax.nn.layers import (
     declare,
     dot,
     halves,
+    matrix,
     norm_weight,
     project,
     rms_norm,
@@ -40,6 +41,7 @@ from dflash_jax.nn.objective import (
     scores_of,
 )
 from dflash_jax.nn.rope import rope_tables, rotate
+from dflash_jax.quant.layouts import HEAD, TABLE
 
 Kept = TypeVar("Kept")
 Attend = Callable[[Float[Array, "B T D"]], tuple[Float[Array, "B T D"], Kept]]
@@ -55,9 +57,9 @@ class DrafterAttention(nn.Module):
     def setup(self) -> None:
         """Declare the weights."""
         c = self.config
-        self.q = weight(self, "q", (c.hidden_size, c.num_heads * c.head_dim), split=1)
-        self.kv = weight(self, "kv", (c.hidden_size, c.num_kv_heads, 2, c.head_dim), split=1)
-        self.o = weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size), split=0)
+        self.q = matrix(self, "q", (c.hidden_size, c.num_heads * c.head_dim), split=1)
+        self.kv = matrix(self, "kv", (c.hidden_size, c.num_kv_heads, 2, c.head_dim), split=1)
+        self.o = matrix(self, "o", (c.num_heads * c.head_dim, c.hidden_size), split=0)
         self.q_norm = norm_weight(self, "q_norm", c.head_dim)
         self.k_norm = norm_weight(self, "k_norm", c.head_dim)
         if c.attention_bias:
@@ -162,7 +164,7 @@ class DFlash(nn.Module):
     def setup(self) -> None:
         """Declare the weights."""
         c = self.config
-        self.fc = weight(self, "fc", (len(c.target_layer_ids) * c.hidden_size, c.hidden_size))
+        self.fc = matrix(self, "fc", (len(c.target_layer_ids) * c.hidden_size, c.hidden_size))
         self.hidden_norm = norm_weight(self, "hidden_norm", c.hidden_size)
         self.layers = [
             self.layer(c, window, causal)
@@ -170,9 +172,9 @@ class DFlash(nn.Module):
         ]
         self.norm = norm_weight(self, "norm", c.hidden_size)
         if c.own_embedding:
-            self.embedding = weight(self, "embed", (c.hidden_size, c.vocab_size))
+            self.embedding = matrix(self, "embed", (c.hidden_size, c.vocab_size), form=TABLE)
         if c.own_head:
-            self.head = weight(self, "head", (c.hidden_size, c.choices), split=1)
+            self.head = matrix(self, "head", (c.hidden_size, c.choices), split=1, form=HEAD)
         if c.draft_vocab_size:
             shape = (c.draft_vocab_size,)
             self.d2t = declare(self, "d2t", nn.initializers.zeros, shape, jnp.int32)

@@ -21,6 +21,7 @@ from dflash_jax.nn.layers import (
     GatedMLP,
     dot,
     gelu_tanh,
+    matrix,
     norm_weight,
     rms_norm_wide,
     times,
@@ -50,7 +51,7 @@ class Gemma4Attention(nn.Module):
         kv_heads, width = c.heads(self.layer)
         groups, own = c.num_heads // kv_heads, c.own_parts(self.layer)
         shape = (kv_heads, groups + own, width)
-        qkv = dot(x, weight(self, "qkv", (c.hidden_size, *shape), split=1))
+        qkv = dot(x, matrix(self, "qkv", (c.hidden_size, *shape), split=1))
         if c.attention_bias:
             qkv += weight(self, "qkv_bias", shape, split=0)[None, None]
         turn = rope_tables(c.full_rope if window is None else c.rope, width, positions)
@@ -64,7 +65,7 @@ class Gemma4Attention(nn.Module):
         keys = slot_positions(positions[:, -1] + 1, cache.slots)
         seen = visible(positions, keys, causal=True, window=window)
         heads = attend(q, cache, seen, scale=SCALE)
-        out = dot(heads, weight(self, "o", (c.num_heads * width, c.hidden_size), split=0))
+        out = dot(heads, matrix(self, "o", (c.num_heads * width, c.hidden_size), split=0))
         if c.attention_bias:
             out += weight(self, "o_bias", (c.hidden_size,))[None, None]
         return out, cache

@@ -23,7 +23,15 @@ from dflash_jax.nn.delta import (
     spread,
     unit,
 )
-from dflash_jax.nn.layers import GatedMLP, dot, norm_weight, rms_norm, rms_norm_from_one, weight
+from dflash_jax.nn.layers import (
+    GatedMLP,
+    dot,
+    matrix,
+    norm_weight,
+    rms_norm,
+    rms_norm_from_one,
+    weight,
+)
 from dflash_jax.nn.moe import expert_weights, experts, softmax_then_top, swiglu
 from dflash_jax.nn.rope import rope_tables, rotate
 
@@ -43,7 +51,7 @@ class GatedAttention(nn.Module):
         c = self.config
         groups = c.num_heads // c.num_kv_heads
         shape = (c.num_kv_heads, 2 * groups + 2, c.head_dim)
-        fused = dot(x, weight(self, "qkv", (c.hidden_size, *shape), split=1))  # [B, T, K, 2G+2, H]
+        fused = dot(x, matrix(self, "qkv", (c.hidden_size, *shape), split=1))  # [B, T, K, 2G+2, H]
         if c.attention_bias:
             fused += weight(self, "qkv_bias", shape, split=0)[None, None]
         pairs = fused[..., : 2 * groups, :].reshape(*fused.shape[:3], groups, 2, c.head_dim)
@@ -62,7 +70,7 @@ class GatedAttention(nn.Module):
         keys = slot_positions(positions[:, -1] + 1, cache.slots)
         out = attend(q, cache, visible(positions, keys, causal=True, window=None))
         out = out * jax.nn.sigmoid(gate).reshape(out.shape)
-        out = dot(out, weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size), split=0))
+        out = dot(out, matrix(self, "o", (c.num_heads * c.head_dim, c.hidden_size), split=0))
         if c.attention_bias:
             out += weight(self, "o_bias", (c.hidden_size,))[None, None]
         return out, cache
@@ -78,12 +86,12 @@ class GatedDelta(nn.Module):
         c = self.config
         self.values = c.value_heads * c.value_width
         self.sizes = (c.conv_channels, self.values, c.value_heads, c.value_heads)
-        self.in_proj = weight(self, "in_proj", (c.hidden_size, sum(self.sizes)))
+        self.in_proj = matrix(self, "in_proj", (c.hidden_size, sum(self.sizes)))
         self.conv = weight(self, "conv", (c.conv_kernel, c.conv_channels), 0.5)
         self.a_log = norm_weight(self, "a_log", c.value_heads)
         self.dt_bias = norm_weight(self, "dt_bias", c.value_heads)
         self.norm = norm_weight(self, "norm", c.value_width)
-        self.out = weight(self, "out", (self.values, c.hidden_size))
+        self.out = matrix(self, "out", (self.values, c.hidden_size))
 
     def __call__(
         self, x: Float[Array, "B T D"], cache: RecurrentCache, *, chunked: bool

@@ -17,6 +17,7 @@ from dflash_jax.nn.layers import (
     GatedMLP,
     columns_of,
     dot,
+    matrix,
     norm_weight,
     project,
     rms_norm,
@@ -24,6 +25,7 @@ from dflash_jax.nn.layers import (
     weight,
 )
 from dflash_jax.nn.rope import rope_tables, rotate
+from dflash_jax.quant.layouts import HEAD, TABLE
 
 
 class Attention(nn.Module):
@@ -40,7 +42,7 @@ class Attention(nn.Module):
         c = self.config
         groups = c.num_heads // c.num_kv_heads
         shape = (c.num_kv_heads, groups + 2, c.head_dim)
-        qkv = dot(x, weight(self, "qkv", (c.hidden_size, *shape), split=1))  # [B, T, K, G+2, H]
+        qkv = dot(x, matrix(self, "qkv", (c.hidden_size, *shape), split=1))  # [B, T, K, G+2, H]
         if c.attention_bias:
             qkv += weight(self, "qkv_bias", shape, split=0)[None, None]
         qk, v = qkv[..., : groups + 1, :], qkv[..., groups + 1, :]
@@ -58,7 +60,7 @@ class Attention(nn.Module):
         sinks = weight(self, "sinks", (c.num_kv_heads, groups), split=0) if self.sinks else None
         out = dot(
             attend(q, cache, seen, sinks=sinks),
-            weight(self, "o", (c.num_heads * c.head_dim, c.hidden_size), split=0),
+            matrix(self, "o", (c.num_heads * c.head_dim, c.hidden_size), split=0),
         )
         if c.attention_bias:
             out += weight(self, "o_bias", (c.hidden_size,))[None, None]
@@ -140,10 +142,10 @@ class Decoder(nn.Module):
         """Declare the parameters and layers."""
         c = self.config
         if not c.tie_embeddings:
-            self.embedding = weight(self, "embed", (c.hidden_size, c.vocab_size))
+            self.embedding = matrix(self, "embed", (c.hidden_size, c.vocab_size), form=TABLE)
         self.layers = [self.make_layer(c, i) for i in range(c.num_layers)]
         self.norm = norm_weight(self, "norm", c.hidden_size)
-        self.head = weight(self, "head", (c.hidden_size, c.vocab_size), split=1)
+        self.head = matrix(self, "head", (c.hidden_size, c.vocab_size), split=1, form=HEAD)
 
     def __call__(
         self,

@@ -18,7 +18,7 @@ from dflash_jax.graph.protocols import WEIGHTS, WeightInfo
 from dflash_jax.kernels.native.layers import normalise
 from dflash_jax.kernels.products import Weight, contract, gather
 from dflash_jax.kernels.selection import kernels
-from dflash_jax.quant.layouts import StructuredWeight
+from dflash_jax.quant.layouts import FLOAT, MATRIX, StructuredWeight
 
 
 def weight(
@@ -28,16 +28,30 @@ def weight(
     scale: float = 0.02,
     *,
     split: int | None = None,
+    form: str = FLOAT,
 ) -> Any:
     """Declare a weight of a module, normally distributed at initialisation.
 
     Args:
       split: the axis that the devices of a mesh may split; None keeps the weight whole. `init`
-        records it in the collection `WEIGHTS`; other calls ignore it.
+        records it in the collection `WEIGHTS`, and the form; other calls ignore them.
+      form: what it may be stored as, see `quant.layouts`.
     """
     if module.is_mutable_collection(WEIGHTS):
-        module.put_variable(WEIGHTS, name, WeightInfo(split))
+        module.put_variable(WEIGHTS, name, WeightInfo(split, form))
     return declare(module, name, nn.initializers.normal(scale), shape)
+
+
+def matrix(
+    module: nn.Module,
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    split: int | None = None,
+    form: str = MATRIX,
+) -> Any:
+    """Declare a weight that is only multiplied by `dot`, or gathered from; it may be quantised."""
+    return weight(module, name, shape, split=split, form=form)
 
 
 def norm_weight(module: nn.Module, name: str, width: int) -> Float[Array, " D"]:
@@ -230,13 +244,13 @@ class GatedMLP(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         gate_up = dot(
-            x, weight(self, "gate_up", (self.width, 2, self.hidden), split=2)
+            x, matrix(self, "gate_up", (self.width, 2, self.hidden), split=2)
         )  # [B, T, 2, F]
         if self.bias:
             gate_up += weight(self, "gate_up_bias", (2, self.hidden), split=1)[None, None]
         gate, up = halves(gate_up)
         out = dot(
-            self.activation(gate) * up, weight(self, "down", (self.hidden, self.width), split=0)
+            self.activation(gate) * up, matrix(self, "down", (self.hidden, self.width), split=0)
         )
         if self.bias:
             out += weight(self, "down_bias", (self.width,))[None, None]

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.nn.layers import product, weight
+from dflash_jax.nn.layers import matrix, product, weight
+from dflash_jax.quant.layouts import STACK
 
 Activation = Callable[[Array, Array], Array]  # (gate, up)
 
@@ -39,8 +40,8 @@ def expert_weights(
     if bias:
         gate_up_bias = weight(module, "experts_gate_up_bias", (experts, 2, hidden), split=2)
     return ExpertWeights(
-        gate_up=weight(module, "experts_gate_up", (experts, width, 2, hidden), split=3),
-        down=weight(module, "experts_down", (experts, hidden, width), split=1),
+        gate_up=matrix(module, "experts_gate_up", (experts, width, 2, hidden), split=3, form=STACK),
+        down=matrix(module, "experts_down", (experts, hidden, width), split=1, form=STACK),
         gate_up_bias=gate_up_bias,
         down_bias=weight(module, "experts_down_bias", (experts, width)) if bias else None,
     )

@@ -19,10 +19,12 @@ FLOAT = ""  # the kind of a part that is not packed
 STORED = tuple(name for name, kind in KINDS.items() if kind.block_bytes)  # found in files
 QUANTISED = {"int8": "int8", "int4": "Q4_0"}  # kind for each value of `Plan.weights`
 
-# Matrices that are multiplied by `nn.layers.dot`. Other parameters are never packed.
-MATRICES = frozenset(["qkv", "q", "kv", "o", "gate_up", "down", "in_proj", "out", "fc", "head"])
-STACKS = frozenset(["experts_gate_up", "experts_down"])  # of matrices, cast as they are used
-TABLE = "embed"  # gathered from; packed only if the file has it packed
+# Forms that weights are declared to have, see `nn.layers.matrix`; others are `FLOAT`.
+MATRIX = "matrix"  # multiplied by `nn.layers.dot`
+HEAD = "head"  # a matrix that is never packed in 4 bits, which would change close decisions
+TABLE = "table"  # gathered from; packed only if the file has it packed
+STACK = "stack"  # of matrices, cast as they are used
+LAID_OUT = frozenset([MATRIX, HEAD, TABLE])  # forms that have the layouts below
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,31 +117,19 @@ def layout_of(
     return ColumnMajor if weight_layout in ("column_major", "tiled") else None
 
 
-def is_widened(name: str) -> bool:
-    """Whether native kernels need a float parameter of this name in float32."""
-    return not is_matrix(name) and name not in STACKS
-
-
-def is_matrix(name: str) -> bool:
-    """Whether a parameter of this name is only used in products or gathered from."""
-    return name in MATRICES or name == TABLE
-
-
-def spec(weights: str, path: str, shape: tuple[int, ...]) -> Spec | None:
+def spec(weights: str, role: str, form: str, shape: tuple[int, ...]) -> Spec | None:
     """Return how int8 or int4 weights pack a parameter, or None if it stays as it is.
 
-    Head and drafter are int8 in both cases: a 4-bit head changes close decisions, and both are
-    small compared with the layers.
+    Head and drafter are int8 in both cases: they are small compared with the layers.
 
     Args:
       weights: the value of `Plan.weights`.
-      path: parameter path with the role first, such as target/layers_0/mlp/down.
-      shape: shape of the parameter.
+      role: of its model.
+      form: that it was declared to have.
     """
-    role, *_, name = path.split("/")
-    if weights not in QUANTISED or name not in MATRICES:
+    if weights not in QUANTISED or form not in (MATRIX, HEAD):
         return None
-    light = role == "drafter" or name == "head"
+    light = role == "drafter" or form == HEAD
     kind = "int8" if light else QUANTISED[weights]
     kind = kind if fits(kind, shape[0]) else "int8"
     return 1, ((kind, shape[1]),)

@@ -124,8 +124,9 @@ def packed_params(model: TargetModel, graph: PlannedPair) -> dict[str, Any]:
     if plan.weights == FLOAT:
         return model.params
     exact = {"target": jax.device_get(model.params)}
-    packed = pack_tree(exact, PlannedPair(Pair(graph.pair.target), plan).specs)
-    set_weight_layout(packed, plan.weight_layout)
+    planned = PlannedPair(Pair(graph.pair.target), plan)
+    packed = pack_tree(exact, planned.specs)
+    set_weight_layout(packed, plan.weight_layout, planned.forms)
     return jax.device_put(with_kernel(packed, plan.kernels != "xla"))["target"]
 
 

@@ -19,6 +19,7 @@ from benchmarks.llama_models import RANDOM, write_pair
 from benchmarks.workers import Worker, WorkerError, llama_worker, memory_of
 from dflash_jax.config import check_pair
 from dflash_jax.converters.models import open_model
+from dflash_jax.testing import stored
 
 BUILD = os.environ.get("LLAMA_CPP", "")
 needs_taskset = pytest.mark.skipif(
@@ -98,7 +99,7 @@ def test_random_pairs_match_and_are_written_once(tmp_path: Path) -> None:
     target, drafter = open_model(pair.target), open_model(pair.drafter)
     check_pair(target.config, drafter.config)  # pyrefly: ignore
     assert target.config.hidden_size == RANDOM["2m"].width
-    assert set(target.stored()) >= {"layers_0/mlp/down", "head"}
+    assert set(stored(target)) >= {"layers_0/mlp/down", "head"}
     written = pair.target.stat().st_mtime_ns
     assert write_pair("2m", "q8_0", tmp_path) == pair
     assert pair.target.stat().st_mtime_ns == written

@@ -17,6 +17,7 @@ from dflash_jax.converters.models import StoredModel, open_model
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.loading import open_pair
 from dflash_jax.target_model import TargetModel
+from dflash_jax.testing import stored
 
 DATA = Path(__file__).parent / "data" / "adapters"
 NAMES = sorted(p.name for p in DATA.iterdir())
@@ -99,7 +100,7 @@ def test_a_checkpoint_and_a_quantised_file_take_adapters(tmp_path):
         atol=1e-5,
     )
     # Matrices of the adapter are floats, the others stay packed.
-    kept, before = adapted.stored(), plain.stored()
+    kept, before = stored(adapted), stored(plain)
     assert {kind for kind, _ in before["layers_0/attention/qkv"][1]} == {"Q8_0"}
     assert [kind for kind, _ in kept["layers_0/attention/qkv"][1]] == ["", "Q8_0", ""]
     assert kept["layers_0/mlp/gate_up"] == before["layers_0/mlp/gate_up"]

@@ -20,6 +20,7 @@ from dflash_jax.loading import open_pair
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import KINDS, Interleaved, Packed, dequantise
 from dflash_jax.target_model import TargetModel
+from dflash_jax.testing import stored
 
 DATA = Path(__file__).parent / "data" / "quantised"
 MODELS = sorted(p.stem for p in DATA.glob("*.*.safetensors"))
@@ -187,7 +188,7 @@ def test_a_packed_format_holds_the_numbers_exactly(tmp_path, name, kind):
 def test_matrices_with_mixed_groups_are_not_kept_packed(tmp_path, name):
     model = open_model(folder(name, tmp_path)[0])
     assert model.tensors.source.packed_kind("model.layers.0.mlp.down_proj.weight") == ""
-    assert model.stored() == {}
+    assert stored(model) == {}
 
 
 def test_scales_that_float16_cannot_hold_are_not_kept_packed(tmp_path):

@@ -29,7 +29,7 @@ from dflash_jax.loading import OpenPair, open_pair
 from dflash_jax.models import build_pair
 from dflash_jax.quant import layouts
 from dflash_jax.quant.layouts import Joined, Packed
-from dflash_jax.testing import planned
+from dflash_jax.testing import planned, stored
 
 Q = gguf.GGMLQuantizationType
 CONFIG = {
@@ -133,7 +133,7 @@ def test_packed_parameters_are_the_float_ones_bit_for_bit(
 ) -> None:
     """Rotary rows in order, heads interleaved, parts of several kinds: all as in the floats."""
     model = open_model(write(tmp_path / "x.gguf", kinds))
-    floats, specs = leaves(model.load("float32")), model.stored()
+    floats, specs = leaves(model.load("float32")), stored(model)
     found = leaves(model.load("float32", specs=specs))
     assert floats.keys() == found.keys()
     kept = {path for path, leaf in found.items() if isinstance(leaf, Packed | Joined)}
@@ -156,7 +156,7 @@ def test_blocks_that_cannot_stay_packed_are_the_floats_that_gguf_decodes(
     path, folder = write(tmp_path / "x.gguf", GRIDS), tmp_path / "folder"
     plain = write(tmp_path / "plain.gguf", GRIDS, decoded=True)
     floats = leaves(open_model(plain).load("float32"))
-    assert open_model(path).stored() == {}
+    assert stored(open_model(path)) == {}
     assert converters(["inspect", "--json", str(path)]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["problem"] is None
@@ -184,7 +184,7 @@ def test_packed_columns_of_value_heads_are_moved_as_whole_blocks(
     safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
     model = open_model(write_family(tmp_path, tmp_path / "x.gguf", Q.Q8_0))
     floats = leaves(model.load("float32"))
-    found = leaves(model.load("float32", specs=model.stored()))
+    found = leaves(model.load("float32", specs=stored(model)))
     assert isinstance(found["layers_0/delta/out"], kept)
     for path, leaf in found.items():
         np.testing.assert_array_equal(unpacked(leaf), floats[path], path)
@@ -273,7 +273,7 @@ def test_what_cannot_stay_packed_is_refused_with_the_remedy(tmp_path: Path) -> N
         file.write(np.float16(np.nan).tobytes())
     model = open_model(path)
     with pytest.raises(CheckpointError, match=r"lm_head\.weight.*NaN"):
-        model.load("float32", specs=model.stored())
+        model.load("float32", specs=stored(model))
 
 
 @pytest.fixture(params=[True, False], ids=["kernels", "no kernels"])

@@ -14,7 +14,7 @@ from dflash_jax.kernels import products
 from dflash_jax.kernels.pallas_products import COLUMNS, multiply
 from dflash_jax.nn.layers import project
 from dflash_jax.quant import layouts
-from dflash_jax.quant.layouts import KINDS, ColumnMajor, Joined, Packed, Tiled
+from dflash_jax.quant.layouts import KINDS, MATRIX, TABLE, ColumnMajor, Joined, Packed, Tiled
 from dflash_jax.testing import packed_bytes
 
 D, N = 512, 2 * COLUMNS
@@ -140,7 +140,7 @@ def test_a_rows_product_does_not_depend_on_the_other_rows() -> None:
 def reordered(layout: str, *shape: int, dtype: str = "float32") -> Any:
     drawn = np.random.default_rng(5).standard_normal(shape) / shape[0] ** 0.5
     params = {"down": jnp.asarray(drawn.astype(jnp.dtype(dtype)))}
-    products.set_weight_layout(params, layout)
+    products.set_weight_layout(params, layout, {"down": MATRIX})
     return params["down"]
 
 
@@ -205,7 +205,8 @@ def test_matrices_of_a_tree_are_reordered_in_place_and_back(layout: str, kept: t
     table, norm = jnp.arange(6.0).reshape(2, 3), jnp.ones(2)
     packed_one = packed("int8", 32, 8)
     tree = {"mlp": {"down": table, "o": packed_one}, "norm": norm, "embed": table}
-    products.set_weight_layout(tree, layout)
+    forms = {"mlp/down": MATRIX, "mlp/o": MATRIX, "embed": TABLE}
+    products.set_weight_layout(tree, layout, forms)
     down = tree["mlp"]["down"]
     assert isinstance(down, kept)
     assert down.shape == (2, 3)
@@ -216,7 +217,7 @@ def test_matrices_of_a_tree_are_reordered_in_place_and_back(layout: str, kept: t
     ids = jnp.array([[2, 0]])
     rows = products.gather(tree["embed"], ids, jnp.float32)
     np.testing.assert_array_equal(rows[0], np.asarray(table).T[[2, 0]])
-    products.set_weight_layout(tree, "row_major")
+    products.set_weight_layout(tree, "row_major", forms)
     np.testing.assert_array_equal(tree["mlp"]["down"], table)
 
 
@@ -231,9 +232,10 @@ def test_small_matrices_that_were_just_read_are_reordered_without_compiling_anyt
         return {"layers_0": {name: module.asarray(matrix) for name, matrix in made.items()}}
 
     read, placed = tree(np), tree(jnp)
+    forms = {f"layers_0/{name}": MATRIX for name in read["layers_0"]}
     with jax.no_tracing():
-        products.set_weight_layout(read, layout)
-    products.set_weight_layout(placed, layout)
+        products.set_weight_layout(read, layout, forms)
+    products.set_weight_layout(placed, layout, forms)
     assert jax.tree.structure(read) == jax.tree.structure(placed)
     for ours, theirs in zip(*map(jax.tree.leaves, (read, placed)), strict=True):
         np.testing.assert_array_equal(ours, theirs)

@@ -46,7 +46,7 @@ def packed(kind: str, depth: int, columns: int) -> Packed:
 def floats(dtype: str, depth: int, columns: int) -> Interleaved:
     """Return random float weights in strips."""
     params = {"down": jnp.asarray(draw(depth, columns, seed=1)).astype(dtype)}
-    set_weight_layout(params, "interleaved")
+    set_weight_layout(params, "interleaved", {"down": layouts.MATRIX})
     return params["down"]
 
 

@@ -90,11 +90,13 @@ def generate(target: Path, drafter: Path, **plan: Any) -> dict[str, Any]:
     drafted = engine.generate(PROMPT, max_tokens=12, ignore_eos=True)
     plain = engine.generate(PROMPT, max_tokens=12, ignore_eos=True, speculative=False)
     up = engine.params["target"]["layers_0"]["mlp"]["up"]
+    [part, *_] = jax.tree.leaves(up)
     return {
         "drafted": drafted.token_ids,
         "plain": plain.token_ids,
         "rounds": drafted.stats.rounds,
-        "share": up.addressable_shards[0].data.size / up.size,
+        "share": part.addressable_shards[0].data.size / part.size,
+        "kind": getattr(up, "kind", ""),
     }
 
 
@@ -144,6 +146,7 @@ def main(folder: Path) -> None:
     pair = folder / "target" / "huggingface", folder / "drafter" / "huggingface"
     found["one"] = generate(*pair)
     found["gguf"] = generate(folder / "target" / "gguf.gguf", folder / "drafter" / "gguf.gguf")
+    found["int8"] = generate(*pair, weights="int8")
     found["two"] = generate(*pair, mesh=(1, 2))
     try:
         target_config(TARGET | {"model_type": "unheard"})

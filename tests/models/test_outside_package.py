@@ -58,6 +58,8 @@ def test_a_package_adds_a_family_and_a_kind_that_load_generate_convert_and_train
         assert found[way]["drafted"] == found[way]["plain"] == found["one"]["plain"], way
         assert len(found[way]["plain"]) == 12
         assert found[way]["rounds"] > 0
+    assert (found["one"]["kind"], found["int8"]["kind"]) == ("", "int8")  # as declared
+    assert found["int8"]["drafted"] == found["int8"]["plain"]
     assert (found["one"]["share"], found["two"]["share"]) == (1, 0.5)
     assert "model_type 'unheard' is not a target this version runs" in found["error"]
     assert "qwen3_moe, toy" in found["error"]

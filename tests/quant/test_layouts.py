@@ -6,7 +6,7 @@ import pytest
 from dflash_jax.converters import quants
 from dflash_jax.converters.quants.types import BY_NAME
 from dflash_jax.quant import layouts
-from dflash_jax.quant.layouts import KINDS, STORED
+from dflash_jax.quant.layouts import FLOAT, HEAD, KINDS, MATRIX, STORED, TABLE
 from dflash_jax.testing import packed_bytes
 
 
@@ -71,10 +71,10 @@ def test_quantised_weights_are_near_and_not_nearer_than_can_be(kind: str, most: 
 
 def test_which_parameters_are_packed_and_which_are_always_int8() -> None:
     spec = layouts.spec
-    assert spec("float", "target/layers_0/mlp/down", (64, 32)) is None
-    assert spec("int4", "target/layers_0/input_norm", (64,)) is None
-    assert spec("int4", "target/embed", (97, 64)) is None
-    assert spec("int4", "target/head", (64, 97)) == (1, (("int8", 97),))
-    assert spec("int4", "target/layers_0/mlp/down", (64, 32)) == (1, (("Q4_0", 32),))
-    assert spec("int4", "target/layers_0/mlp/down", (48, 32)) == (1, (("int8", 32),))
-    assert spec("int4", "drafter/fc", (64, 32)) == (1, (("int8", 32),))
+    assert spec("float", "target", MATRIX, (64, 32)) is None
+    assert spec("int4", "target", FLOAT, (64,)) is None
+    assert spec("int4", "target", TABLE, (97, 64)) is None
+    assert spec("int4", "target", HEAD, (64, 97)) == (1, (("int8", 97),))
+    assert spec("int4", "target", MATRIX, (64, 32)) == (1, (("Q4_0", 32),))
+    assert spec("int4", "target", MATRIX, (48, 32)) == (1, (("int8", 32),))
+    assert spec("int4", "drafter", MATRIX, (64, 32)) == (1, (("int8", 32),))

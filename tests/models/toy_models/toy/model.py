@@ -5,7 +5,7 @@ from jaxtyping import Array, Float
 
 from dflash_jax.config import TargetConfig
 from dflash_jax.nn.decoder import Decoder, Layer
-from dflash_jax.nn.layers import dot, weight
+from dflash_jax.nn.layers import dot, matrix
 
 
 class SquaredMLP(nn.Module):
@@ -14,8 +14,8 @@ class SquaredMLP(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         width, inner = self.config.hidden_size, self.config.intermediate_size
-        h = nn.relu(dot(x, weight(self, "up", (width, inner), split=1)))
-        return dot(h * h, weight(self, "down", (inner, width), split=0))
+        h = nn.relu(dot(x, matrix(self, "up", (width, inner), split=1)))
+        return dot(h * h, matrix(self, "down", (inner, width), split=0))
 
 
 def build(config: TargetConfig) -> nn.Module:
