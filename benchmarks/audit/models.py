@@ -25,7 +25,7 @@ from dflash_jax.graph.resolve import resolve
 from dflash_jax.kernels.products import with_kernel
 from dflash_jax.models import build_graph, build_pair
 from dflash_jax.plan import Plan
-from dflash_jax.quant.layouts import KINDS, STORED, Packed, Spec, fits, pack_tree, spec
+from dflash_jax.quant.layouts import HEAD, KINDS, MATRIX, STORED, Packed, Spec, fits, pack_tree
 from dflash_jax.testing import AMPLE, planned, random_params, scripted_engine, tiny_drafter
 from dflash_jax.tokenizer import Tokenizer
 
@@ -168,11 +168,12 @@ def _configs(setup: Setup) -> tuple[TargetConfig, DrafterConfig]:
 
 def _stored(target: TargetConfig, drafter: DrafterConfig) -> tuple[tuple[str, Spec], ...]:
     """Return packed kinds of the target's matrices: every kind of block in turn, where it fits."""
-    shapes = planned(target, drafter, Plan(dtype="float32")).params
+    pair = planned(target, drafter, Plan(dtype="float32"))
+    shapes, forms = pair.params, pair.forms
     kinds, found = itertools.cycle(STORED), []
     for path, leaf in jax.tree_util.tree_leaves_with_path({"target": shapes["target"]}):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if spec("int8", name, leaf.shape) is not None:
+        if forms.get(name) in (MATRIX, HEAD):
             fitting = [k for k in itertools.islice(kinds, len(STORED)) if fits(k, leaf.shape[0])]
             found += [(name, (1, ((kind, leaf.shape[1]),))) for kind in fitting[:1]]
             next(kinds)

@@ -255,7 +255,7 @@ class Engine:
 
         Args:
           measure: time drafted against plain steps, so that requests of an exact plan stop drafting
-            while it does not pay off, unless they sample with a seed; changes no greedy token.
+            while it does not pay off; changes no token.
           kinds: other requests to expect: `sampled`, `penalized` (also biases and
             log-probabilities), `constrained` (structured output), `recovery`.
 
@@ -432,9 +432,6 @@ class Engine:
 
     def _sequence(self, request: Request, cancel: CancelCell | None) -> RunningRequest:
         structure = request.params.structured
-        # Whether the in-flight step drafts depends on timing: tokens of a seed would, too.
-        seeded = request.params.temperature > 0 and request.params.seed is not None
-        fixed = not self.plan.exact or seeded
         retry = request.recovery.call_retry and self.grammars.available
         return RunningRequest(
             request,
@@ -442,6 +439,6 @@ class Engine:
             None if structure is None else self.grammars.make(structure),
             cancel=cancel,
             call_grammars=self.call_grammars if retry else None,
-            break_even=None if fixed else self.break_even,
+            break_even=self.break_even if self.plan.exact else None,
             acceptance=self.core.acceptance,
         )

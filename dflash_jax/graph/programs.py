@@ -187,8 +187,7 @@ class _Declaration:
     def verify(self, variant: Variant) -> Program:
         """The verifying half of a speculative step."""
         b, t = self.plan.rows, self.plan.block
-        q = None if variant == Variant.GREEDY else _float32(b, t - 1, self.vocab)
-        block = Draft(_int32(b, t), q=q, finite=_flags(b), num_drafts=_int32(b))
+        block = Draft(_int32(b, t), finite=_flags(b), num_drafts=_int32(b))
         inputs = given.DecodeInputs(self.rules, masks=self._masks(variant, b, t), draft=block)
         return self._model(Step.VERIFY, variant, steps.verify, inputs)
 

@@ -159,14 +159,9 @@ class Draft:
 
     In a plain step only the anchor counts: the rest of the block is padding and the other fields
     are None. Where `finite` is False, none of the drafts is verified.
-
-    Greedy output is the target's whatever a drafter puts here. Sampled output follows the target's
-    distribution only if `q` is what the drafts were drawn from, 1 for a draft that was not drawn;
-    without `q`, rows that sample verify none.
     """
 
     block: Int[Array, "B T"]  # the anchor, then R = T - 1 drafts
-    q: Float[Array, "B R V"] | None = None  # what drafts were sampled from; None if greedy
     finite: Bool[Array, " B"] | None = None  # whether the drafter's numbers were; None if so
     num_drafts: Int[Array, " B"] | None = None  # leading drafts to verify; None for all
 
@@ -176,51 +171,61 @@ class DraftChoice:
     """Chosen drafts, as indices into the last axis of the logits."""
 
     index: Int[Array, "B *places"]
-    q: Float[Array, "B *places N"] | None
     finite: Bool[Array, " B"]
 
 
 class DraftSampler(Protocol):
-    """Chooses drafts by each row's sampling rules, and assembles them into a `Draft`."""
+    """Chooses drafts by each row's sampling rules, and assembles them into a `Draft`.
+
+    A sampled token is the best one after noise was added to the logits. A drafter that chooses by
+    the noise of the target guesses its tokens more often.
+    """
 
     @property
     def places(self) -> int:
         """Number of drafts R of a block."""
         ...
 
-    def sample_all(self, logits: Float[Array, "B R N"]) -> DraftChoice:
-        """Choose all places at once, each independently; filters apply as to the target."""
+    def sample_all(
+        self, logits: Float[Array, "B R N"], ids: Int[Array, " N"] | None = None
+    ) -> DraftChoice:
+        """Choose all places at once, each as the target would by these logits.
+
+        Args:
+          ids: the token of each logit; None if it is the index.
+        """
         ...
 
-    def noise(self, places: int, size: int) -> Float[Array, "B R N"] | None:
-        """Return the randomness for choosing place by place; None for greedy drafts."""
+    def noise(self, ids: Int[Array, "*places N"] | None = None) -> Float[Array, "B R N"] | None:
+        """Return the target's noise for choosing place by place; None for greedy drafts.
+
+        Args:
+          ids: the tokens that places choose from, [N] or [B, R, N]; None for all.
+        """
         ...
 
     def sample_one(
         self, logits: Float[Array, "B N"], noise: Float[Array, "B N"] | None
     ) -> DraftChoice:
-        """Choose one place; q is softmax(logits / temperature)."""
+        """Choose one place: the largest of logits / temperature + noise."""
         ...
 
     def draft(
         self,
         tokens: Int[Array, "B R"],
-        q: Float[Array, "B R N"] | None,
         finite: Bool[Array, " B"],
         *,
-        ids: Int[Array, "*places N"] | None = None,
         survival: Float[Array, "B R"] | None = None,
     ) -> Draft:
         """Assemble the chosen tokens into a draft.
 
         Args:
-          ids: token of each entry of q; None if it is the index.
           survival: probability that each draft and all before it are accepted.
         """
         ...
 
     def certain(self, tokens: Int[Array, "B R"], count: Int[Array, " B"] | None = None) -> Draft:
-        """Draft given tokens, which were not drawn from any distribution.
+        """Draft given tokens.
 
         Args:
           count: number of leading drafts to verify; None for all.

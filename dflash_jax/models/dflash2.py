@@ -129,26 +129,23 @@ class DFlash2(DFlash):
         shared: SharedLayers,
         sampler: DraftSampler,
     ) -> tuple[Draft, tuple[LayerCache, ...]]:
-        """Draft along the selector's path; q is over the candidates."""
+        """Draft along the selector's path."""
         hidden, logits, caches = self.predict(caches, anchor, start, shared, sampler.places)
         finite = all_finite(logits).all(axis=1)
         with jax.named_scope("selector"):
             unary, index = top_k(logits, self.config.selector_top_k)
             ids = self.token(index)
             pairs = self.pair_scores(hidden, unary, ids, anchor)
-            places, size = ids.shape[1:]
-            noise = sampler.noise(places, size)
-            at, path, q = jnp.zeros_like(start), [], []
-            for i in range(places):
+            noise = sampler.noise(ids)
+            at, path = jnp.zeros_like(start), []
+            for i in range(ids.shape[1]):
                 scores = jnp.take_along_axis(pairs[:, i], at[:, None, None], axis=1)[:, 0]
                 choice = sampler.sample_one(scores, None if noise is None else noise[:, i])
                 at, finite = choice.index, finite & choice.finite
                 path.append(at)
-                q.append(choice.q)
             chosen = jnp.stack(path, axis=1)[:, :, None]
             tokens = jnp.take_along_axis(ids, chosen, axis=2)[:, :, 0]
-        drawn = None if noise is None else jnp.stack(q, axis=1)
-        return sampler.draft(tokens, drawn, finite, ids=ids), caches
+        return sampler.draft(tokens, finite), caches
 
     def pair_scores(
         self,

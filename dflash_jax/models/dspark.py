@@ -67,10 +67,9 @@ class DSpark(DFlash):
         if self.config.markov_rank:
             with jax.named_scope("markov"):
                 return self._walk(anchor, hidden, logits, caches, sampler)
-        choice = sampler.sample_all(logits)
-        ids, tokens = self.tokens(), self.token(choice.index)
+        choice = sampler.sample_all(logits, self.tokens())
         survival = self._survival([hidden[:, i] for i in range(hidden.shape[1])])
-        draft = sampler.draft(tokens, choice.q, choice.finite, ids=ids, survival=survival)
+        draft = sampler.draft(self.token(choice.index), choice.finite, survival=survival)
         return draft, caches
 
     def _walk(
@@ -81,22 +80,18 @@ class DSpark(DFlash):
         caches: tuple[LayerCache, ...],
         sampler: DraftSampler,
     ) -> tuple[Draft, tuple[LayerCache, ...]]:
-        places, size = logits.shape[1:]
-        noise = sampler.noise(places, size)
+        noise = sampler.noise(self.tokens())
         token, finite = anchor, all_finite(logits).all(axis=1)
         state = jnp.zeros((anchor.shape[0], self.config.markov_rank), hidden.dtype)
-        path, q, read = [], [], []
-        for i in range(places):
+        path, read = [], []
+        for i in range(logits.shape[1]):
             previous = self.w1[token]  # [B, r]
             bias, state = self.bias(hidden[:, i], previous, state)
             read.append(jnp.concatenate([hidden[:, i], previous], axis=-1))
             choice = sampler.sample_one(logits[:, i] + bias, None if noise is None else noise[:, i])
             token, finite = self.token(choice.index), finite & choice.finite
             path.append(token)
-            q.append(choice.q)
-        tokens, ids = jnp.stack(path, axis=1), self.tokens()
-        drawn = None if noise is None else jnp.stack(q, axis=1)
-        draft = sampler.draft(tokens, drawn, finite, ids=ids, survival=self._survival(read))
+        draft = sampler.draft(jnp.stack(path, axis=1), finite, survival=self._survival(read))
         return draft, caches
 
     def bias(

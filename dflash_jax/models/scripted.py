@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -84,9 +83,5 @@ class Scripted(nn.Module):
         scripted = clear & (said >= 0)
         # Taking the drafter's own token elsewhere keeps all of its work alive in the program.
         tokens = jnp.where(scripted, jnp.nan_to_num(said).astype(jnp.int32), found.block[:, 1:])
-        finite, q = found.finite & clear.all(axis=1), found.q
-        if q is not None:
-            sure = jax.nn.one_hot(tokens, q.shape[-1], dtype=q.dtype)
-            q = jnp.where(scripted[:, :, None], sure, q)
-        draft = sampler.draft(tokens, q, finite)
+        draft = sampler.draft(tokens, found.finite & clear.all(axis=1))
         return dataclasses.replace(draft, num_drafts=found.num_drafts), state

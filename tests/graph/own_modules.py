@@ -139,7 +139,7 @@ class Heads(nn.Module):
 
     def propose(self, state: Any, anchor: Any, start: Any, shared: Any, sampler: Any) -> Any:
         choice = sampler.sample_all(self.logits(state, anchor, shared)[:, : sampler.places])
-        return sampler.draft(choice.index, choice.q, choice.finite), state
+        return sampler.draft(choice.index, choice.finite), state
 
 
 def decoded(

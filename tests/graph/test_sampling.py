@@ -16,6 +16,7 @@ from laws import PROMPT, ROWS, SAID, VOCAB, all_logits, chisquare, filtered, law
 from safetensors.numpy import load_file
 
 from dflash_jax import Plan
+from dflash_jax.config import TargetConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.running_request import RowSettings
@@ -24,17 +25,33 @@ from dflash_jax.engine.scheduler import make_rules
 from dflash_jax.graph.state import RowRules
 from dflash_jax.graph.steps import sampling
 from dflash_jax.graph.steps.sampling import (
-    ACCEPT,
-    DRAFT,
     NEXT_BEST,
     TOKEN,
-    draw,
+    choose_tokens,
     next_best,
     row_keys,
 )
-from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
+from dflash_jax.testing import (
+    random_engine,
+    tiny_drafter,
+    tiny_gemma,
+    tiny_gpt_oss,
+    tiny_hybrid,
+    tiny_moe,
+    tiny_target,
+)
 
-probabilities = jax.jit(sampling.probabilities)  # run eagerly, its loops compile in every call
+
+@jax.jit
+def probabilities(logits: jax.Array, rules: RowRules) -> jax.Array:
+    """Return the distribution [B, T, V] of each place, one-hot in greedy rows."""
+
+    def one(row: jax.Array) -> jax.Array:
+        sure = jax.nn.one_hot(jnp.argmax(row, axis=-1), row.shape[-1])
+        p = jax.nn.softmax(sampling.scaled(row, rules), axis=-1)
+        return jnp.where(rules.temperature[:, None] > 0, p, sure)
+
+    return jax.lax.map(one, logits.swapaxes(0, 1)).swapaxes(0, 1)
 
 
 def rules(rows: int = 1, **columns: Any) -> RowRules:
@@ -97,35 +114,39 @@ def test_keys_depend_on_seed_position_and_purpose_alone() -> None:
     rows = list(itertools.product((0, 1, 2**32 - 1, 2**32 + 1, 2**64 - 1), (0, 1, 77)))
     keys = {
         (row, purpose): tuple(key)
-        for purpose in (DRAFT, ACCEPT, TOKEN, NEXT_BEST)
+        for purpose in (TOKEN, NEXT_BEST)
         for row, key in zip(rows, data(rows, purpose), strict=True)
     }
-    assert len(set(keys.values())) == len(rows) * 4
+    assert len(set(keys.values())) == len(rows) * 2
     for row in rows:  # alone as in company
-        assert tuple(data([row], ACCEPT)[0]) == keys[row, ACCEPT]
+        assert tuple(data([row], TOKEN)[0]) == keys[row, TOKEN]
     with jax.default_prng_impl("rbg"):  # its numbers depend on the other rows
-        assert tuple(data([rows[0]], ACCEPT)[0]) == keys[rows[0], ACCEPT]
+        assert tuple(data([rows[0]], TOKEN)[0]) == keys[rows[0], TOKEN]
 
 
 def test_draws_follow_their_distribution_and_never_leave_it() -> None:
     p = np.array([0.5, 0.0, 0.3, 0.2, 0.0], np.float32)
     rows = 4000
-    keys = row_keys(rules(rows, seed=np.arange(rows)), jnp.zeros((rows,), jnp.int32), TOKEN)
-    tokens = np.asarray(draw(keys, jnp.broadcast_to(p, (rows, 5))))
-    counts = np.bincount(tokens, minlength=5)
-    assert counts[p == 0].sum() == 0
-    inside = p > 0
-    assert chisquare(counts[inside], p[inside] * rows) > 1e-3
+    logits = jnp.broadcast_to(jnp.log(p), (rows, 2, 5))
+    by_seed, start = rules(rows, seed=np.arange(rows)), jnp.zeros((rows,), jnp.int32)
+    tokens = np.asarray(choose_tokens(logits, start, by_seed, sampled=True))
+    for place in range(2):
+        counts = np.bincount(tokens[:, place], minlength=5)
+        assert counts[p == 0].sum() == 0
+        inside = p > 0
+        assert chisquare(counts[inside], p[inside] * rows) > 1e-3
+    alone = choose_tokens(logits[:, 1:], start + 1, by_seed, sampled=True)
+    assert alone[:, 0].tolist() == tokens[:, 1].tolist()  # the same position
 
 
-def test_what_replaces_a_stop_token_has_its_law_behind_a_residual_too() -> None:
-    p, rest = np.array([0.4, 0.3, 0.3], np.float32), np.array([0.8, 0.0, 0.2], np.float32)
+def test_what_replaces_a_stop_token_has_its_law() -> None:
+    p = np.array([0.4, 0.3, 0.3], np.float32)
     rows, place = 4000, jnp.ones((4000,), jnp.int32)
     by_seed = dataclasses.replace(
         rules(rows, seed=np.arange(rows)), stop_ids=jnp.zeros((rows, 1), jnp.int32)
     )
-    said = draw(row_keys(by_seed, place, TOKEN), jnp.broadcast_to(rest, (rows, 3)))
     logits = jnp.broadcast_to(jnp.log(p), (rows, 1, 3))
+    said = choose_tokens(logits, place, by_seed, sampled=True)[:, 0]
     instead = next_best(logits, said, jnp.zeros_like(place), place, by_seed, sampled=True)
     counts = np.bincount(np.asarray(instead)[np.asarray(said) == 0], minlength=3)
     assert counts[0] == 0
@@ -218,14 +239,15 @@ def test_the_narrowest_filters_leave_the_likeliest_token(filters: dict[str, Any]
     assert p.tolist() == [[[0, 1, 0]]]  # 30 / 2e-38 is infinite
 
 
-def test_no_random_key_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two draws by one key would depend on each other, such as a token and what follows it."""
+def test_a_position_is_drawn_by_one_key_whatever_step_decides_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     used: list[tuple[int, bytes]] = []
 
     def recorded(rules: RowRules, position: jax.Array, purpose: int) -> jax.Array:
         keys = row_keys(rules, position, purpose)
-        data = jax.random.key_data(keys)
-        jax.debug.callback(record, position, data)
+        if purpose == TOKEN:
+            jax.debug.callback(record, position, jax.random.key_data(keys))
         return keys
 
     def record(position: Any, data: Any) -> None:  # runs no JAX operation: none may be traced here
@@ -234,9 +256,64 @@ def test_no_random_key_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "row_keys", recorded)
     target = tiny_target()
     engine = random_engine(target, tiny_drafter(target), Plan(max_length=64, block=4, chunk=8))
-    result = engine.generate([5, 6, 7], max_tokens=40, temperature=0.7, seed=3, ignore_eos=True)
+    options = {"max_tokens": 40, "temperature": 0.7, "seed": 3, "ignore_eos": True}
+    for speculative in (True, False):
+        engine.generate([5, 6, 7], speculative=speculative, **options)
     jax.effects_barrier()
-    end = 3 + len(result.token_ids)
-    live = [key for position, key in used if position < end]  # later steps repeat a frozen row's
-    assert len(live) > 60
-    assert len(set(live)) == len(live)
+    positions, keys = map(set, zip(*used, strict=True))
+    assert len(set(used)) == len(positions) == len(keys) > 40
+
+
+@pytest.mark.parametrize("filters", LAWS)
+def test_sampled_speculative_tokens_are_those_of_plain_decoding(
+    many: Engine, filters: dict[str, Any]
+) -> None:
+    shapes = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {1: 0.5}}
+    for options in (filters, filters | shapes):
+        drafted, stats = said(many, range(ROWS), **options)
+        plain, none = said(many, range(ROWS), speculative=False, **options)
+        assert drafted.tolist() == plain.tolist()
+        assert sum(s.accepted for s in stats) > 0 == sum(s.rounds for s in none)
+
+
+# -- families and kinds --------------------------------------------------------------------------
+
+PAIRS: dict[str, tuple[TargetConfig, str, dict[str, Any]]] = {
+    "llama, dflash": (tiny_target(num_layers=2), "dflash", {}),
+    "qwen3_5, dflash2": (tiny_hybrid(), "dflash2", {}),
+    "gemma4, dspark": (
+        tiny_gemma(),
+        "dspark",
+        {"markov_head": "gated", "draft_vocab_size": 60, "own_head": True},
+    ),
+    "gpt_oss, dspark": (tiny_gpt_oss(), "dspark", {"markov_head": "rnn"}),
+    "qwen3_moe, dflash": (tiny_moe(), "dflash", {}),
+}
+MANNERS: list[dict[str, Any]] = [
+    {"temperature": 0.3},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.02},
+    {"temperature": 1.5, "top_p": 0.95, "presence_penalty": 0.4},
+]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name.startswith("qwen3_5") else pytest.mark.soak)
+        for name in PAIRS
+    ],
+)
+def test_every_family_and_kind_draws_the_tokens_of_plain_decoding(name: str) -> None:
+    target, kind, own = PAIRS[name]
+    drafter = tiny_drafter(target, kind, target_layer_ids=(0,), **own)
+    engine = random_engine(target, drafter, Plan(rows=4, max_length=64, block=4, chunk=8))
+    rounds = 0
+    for number, manner in enumerate(MANNERS):
+        prompts = [[5 + row, 6, 7 + number] for row in range(4)]
+        options = {"max_tokens": 48, "seed": 7 * number, "ignore_eos": True, **manner}
+        drafted = engine.generate_many(prompts, **options)
+        plain = engine.generate_many(prompts, speculative=False, **options)
+        assert [x.token_ids for x in drafted] == [x.token_ids for x in plain], manner
+        rounds += sum(x.stats.rounds for x in drafted)
+    assert rounds > 100

@@ -52,8 +52,8 @@ def run(config: DrafterConfig, params: dict[str, Any], method: Any, *args: Any) 
 class Recorder(RowDraftSampler):
     """Stand-in for the target whose `draft` returns its arguments."""
 
-    def draft(self, tokens: Any, q: Any, finite: Any, **more: Any) -> Any:
-        return types.SimpleNamespace(tokens=tokens, q=q, finite=finite, **more)
+    def draft(self, tokens: Any, finite: Any, **more: Any) -> Any:
+        return types.SimpleNamespace(tokens=tokens, finite=finite, **more)
 
 
 def propose(config: DrafterConfig, params: dict[str, Any]) -> Any:

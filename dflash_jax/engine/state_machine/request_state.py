@@ -96,7 +96,7 @@ class Policy:
     prompt_tokens: int = 0
     break_even: BreakEven = UNKNOWN
     # Never stop drafting. Whether the in-flight step drafts depends on timing, and inexact tokens
-    # or those of a seed would depend on that.
+    # would depend on that.
     fixed: bool = False
     recovery: Recovery = OFF
     words: Words = NO_WORDS

@@ -2,66 +2,25 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from dflash_jax.graph.state import Logits, RowInts, RowRules
 from dflash_jax.kernels.vocabulary import all_finite
 
 
-def accept_greedy(
-    block: Int[Array, "B T"], best: Int[Array, "B T"], num_drafts: RowInts | None = None
+def accept(
+    block: Int[Array, "B T"], chosen: Int[Array, "B T"], num_drafts: RowInts | None = None
 ) -> RowInts:
     """Return the length of the accepted prefix, the anchor included: at least 1.
 
     Args:
-      block: [anchor, drafts ...] as fed to the target, whose choices after them are `best`.
+      block: [anchor, drafts ...] as fed to the target, whose choices after them are `chosen`.
       num_drafts: number of drafts to consider; None considers all.
     """
-    return _prefix(block[:, 1:] == best[:, :-1], num_drafts)
-
-
-def _prefix(passed: Bool[Array, "B R"], num_drafts: RowInts | None) -> RowInts:
-    """Return 1 + the number of drafts before the first that failed or is not considered."""
+    right = block[:, 1:] == chosen[:, :-1]
     if num_drafts is not None:
-        passed &= jnp.arange(passed.shape[1])[None, :] < num_drafts[:, None]
-    return 1 + jnp.cumprod(passed.astype(jnp.int32), axis=1).sum(axis=1)
-
-
-def accept_sampled(
-    drafts: Int[Array, "B R"],
-    q: Float[Array, "B R V"],
-    p: Logits,
-    uniforms: Float[Array, "B R"],
-    num_drafts: RowInts | None = None,
-) -> tuple[RowInts, Float[Array, "B V"]]:
-    """Accept drafts by rejection sampling (Leviathan et al. 2023), R = T - 1.
-
-    Draft i is accepted while u_i q_i(d_i) < p_i(d_i). The next token is drawn from the residual
-    max(p - q, 0), or from p where the residual is empty or every draft was accepted.
-
-    Args:
-      num_drafts: number of drafts to consider. Must not depend on the dropped drafts.
-
-    Returns:
-      The length of the accepted prefix, anchor included, and the distribution of the next token.
-    """
-    q_drafted, p_drafted = (
-        jnp.take_along_axis(d[:, : drafts.shape[1]], drafts[:, :, None], axis=2)[:, :, 0]
-        for d in (q, p)
-    )
-    n = _prefix(uniforms * q_drafted < p_drafted, num_drafts)
-    if num_drafts is not None:
-        q = jnp.where((jnp.arange(q.shape[1])[None, :] < num_drafts[:, None])[:, :, None], q, 0.0)
-    at = (n - 1)[:, None, None]
-    p_next = jnp.take_along_axis(p, at, axis=1)[:, 0]
-    # The place after the last considered draft has no proposal: q = 0, and the residual is p
-    # itself, to the bit, so that a row without drafts draws what plain decoding draws.
-    q_next = jnp.take_along_axis(jnp.pad(q, ((0, 0), (0, 1), (0, 0))), at, axis=1)[:, 0]
-    residual = jnp.maximum(p_next - q_next, 0.0)
-    mass = residual.sum(axis=-1, keepdims=True)
-    some = (mass > 0) & (q_next > 0).any(axis=-1, keepdims=True)
-    some = jnp.broadcast_to(some, residual.shape)
-    return n, jnp.where(some, residual / jnp.where(mass > 0, mass, 1.0), p_next)
+        right &= jnp.arange(right.shape[1])[None, :] < num_drafts[:, None]
+    return 1 + jnp.cumprod(right.astype(jnp.int32), axis=1).sum(axis=1)
 
 
 def is_stop(tokens: Int[Array, "B T"], rules: RowRules) -> Bool[Array, "B T"]:

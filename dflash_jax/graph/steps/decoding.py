@@ -15,7 +15,6 @@ after the position are garbage: masked, and overwritten by the next call.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,13 +36,7 @@ from dflash_jax.graph.state import (
     restart_rows,
 )
 from dflash_jax.graph.steps import logits_processing, sampling
-from dflash_jax.graph.steps.acceptance import (
-    accept_greedy,
-    accept_sampled,
-    cut,
-    finite_places,
-    frozen,
-)
+from dflash_jax.graph.steps.acceptance import accept, cut, finite_places, frozen
 from dflash_jax.graph.steps.drafting import draft
 from dflash_jax.graph.steps.inputs import (
     DecodeInputs,
@@ -55,7 +48,6 @@ from dflash_jax.graph.steps.inputs import (
 from dflash_jax.graph.steps.logits_processing import LogitsState, no_logprobs
 from dflash_jax.graph.steps.pair import Pair, Params, forward, logits_of
 from dflash_jax.kernels.caches import put_row, take_row
-from dflash_jax.kernels.vocabulary import argmax
 
 Processing = LogitsState | None  # None if logits are not processed
 StepResult = tuple[DecodeState, Processing, StepOutput]
@@ -155,40 +147,14 @@ def _decided(
     pair: Pair, drafted: Draft, logits: Logits, position: RowInts, rules: RowRules
 ) -> tuple[Int[Array, "B T"], RowInts]:
     """Return the decided tokens, accepted drafts first, and how many of them are valid."""
-    best, block = argmax(logits), drafted.block
-    num_decided = jnp.ones_like(position)
-    if drafted.num_drafts is not None:
-        num_decided = accept_greedy(block, best, drafted.num_drafts)
-    token = jnp.take_along_axis(best, num_decided[:, None] - 1, axis=1)[:, 0]
-    if pair.sampled:
-        draws = functools.partial(_sampled, drafted, logits, position, rules)
-        num_decided, token = jax.lax.cond(
-            sampling.any_sampled(rules), draws, lambda *greedy: greedy, num_decided, token
-        )
+    block, count = drafted.block, drafted.num_drafts
+    seen = logits if count is not None else logits[:, :1]
+    chosen = sampling.choose_tokens(seen, position + 1, rules, sampled=pair.sampled)
+    num_decided = jnp.ones_like(position) if count is None else accept(block, chosen, count)
+    token = jnp.take_along_axis(chosen, num_decided[:, None] - 1, axis=1)
     place = jnp.arange(block.shape[1])[None, :]
     following = jnp.roll(block, -1, axis=1)
-    return jnp.where(place == num_decided[:, None] - 1, token[:, None], following), num_decided
-
-
-def _sampled(
-    drafted: Draft, logits: Logits, position: RowInts, rules: RowRules, *decided: RowInts
-) -> tuple[RowInts, RowInts]:
-    """Return the number of decided tokens and the last of them, drawn in rows that sample."""
-    num_greedy, greedy_token = decided
-    if drafted.q is None:
-        num_decided = jnp.ones_like(num_greedy)
-        last = num_decided - 1
-        token = sampling.choose_token(logits, last, position + num_decided, rules, sampled=True)
-    else:
-        num_drafts, places = drafted.num_drafts, (drafted.block.shape[1] - 1,)
-        keys = sampling.row_keys(rules, position, sampling.ACCEPT)
-        uniforms = jax.vmap(lambda key: jax.random.uniform(key, places))(keys)
-        p, drafts = sampling.probabilities(logits, rules), drafted.block[:, 1:]
-        num_decided, residual = accept_sampled(drafts, drafted.q, p, uniforms, num_drafts)
-        keys = sampling.row_keys(rules, position + num_decided, sampling.TOKEN)
-        token = sampling.draw(keys, residual)
-    greedy = rules.temperature <= 0
-    return jnp.where(greedy, num_greedy, num_decided), jnp.where(greedy, greedy_token, token)
+    return jnp.where(place == num_decided[:, None] - 1, token, following), num_decided
 
 
 def forced_tokens(

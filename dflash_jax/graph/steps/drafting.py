@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.errors import PlanError
 from dflash_jax.graph.protocols import Draft, DraftChoice
@@ -53,7 +53,7 @@ def _verifiable(pair: Pair, drafted: Draft, anchor: Int[Array, " B"], rules: Row
     count = places if drafted.num_drafts is None else drafted.num_drafts
     count = jnp.minimum(jnp.clip(count, 0, places), rules.max_drafts)
     block = jnp.concatenate([anchor[:, None], drafts], axis=1)
-    return Draft(block, drafted.q, finite, jnp.where(finite, count, 0).astype(jnp.int32))
+    return Draft(block, finite, jnp.where(finite, count, 0).astype(jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RowDraftSampler:
     """Chooses drafts by each row's sampling rules (a `protocols.DraftSampler`).
 
     Non-finite logits are never compared: their row chooses as if all logits were zero, and
-    is reported as not finite. q is exactly what a draft was drawn from; acceptance relies on it.
+    is reported as not finite.
     """
 
     rules: RowRules
@@ -72,34 +72,42 @@ class RowDraftSampler:
     vocab_size: int
     min_survival: float = 0.0
 
-    def sample_all(self, logits: Float[Array, "B R N"]) -> DraftChoice:
-        """Choose all places at once; q is filtered as the target's p is."""
+    def sample_all(
+        self, logits: Float[Array, "B R N"], ids: Int[Array, " N"] | None = None
+    ) -> DraftChoice:
+        """Choose all places at once, each as the target would by these logits."""
         finite = all_finite(logits).all(axis=1)
         if not self.sampled:  # one pass over the vocabulary less than comparing zeros
-            return DraftChoice(jnp.where(finite[:, None], argmax(logits), 0), None, finite)
+            return DraftChoice(jnp.where(finite[:, None], argmax(logits), 0), finite)
         logits = jnp.where(finite[:, None, None], logits, 0.0)
 
-        def drawn() -> tuple[Int[Array, "B R"], Float[Array, "B R N"]]:
-            q = sampling.probabilities(logits, self.rules)
-            return sampling.draw(self._keys(), q), q
+        def drawn() -> Int[Array, "B R"]:
+            def one(place: tuple[Float[Array, "B N"], Int[Array, ""]]) -> Int[Array, " B"]:
+                logits, i = place
+                return argmax(sampling.scaled(logits, self.rules) + self._noise(i, ids))
 
-        def best() -> tuple[Int[Array, "B R"], Float[Array, "B R N"]]:
-            tokens = argmax(logits)
-            return tokens, sampling.one_hot(tokens, logits.shape[-1])
+            places = logits.swapaxes(0, 1), jnp.arange(logits.shape[1])
+            return jax.lax.map(one, places).T
 
-        index, q = jax.lax.cond(sampling.any_sampled(self.rules), drawn, best)
-        return DraftChoice(index, q, finite)
+        index = jax.lax.cond(sampling.any_sampled(self.rules), drawn, lambda: argmax(logits))
+        return DraftChoice(index, finite)
 
-    def noise(self, places: int, size: int) -> Float[Array, "B R N"] | None:
-        """Return Gumbel noise for choosing place by place, from one key for each row."""
+    def noise(self, ids: Int[Array, "*places N"] | None = None) -> Float[Array, "B R N"] | None:
+        """Return the noise of choosing place by place; None for greedy drafts."""
         if not self.sampled:
             return None
+        size = self.vocab_size if ids is None else ids.shape[-1]
 
         def drawn() -> Float[Array, "B R N"]:
-            return sampling.gumbel(self._keys(), (places, size))
+            places = jnp.arange(self.places)
+            if ids is None or ids.ndim == 1:
+                found = jax.lax.map(lambda i: self._noise(i, ids), places)
+            else:
+                found = jax.lax.map(lambda of: self._noise(*of), (places, ids.swapaxes(0, 1)))
+            return found.swapaxes(0, 1)
 
         def unused() -> Float[Array, "B R N"]:
-            return jnp.zeros((len(self.rules.temperature), places, size), jnp.float32)
+            return jnp.zeros((len(self.rules.temperature), self.places, size), jnp.float32)
 
         return jax.lax.cond(sampling.any_sampled(self.rules), drawn, unused)
 
@@ -109,52 +117,38 @@ class RowDraftSampler:
         """Choose one place: the largest logit, or the largest of logits / temperature + noise."""
         finite = all_finite(logits)
         logits = jnp.where(finite[:, None], logits, 0.0)
-        best = argmax(logits)
         if noise is None:
-            return DraftChoice(best, None, finite)
-        greedy, sure = self.rules.temperature <= 0, sampling.one_hot(best, logits.shape[-1])
-
-        def drawn() -> tuple[Int[Array, " B"], Float[Array, "B N"]]:
-            scaled = logits / jnp.where(greedy, 1.0, self.rules.temperature)[:, None]
-            q = jnp.where(greedy[:, None], sure, jax.nn.softmax(scaled, axis=-1))
-            return jnp.where(greedy, best, argmax(scaled + noise)), q
-
-        index, q = jax.lax.cond(sampling.any_sampled(self.rules), drawn, lambda: (best, sure))
-        return DraftChoice(index, q, finite)
+            return DraftChoice(argmax(logits), finite)
+        heat = jnp.where(self.rules.temperature > 0, self.rules.temperature, 1.0)
+        return DraftChoice(argmax(logits / heat[:, None] + noise), finite)
 
     def draft(
         self,
         tokens: Int[Array, "B R"],
-        q: Float[Array, "B R N"] | None,
         finite: Bool[Array, " B"],
         *,
-        ids: Int[Array, "*places N"] | None = None,
         survival: Float[Array, "B R"] | None = None,
     ) -> Draft:
         """Assemble the chosen tokens into a draft; rows that are not finite get none."""
         drafts = jnp.where(finite[:, None], tokens, 0)
-        if q is not None and ids is not None:
-            q = over_vocabulary(q, ids, self.vocab_size)
         num_drafts = None
         if survival is not None and self.min_survival > 0:
             num_drafts = (survival >= self.min_survival).sum(axis=1, dtype=jnp.int32)
         block = jnp.concatenate([self.anchor[:, None], drafts], axis=1)
-        return Draft(block, q, finite, num_drafts)
+        return Draft(block, finite, num_drafts)
 
     def certain(self, tokens: Int[Array, "B R"], count: Int[Array, " B"] | None = None) -> Draft:
-        """Draft given tokens; q has probability 1 for each."""
-        q = sampling.one_hot(tokens, self.vocab_size) if self.sampled else None
-        drafted = self.draft(tokens, q, jnp.ones(tokens.shape[0], bool))
+        """Draft given tokens."""
+        drafted = self.draft(tokens, jnp.ones(tokens.shape[0], bool))
         return dataclasses.replace(drafted, num_drafts=count)
 
-    def _keys(self) -> Key[Array, " B"]:
-        return sampling.row_keys(self.rules, self.position, sampling.DRAFT)
-
-
-def over_vocabulary(
-    q: Float[Array, "B R N"], ids: Int[Array, "*places N"], vocab: int
-) -> Float[Array, "B R V"]:
-    """Return distributions over the given tokens as distributions over the whole vocabulary."""
-    ids = ids.reshape((1,) * (3 - ids.ndim) + ids.shape)
-    spread = jax.vmap(jax.vmap(lambda q, at: jnp.zeros((vocab,), q.dtype).at[at].add(q)))
-    return spread(q, jnp.broadcast_to(ids, q.shape))
+    def _noise(
+        self, place: Int[Array, ""], ids: Int[Array, "*rows N"] | None
+    ) -> Float[Array, "B N"]:
+        """Return the noise by which the target will choose the token of a place; 0 if greedy."""
+        keys = sampling.row_keys(self.rules, self.position + 1 + place, sampling.TOKEN)
+        noise = sampling.gumbel(keys, self.vocab_size)
+        noise = jnp.where(self.rules.temperature[:, None] > 0, noise, 0.0)
+        if ids is None:
+            return noise
+        return jnp.take_along_axis(noise, jnp.broadcast_to(ids, (len(noise), ids.shape[-1])), 1)

@@ -21,22 +21,22 @@ LISTED = 64  # tokens sorted at a time
 BISECTIONS = 4  # between two sorted lists
 NEGLIGIBLE = 104.0  # softmax is 0 in float32 for a logit this far below the largest
 
-Numbers = Float[Array, " P"]  # one for each place
+Numbers = Float[Array, " B"]  # one for each row
 
 
 class Threshold(NamedTuple):
-    """The last token that each place keeps; it need not exist."""
+    """The last token that each row keeps; it need not exist."""
 
     value: Numbers
-    index: Int[Array, " P"]
+    index: Int[Array, " B"]
 
-    def keeps(self, x: Float[Array, "P V"]) -> Bool[Array, "P V"]:
+    def keeps(self, x: Float[Array, "B V"]) -> Bool[Array, "B V"]:
         """Return which tokens are not after it in the order."""
         ids, value = jnp.arange(x.shape[-1], dtype=jnp.int32)[None], self.value[:, None]
         return (x > value) | ((x == value) & (ids <= self.index[:, None]))
 
     def earlier(self, other: "Threshold") -> "Threshold":
-        """Return, for each place, the threshold that keeps fewer tokens."""
+        """Return, for each row, the threshold that keeps fewer tokens."""
         value, last = jnp.maximum(self.value, other.value), jnp.iinfo(jnp.int32).max
         indices = (jnp.where(cut.value == value, cut.index, last) for cut in (self, other))
         return Threshold(value, jnp.minimum(*indices))
@@ -48,17 +48,15 @@ def is_filtered(rules: RowRules) -> Bool[Array, " B"]:
     return filters & (rules.temperature > 0)
 
 
-def filtered(scaled: Float[Array, "B T V"], rules: RowRules) -> Float[Array, "B T V"]:
+def filtered(x: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B V"]:
     """Return logits over temperature with -inf for the tokens that top-k, min-p or top-p drop.
 
     In the order of the `dflash` 0.1.0 reference: the top_k largest, then tokens while the mass
     before them is below top_p. min_p, as in vLLM, applies together with top_k. Logits of rows
     without a filter, and of greedy rows, are unchanged.
     """
-    places, vocab = scaled.shape[1:]
-    columns = (rules.temperature > 0, rules.top_k, rules.top_p, rules.min_p)
-    sampled, k, top_p, min_p = (jnp.repeat(column, places) for column in columns)
-    x = scaled.reshape(-1, vocab)
+    vocab, sampled = x.shape[1], rules.temperature > 0
+    k, top_p, min_p = rules.top_k, rules.top_p, rules.min_p
     largest = x.max(axis=-1)
     cut = Threshold(
         jnp.where(sampled & (min_p > 0), largest + jnp.log(min_p), -jnp.inf),
@@ -76,37 +74,37 @@ def filtered(scaled: Float[Array, "B T V"], rules: RowRules) -> Float[Array, "B 
 
     cut = jax.lax.cond(ranked.any(), by_rank, lambda cut: cut, cut)
     cut = jax.lax.cond(massed.any(), by_mass, lambda cut: cut, cut)
-    return jnp.where(cut.keeps(x), x, -jnp.inf).reshape(scaled.shape)
+    return jnp.where(cut.keeps(x), x, -jnp.inf)
 
 
 class _Search(NamedTuple):
-    """Bounds of each place's last token: `low` <= that token < `top`, until it is found."""
+    """Bounds of each row's last token: `low` <= that token < `top`, until it is found."""
 
     top: Numbers
     before: Numbers  # weight of all tokens not below `top`
     low: Numbers
-    found: Bool[Array, " P"]
+    found: Bool[Array, " B"]
     cut: Threshold
 
     def ending_at(
-        self, here: Bool[Array, " P"], value: Numbers, index: Int[Array, " P"]
+        self, here: Bool[Array, " B"], value: Numbers, index: Int[Array, " B"]
     ) -> "_Search":
-        """Return the search with the last token of more places."""
+        """Return the search with the last token of more rows."""
         new = here & ~self.found
         cut = Threshold(*(jnp.where(new, *x) for x in zip((value, index), self.cut, strict=True)))
         return self._replace(found=self.found | new, cut=cut)
 
 
 def _last_within(
-    x: Float[Array, "P V"],
-    weights: Float[Array, "P V"],
+    x: Float[Array, "B V"],
+    weights: Float[Array, "B V"],
     budget: Numbers,
     cut: Threshold,
-    active: Bool[Array, " P"],
+    active: Bool[Array, " B"],
 ) -> Threshold:
     """Return the last token that `cut` keeps and before which others weigh less than `budget`.
 
-    Places that are not active keep their threshold. No place's result depends on other places.
+    Rows that are not active keep their threshold. No row's result depends on others.
     """
 
     def weight_from(value: Numbers) -> Numbers:
@@ -160,12 +158,12 @@ def _last_within(
     return jax.lax.while_loop(lambda search: ~search.found.all(), step, start).cut.earlier(cut)
 
 
-def _index_of_nth(marks: Bool[Array, "P V"], count: Int[Array, " P"]) -> Int[Array, " P"]:
-    """Return the index of each place's count-th mark, or of the last one if there are fewer."""
-    places, vocab = marks.shape
+def _index_of_nth(marks: Bool[Array, "B V"], count: Int[Array, " B"]) -> Int[Array, " B"]:
+    """Return the index of each row's count-th mark, or of the last one if there are fewer."""
+    rows, vocab = marks.shape
     chunks = -(-vocab // CHUNK)
-    parts = jnp.pad(marks, ((0, 0), (0, chunks * CHUNK - vocab))).reshape(places, chunks, CHUNK)
-    through = jnp.cumsum(parts.sum(axis=-1, dtype=jnp.int32), axis=-1)  # [P, chunks]
+    parts = jnp.pad(marks, ((0, 0), (0, chunks * CHUNK - vocab))).reshape(rows, chunks, CHUNK)
+    through = jnp.cumsum(parts.sum(axis=-1, dtype=jnp.int32), axis=-1)  # [B, chunks]
     count = jnp.minimum(count, through[:, -1])[:, None]
     chunk = (through < count).sum(axis=-1, keepdims=True)
     part = jnp.take_along_axis(parts, chunk[..., None], axis=1)[:, 0].astype(jnp.int32)

@@ -1,6 +1,9 @@
-"""Choosing tokens: distributions, draws, and random keys that depend on the request only.
+"""Choosing tokens, by random numbers that depend on a request's seed and the position alone.
 
-Steps without a sampled row draw nothing, even in programs that can.
+A sampled token is the best one after Gumbel noise was added to the logits, which draws from their
+distribution. The noise of a position is the same in every step, so that the token is, too: drafts
+are verified by comparing tokens, as greedy ones are, and drafters that add the same noise guess
+them. Steps without a sampled row draw nothing, even in programs that can.
 """
 
 import jax
@@ -12,18 +15,40 @@ from dflash_jax.graph.steps.acceptance import is_stop, stops_masked
 from dflash_jax.graph.steps.filters import filtered, is_filtered
 from dflash_jax.kernels.vocabulary import argmax
 
-DRAFT, ACCEPT, TOKEN, NEXT_BEST = range(4)  # purposes of a random number
+TOKEN, NEXT_BEST = range(2)  # purposes of a random number
 
 
 def choose_token(
     logits: Logits, at: RowInts, position: RowInts, rules: RowRules, *, sampled: bool
 ) -> RowInts:
     """Return the token that place `at` of the logits chooses, for the given position."""
-    row = _place(logits, at)[:, 0]
-    best = argmax(row)
+    return choose_tokens(_place(logits, at), position, rules, sampled=sampled)[:, 0]
+
+
+def choose_tokens(
+    logits: Logits, position: RowInts, rules: RowRules, *, sampled: bool
+) -> Int[Array, "B T"]:
+    """Return the token that each place chooses.
+
+    Sampled ones are chosen place by place, by the same computation whatever the number of places.
+
+    Args:
+      position: of each row's first token.
+    """
+    best = argmax(logits)
     if not sampled:
         return best
-    return _draw_where(rules.temperature > 0, row, best, position, rules, TOKEN)
+
+    def drawn() -> Int[Array, "B T"]:
+        def one(place: tuple[Float[Array, "B V"], RowInts, RowInts]) -> RowInts:
+            logits, best, position = place
+            return _draw_where(rules.temperature > 0, logits, best, position, rules, TOKEN)
+
+        positions = position[:, None] + jnp.arange(logits.shape[1])[None]
+        places = jax.tree.map(lambda x: x.swapaxes(0, 1), (logits, best, positions))
+        return jax.lax.map(one, places).T
+
+    return jax.lax.cond(any_sampled(rules), drawn, lambda: best)
 
 
 def next_best(
@@ -88,8 +113,8 @@ def _draw_where(
     """Return drawn tokens for some rows and the best ones for others."""
 
     def drawn() -> RowInts:
-        p = probabilities(logits[:, None], rules)[:, 0]
-        return jnp.where(rows, draw(row_keys(rules, position, purpose), p), best)
+        noise = gumbel(row_keys(rules, position, purpose), logits.shape[1])
+        return jnp.where(rows, argmax(scaled(logits, rules) + noise), best)
 
     return jax.lax.cond(rows.any(), drawn, lambda: best)
 
@@ -117,32 +142,16 @@ def row_keys(rules: RowRules, position: RowInts, purpose: int) -> Key[Array, " B
     return jax.vmap(key)(rules.seed, position)
 
 
-def probabilities(logits: Logits, rules: RowRules) -> Logits:
-    """Return the filtered distribution of each place, float32; one-hot at temperature 0.
+def scaled(logits: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B V"]:
+    """Return logits over temperature, -inf for what filters drop; those of greedy rows as they are.
 
     A row without filters has the same bits whether or not others filter.
     """
-    greedy = rules.temperature[:, None, None] <= 0
-    scaled = logits / jnp.where(greedy, 1.0, rules.temperature[:, None, None])
-    scaled = jax.lax.cond(
-        is_filtered(rules).any(), filtered, lambda scaled, _: scaled, scaled, rules
-    )
-    p = jax.nn.softmax(scaled, axis=-1)
-    return jnp.where(greedy, one_hot(argmax(logits), logits.shape[-1]), p)
+    by_row = logits / jnp.where(rules.temperature > 0, rules.temperature, 1.0)[:, None]
+    some = is_filtered(rules).any()
+    return jax.lax.cond(some, filtered, lambda scaled, _: scaled, by_row, rules)
 
 
-def one_hot(tokens: Int[Array, "*places"], vocab: int) -> Float[Array, "*places V"]:
-    """Return distributions with all probability on one token."""
-    return jax.nn.one_hot(tokens, vocab, dtype=jnp.float32)
-
-
-def draw(keys: Key[Array, " B"], p: Float[Array, "B *places V"]) -> Int[Array, "B *places"]:
-    """Draw one token per place by the Gumbel-max trick, each row by its own key."""
-    tiny = jnp.finfo(p.dtype).tiny
-    log_p = jnp.where(p > 0, jnp.log(jnp.maximum(p, tiny)), -jnp.inf)
-    return argmax(log_p + gumbel(keys, p.shape[1:]))
-
-
-def gumbel(keys: Key[Array, " B"], shape: tuple[int, ...]) -> Float[Array, "B *shape"]:
+def gumbel(keys: Key[Array, " B"], size: int) -> Float[Array, "B N"]:
     """Return Gumbel noise, float32, each row by its own key."""
-    return jax.vmap(lambda key: jax.random.gumbel(key, shape, jnp.float32))(keys)
+    return jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32))(keys)
