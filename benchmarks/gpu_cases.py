@@ -207,7 +207,7 @@ def logits_step(
     draft = Draft(block)
     if drafted:
         alive = jnp.ones_like(state.anchor, bool)
-        draft = Draft(block, None, alive, jnp.full_like(state.anchor, block.shape[1] - 1))
+        draft = Draft(block, alive, jnp.full_like(state.anchor, block.shape[1] - 1))
     inputs = DecodeInputs(rules, draft=draft)
     logits, state, _, out = verify_block(pair, params, state, None, inputs)
     return logits, state, out

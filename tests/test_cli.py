@@ -433,6 +433,14 @@ def test_verify_returns_zero_when_all_tokens_are_equal(run: Run, asked: list[obj
     assert found["plan"]["block"] == 8
 
 
+def test_drafts_from_the_text_need_no_drafter(run: Run, asked: list[object]) -> None:
+    options = [o for o in asked if o != "--ignore-eos"]
+    options[options.index("--drafter") + 1] = "ngram"
+    code, out, _ = run("verify", *options)
+    assert code == 0
+    assert out.splitlines()[-1].endswith("float32: speculative equals plain")
+
+
 def test_verify_claims_no_acceptance_length_without_a_round() -> None:
     one = Result([7], None, "length", Stats(output_tokens=1))
     assert verify.line(compare.LosslessCheck((1,), one, one)).endswith(

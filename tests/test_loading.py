@@ -1,5 +1,6 @@
 """Loading models from files, and the errors for missing, damaged and unfit ones."""
 
+import dataclasses
 import fnmatch
 import json
 import os
@@ -23,6 +24,7 @@ from dflash_jax.cli.describe import describe
 from dflash_jax.device import free_memory
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError, RequestError
 from dflash_jax.loading import locate, open_pair
+from dflash_jax.models.ngram import NGram
 
 WEIGHTS = "model.safetensors"
 
@@ -130,9 +132,10 @@ def test_weights_are_cast_to_the_asked_dtype_and_logits_stay_float32(
 def test_a_pair_is_described_without_its_weights(target: Path, drafter: Path) -> None:
     for folder in (target, drafter):
         (folder / WEIGHTS).unlink()
-    big, small = describe(target, drafter)
-    assert (big.num_layers, small.num_layers) == (5, 3)
-    assert describe(target, None) == (big, None)
+    pair = describe(target, drafter)
+    assert (pair.target.config.num_layers, pair.drafter.config.num_layers) == (5, 3)
+    assert describe(target, None) == dataclasses.replace(pair, drafter=None)
+    assert describe(target, "ngram").drafter == NGram()
 
 
 def test_names_are_resolved_to_folders(target: Path) -> None:

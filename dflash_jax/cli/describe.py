@@ -13,29 +13,31 @@ from dflash_jax.config import (
     read_json,
     read_target_config,
 )
-from dflash_jax.loading import AUTO, OWN, Config, expect, locate_drafter
+from dflash_jax.graph import Pair
+from dflash_jax.loading import AUTO, NGRAM, OWN, Config, expect, locate_drafter
+from dflash_jax.models import build_pair
+from dflash_jax.models.ngram import NGram
 from dflash_jax.utils.sources import Source, locate
 
 
-def describe(
-    target: Source, drafter: Source | None = OWN, *, taps_at: str = AUTO
-) -> tuple[TargetConfig, DrafterConfig | None]:
-    """Return the configs of a matching pair, whose weights need not exist.
+def describe(target: Source, drafter: Source | None = OWN, *, taps_at: str = AUTO) -> Pair:
+    """Return the modules of a matching pair, whose weights need not exist.
 
     Arguments and errors are those of `load`.
     """
     target_config = expect(TargetConfig, _config(locate(target, "target"), read_target_config))
     drafter_path = locate_drafter(drafter, target, target_config)
     if drafter_path is None:
-        return target_config, None
+        ngram = NGram() if drafter == NGRAM else None
+        return dataclasses.replace(build_pair(target_config), drafter=ngram)
     drafter_config = expect(DrafterConfig, _config(drafter_path, _read_drafter))
     check_pair(target_config, drafter_config, taps_at=taps_at)
-    return target_config, drafter_config
+    return build_pair(target_config, drafter_config)
 
 
 def have_weights(target: Source, drafter: Source | None) -> bool:
     """Return whether the models are files with weights, not folders with only a config.json."""
-    named = [] if drafter in (AUTO, OWN, None) else [locate(drafter, "drafter")]
+    named = [] if drafter in (AUTO, OWN, NGRAM, None) else [locate(drafter, "drafter")]
     return all(map(_has_weights, [locate(target, "target"), *named]))
 
 

@@ -92,18 +92,18 @@ def _tools_note(target: str) -> str | None:
 def _graph(options: argparse.Namespace) -> Any:
     """Return the graph that the options describe."""
     from dflash_jax.cli.describe import describe, have_weights
+    from dflash_jax.graph import Graph
     from dflash_jax.graph.roofline import DEVICES
-    from dflash_jax.models import build_graph
 
     if options.device and options.device not in DEVICES:
         raise RequestError(f"device {options.device!r} is unknown; known: {', '.join(DEVICES)}")
     plan, drafts = chosen_plan(options), chosen_drafter(options)
     if plan.weights == "packed" or have_weights(options.target, drafts):
-        pair = open_pair(options)
-        (target, drafter), plan = pair.configs, pair.with_stored(plan)
+        opened = open_pair(options)
+        pair, plan = opened.pair, opened.with_stored(plan)
     else:
-        target, drafter = describe(options.target, drafts, taps_at=options.taps_at)
-    return build_graph(target, drafter, plan, device=options.device or "")
+        pair = describe(options.target, drafts, taps_at=options.taps_at)
+    return Graph(pair, plan, device=options.device or "")
 
 
 def _text(program: Any, *, optimised: bool) -> str:

@@ -59,7 +59,9 @@ def check_values(options: argparse.Namespace) -> None:
         chosen_plan(options)
     for name in ("target", "drafter", "tokenizer", "lora"):
         source = getattr(options, name, None)
-        if source is not None and not (name == "drafter" and source in ("own", "auto", "none")):
+        if source is not None and not (
+            name == "drafter" and source in ("own", "auto", "ngram", "none")
+        ):
             find_local(source, "adapter" if name == "lora" else name)
 
 
@@ -90,8 +92,8 @@ def model_options(command: argparse.ArgumentParser) -> None:
     models.add_argument(
         "--drafter",
         default="own",
-        help="directory, .gguf file or hub id; 'auto' for the one published for the target, 'none'"
-        " for no drafter (default: the shipped target's own)",
+        help="directory, .gguf file or hub id; 'auto' for the one published for the target, 'ngram'"
+        " for drafts from the text itself, 'none' for none (default: the shipped target's own)",
     )
     models.add_argument(
         "--layer-ids",

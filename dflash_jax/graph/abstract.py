@@ -101,7 +101,7 @@ class PlannedPair:
     def drafter_name(self) -> str:
         """Kind of the drafter, or its class; "none" without a drafter."""
         drafter = self.pair.drafter
-        kind = getattr(getattr(drafter, "config", None), "kind", "")
+        kind = getattr(getattr(drafter, "config", drafter), "kind", "")
         return kind or ("none" if drafter is None else type(drafter).__name__)
 
     @functools.cached_property

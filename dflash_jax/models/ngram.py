@@ -29,7 +29,14 @@ class NGram:
     most: int = 4
     least: int = 2
     block: int = 8
+    kind: str = "ngram"
     taps: tuple[int, ...] = ()
+
+    def describe(self) -> str:
+        """Return the rule."""
+        return (
+            f"ngram: copies what followed the longest match of {self.least} to {self.most} tokens"
+        )
 
     def empty(self, make: CacheMaker) -> Int[Array, "B S"]:
         """Return empty texts."""
@@ -66,9 +73,10 @@ class NGram:
             length += going.astype(jnp.int32)
         score = jnp.where(length >= self.least, length * full.shape[1] + places, -1)
         at = jnp.argmax(score, axis=1).astype(jnp.int32)  # the latest of the longest
-        following = at[:, None] + 1 + jnp.arange(sampler.places)[None, :]
-        tokens = jnp.take_along_axis(full, jnp.minimum(following, full.shape[1] - 1), axis=1)
-        count = jnp.where(score.max(axis=1) >= 0, jnp.minimum(sampler.places, start - at), 0)
+        period = jnp.maximum(start - at, 1)  # a text that ends is taken to begin again at the match
+        following = at[:, None] + 1 + jnp.arange(sampler.places)[None, :] % period[:, None]
+        tokens = jnp.take_along_axis(full, following, axis=1)
+        count = jnp.where(score.max(axis=1) >= 0, sampler.places, 0)
         return sampler.certain(tokens, count), text
 
     def take(self, text: Int[Array, "B S"], row: Any, start: Any, length: int) -> Int[Array, " L"]:

@@ -40,7 +40,7 @@ FORCED = ProgramKey(Step.FORCED_TOKENS)
 def verify(pair: Any, params: Any, state: DecodeState, rules: RowRules, block: jax.Array) -> Any:
     """A verify step over a given block, logits included."""
     drafts = jnp.full_like(state.anchor, BLOCK - 1)
-    draft = Draft(block, None, jnp.ones_like(state.anchor, bool), drafts)
+    draft = Draft(block, jnp.ones_like(state.anchor, bool), drafts)
     return verified(pair, params, state, rules, draft)
 
 

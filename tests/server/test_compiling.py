@@ -111,7 +111,7 @@ def states(live: LiveServer) -> dict[str, str]:
 
 
 def soon(happened: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     while not happened() and time.monotonic() < end:
         time.sleep(0.01)
     return happened()
