@@ -177,8 +177,7 @@ class DraftChoice:
 class DraftSampler(Protocol):
     """Chooses drafts by each row's sampling rules, and assembles them into a `Draft`.
 
-    A sampled token is the best one after noise was added to the logits. A drafter that chooses by
-    the noise of the target guesses its tokens more often.
+    Where a row samples, it draws by the random numbers that the target will draw by.
     """
 
     @property
@@ -196,18 +195,10 @@ class DraftSampler(Protocol):
         """
         ...
 
-    def noise(self, ids: Int[Array, "*places N"] | None = None) -> Float[Array, "B R N"] | None:
-        """Return the target's noise for choosing place by place; None for greedy drafts.
-
-        Args:
-          ids: the tokens that places choose from, [N] or [B, R, N]; None for all.
-        """
-        ...
-
     def sample_one(
-        self, logits: Float[Array, "B N"], noise: Float[Array, "B N"] | None
+        self, logits: Float[Array, "B N"], place: int, ids: Int[Array, "*rows N"] | None = None
     ) -> DraftChoice:
-        """Choose one place: the largest of logits / temperature + noise."""
+        """Choose one place, from 0, as the target would by these logits; `ids` as above."""
         ...
 
     def draft(

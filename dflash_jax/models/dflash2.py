@@ -136,11 +136,10 @@ class DFlash2(DFlash):
             unary, index = top_k(logits, self.config.selector_top_k)
             ids = self.token(index)
             pairs = self.pair_scores(hidden, unary, ids, anchor)
-            noise = sampler.noise(ids)
             at, path = jnp.zeros_like(start), []
             for i in range(ids.shape[1]):
                 scores = jnp.take_along_axis(pairs[:, i], at[:, None, None], axis=1)[:, 0]
-                choice = sampler.sample_one(scores, None if noise is None else noise[:, i])
+                choice = sampler.sample_one(scores, i, ids[:, i])
                 at, finite = choice.index, finite & choice.finite
                 path.append(at)
             chosen = jnp.stack(path, axis=1)[:, :, None]

@@ -80,7 +80,6 @@ class DSpark(DFlash):
         caches: tuple[LayerCache, ...],
         sampler: DraftSampler,
     ) -> tuple[Draft, tuple[LayerCache, ...]]:
-        noise = sampler.noise(self.tokens())
         token, finite = anchor, all_finite(logits).all(axis=1)
         state = jnp.zeros((anchor.shape[0], self.config.markov_rank), hidden.dtype)
         path, read = [], []
@@ -88,7 +87,7 @@ class DSpark(DFlash):
             previous = self.w1[token]  # [B, r]
             bias, state = self.bias(hidden[:, i], previous, state)
             read.append(jnp.concatenate([hidden[:, i], previous], axis=-1))
-            choice = sampler.sample_one(logits[:, i] + bias, None if noise is None else noise[:, i])
+            choice = sampler.sample_one(logits[:, i] + bias, i, self.tokens())
             token, finite = self.token(choice.index), finite & choice.finite
             path.append(token)
         draft = sampler.draft(jnp.stack(path, axis=1), finite, survival=self._survival(read))

@@ -94,15 +94,13 @@ def test_sampled_output_keeps_its_distribution_where_drafting_stops(
     assert sum(s.plain_steps for s in stats) > len(stats) / 4
 
 
-def test_places_of_a_walk_are_drawn_from_their_distribution_by_the_noise_of_the_target() -> None:
+def test_places_of_a_walk_are_drawn_as_the_target_draws_them() -> None:
     rows, size, places = 4000, VOCAB, 2
     scores = jnp.broadcast_to(jnp.asarray([0.0, 1.0, -1.0, 2.0, 0.5, -3.0]), (rows, size))
     temperature = np.where(np.arange(rows) < rows - 1, 1.3, 0.0)
     columns = rules(rows, temperature=temperature, seed=np.arange(rows))
     choose = sampler(columns, places, sampled=True)
-    noise = choose.noise()
-    assert noise is not None
-    first, second = choose.sample_one(scores, noise[:, 0]), choose.sample_one(scores, noise[:, 1])
+    first, second = (choose.sample_one(scores, place) for place in range(places))
     q = np.asarray(jax.nn.softmax(scores[0] / 1.3), np.float64)
     joint = np.bincount(first.index[:-1] * size + second.index[:-1], minlength=size * size)
     expected = np.outer(q, q).ravel() * (rows - 1)
@@ -110,23 +108,21 @@ def test_places_of_a_walk_are_drawn_from_their_distribution_by_the_noise_of_the_
     assert chisquare(joint, expected) > 1e-3  # and places are independent
     assert first.index[-1] == 3
     both = jnp.stack([scores, scores], axis=1)
-    zeros = jnp.zeros(rows, jnp.int32)
-    chosen = sampling.choose_tokens(both, zeros + 1, columns, sampled=True)
+    start = jnp.ones(rows, jnp.int32)
+    chosen = sampling.choose_tokens(both, start, columns, sampled=True)
     assert jnp.array_equal(jnp.stack([first.index, second.index], axis=1), chosen)
     assert jnp.array_equal(choose.sample_all(both).index, chosen)
 
 
-def test_drafts_from_some_tokens_use_the_noise_of_these_tokens() -> None:
-    columns = rules(50, temperature=1.0, seed=np.arange(50))
+def test_drafts_from_some_tokens_are_drawn_as_from_all() -> None:
+    columns, ids = rules(50, temperature=1.0, seed=np.arange(50)), jnp.asarray([4, 0, 5])
     choose = sampler(columns, 3, sampled=True)
-    whole, ids = choose.noise(), jnp.asarray([4, 0, 5])
-    assert whole is not None
-    assert jnp.array_equal(choose.noise(ids), whole[:, :, ids])
-    by_place = jnp.broadcast_to(jnp.asarray([[1, 2], [0, 3], [5, 4]]), (50, 3, 2))
-    assert jnp.array_equal(choose.noise(by_place), jnp.take_along_axis(whole, by_place, axis=2))
     logits = jnp.full((50, 3, VOCAB), -1e9).at[:, :, ids].set(0.0)
-    some = choose.sample_all(logits[:, :, ids], ids)
-    assert jnp.array_equal(ids[some.index], choose.sample_all(logits).index)
+    wanted = choose.sample_all(logits).index
+    assert jnp.array_equal(ids[choose.sample_all(logits[:, :, ids], ids).index], wanted)
+    by_row = jnp.broadcast_to(ids, (50, 3))
+    one = choose.sample_one(logits[:, 1, ids], 1, by_row)
+    assert jnp.array_equal(ids[one.index], wanted[:, 1])
 
 
 def test_scores_that_are_not_finite_are_told_and_never_compared() -> None:
@@ -134,9 +130,8 @@ def test_scores_that_are_not_finite_are_told_and_never_compared() -> None:
     ids = jnp.arange(2)
     for sampled in (False, True):
         choose = sampler(rules(3, temperature=1.0), 1, sampled=sampled)
-        noise = choose.noise(ids)
         for choice in (
-            choose.sample_one(scores, None if noise is None else noise[:, 0]),
+            choose.sample_one(scores, 0, ids),
             choose.sample_all(scores[:, None], ids),
         ):
             assert choice.finite.tolist() == [False, True, False]

@@ -31,6 +31,7 @@ from dflash_jax.graph.steps.sampling import (
     next_best,
     row_keys,
 )
+from dflash_jax.kernels.vocabulary import CHUNK
 from dflash_jax.testing import (
     random_engine,
     tiny_drafter,
@@ -137,6 +138,24 @@ def test_draws_follow_their_distribution_and_never_leave_it() -> None:
         assert chisquare(counts[inside], p[inside] * rows) > 1e-3
     alone = choose_tokens(logits[:, 1:], start + 1, by_seed, sampled=True)
     assert alone[:, 0].tolist() == tokens[:, 1].tolist()  # the same position
+
+
+def test_draws_from_many_tokens_follow_their_distribution() -> None:
+    """Over chunks of the vocabulary, of which some have no token that may be drawn."""
+    rows, vocab = 6000, 5 * CHUNK + 7
+    x = np.random.default_rng(0).standard_normal(vocab).astype(np.float32) * 2
+    x[CHUNK : 2 * CHUNK] = -np.inf
+    by_seed = rules(rows, seed=np.arange(rows))
+    keys = row_keys(by_seed, jnp.zeros((rows,), jnp.int32), TOKEN)
+    tokens = np.asarray(jax.jit(sampling.draw)(keys, jnp.broadcast_to(x, (rows, vocab))))
+    p = np.exp(x.astype(np.float64))
+    expected, counts = p / p.sum() * rows, np.bincount(tokens, minlength=vocab)
+    assert counts[p == 0].sum() == 0
+    common = expected >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    wanted = np.append(expected[common], expected[~common].sum())
+    assert len(wanted) > 100
+    assert chisquare(observed, wanted) > 1e-3
 
 
 def test_what_replaces_a_stop_token_has_its_law() -> None:

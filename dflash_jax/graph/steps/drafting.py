@@ -82,45 +82,41 @@ class RowDraftSampler:
         logits = jnp.where(finite[:, None, None], logits, 0.0)
 
         def drawn() -> Int[Array, "B R"]:
-            def one(place: tuple[Float[Array, "B N"], Int[Array, ""]]) -> Int[Array, " B"]:
-                logits, i = place
-                return argmax(sampling.scaled(logits, self.rules) + self._noise(i, ids))
-
             places = logits.swapaxes(0, 1), jnp.arange(logits.shape[1])
-            return jax.lax.map(one, places).T
+            return jax.lax.map(lambda of: self._drawn(of[0], of[1], ids), places).T
 
         index = jax.lax.cond(sampling.any_sampled(self.rules), drawn, lambda: argmax(logits))
         return DraftChoice(index, finite)
 
-    def noise(self, ids: Int[Array, "*places N"] | None = None) -> Float[Array, "B R N"] | None:
-        """Return the noise of choosing place by place; None for greedy drafts."""
-        if not self.sampled:
-            return None
-        size = self.vocab_size if ids is None else ids.shape[-1]
-
-        def drawn() -> Float[Array, "B R N"]:
-            places = jnp.arange(self.places)
-            if ids is None or ids.ndim == 1:
-                found = jax.lax.map(lambda i: self._noise(i, ids), places)
-            else:
-                found = jax.lax.map(lambda of: self._noise(*of), (places, ids.swapaxes(0, 1)))
-            return found.swapaxes(0, 1)
-
-        def unused() -> Float[Array, "B R N"]:
-            return jnp.zeros((len(self.rules.temperature), self.places, size), jnp.float32)
-
-        return jax.lax.cond(sampling.any_sampled(self.rules), drawn, unused)
-
     def sample_one(
-        self, logits: Float[Array, "B N"], noise: Float[Array, "B N"] | None
+        self, logits: Float[Array, "B N"], place: int, ids: Int[Array, "*rows N"] | None = None
     ) -> DraftChoice:
-        """Choose one place: the largest logit, or the largest of logits / temperature + noise."""
+        """Choose one place, from 0, as the target would by these logits."""
         finite = all_finite(logits)
         logits = jnp.where(finite[:, None], logits, 0.0)
-        if noise is None:
+        if not self.sampled:
             return DraftChoice(argmax(logits), finite)
-        heat = jnp.where(self.rules.temperature > 0, self.rules.temperature, 1.0)
-        return DraftChoice(argmax(logits / heat[:, None] + noise), finite)
+        index = jax.lax.cond(
+            sampling.any_sampled(self.rules),
+            lambda: self._drawn(logits, jnp.int32(place), ids),
+            lambda: argmax(logits),
+        )
+        return DraftChoice(index, finite)
+
+    def _drawn(
+        self, logits: Float[Array, "B N"], place: Int[Array, ""], ids: Int[Array, "*rows N"] | None
+    ) -> Int[Array, " B"]:
+        """Return the choices of rows that sample, drawn as the target will, and the best ones."""
+        keys = sampling.row_keys(self.rules, self.position + 1 + place, sampling.TOKEN)
+        x = sampling.scaled(logits, self.rules)
+        if ids is None:
+            index = sampling.draw(keys, x)
+        else:
+            ids, rows = jnp.broadcast_to(ids, x.shape), jnp.arange(len(x))[:, None]
+            whole = jnp.full((len(x), self.vocab_size), -jnp.inf, x.dtype).at[rows, ids].set(x)
+            token = sampling.draw(keys, whole)
+            index = jnp.argmax(ids == token[:, None], axis=1).astype(token.dtype)
+        return jnp.where(self.rules.temperature > 0, index, argmax(logits))
 
     def draft(
         self,
@@ -141,14 +137,3 @@ class RowDraftSampler:
         """Draft given tokens."""
         drafted = self.draft(tokens, jnp.ones(tokens.shape[0], bool))
         return dataclasses.replace(drafted, num_drafts=count)
-
-    def _noise(
-        self, place: Int[Array, ""], ids: Int[Array, "*rows N"] | None
-    ) -> Float[Array, "B N"]:
-        """Return the noise by which the target will choose the token of a place; 0 if greedy."""
-        keys = sampling.row_keys(self.rules, self.position + 1 + place, sampling.TOKEN)
-        noise = sampling.gumbel(keys, self.vocab_size)
-        noise = jnp.where(self.rules.temperature[:, None] > 0, noise, 0.0)
-        if ids is None:
-            return noise
-        return jnp.take_along_axis(noise, jnp.broadcast_to(ids, (len(noise), ids.shape[-1])), 1)

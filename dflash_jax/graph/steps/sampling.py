@@ -2,8 +2,11 @@
 
 A sampled token is the best one after Gumbel noise was added to the logits, which draws from their
 distribution. The noise of a position is the same in every step, so that the token is, too: drafts
-are verified by comparing tokens, as greedy ones are, and drafters that add the same noise guess
+are verified by comparing tokens, as greedy ones are, and drafters that draw by the same noise guess
 them. Steps without a sampled row draw nothing, even in programs that can.
+
+A chunk of the vocabulary is drawn by the mass of its tokens, then a token in it, so that a draw
+needs noise for some hundred numbers, not for every token.
 """
 
 import jax
@@ -13,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from dflash_jax.graph.state import Logits, RowInts, RowRules
 from dflash_jax.graph.steps.acceptance import is_stop, stops_masked
 from dflash_jax.graph.steps.filters import filtered, is_filtered
-from dflash_jax.kernels.vocabulary import argmax
+from dflash_jax.kernels.vocabulary import CHUNK, argmax
 
 TOKEN, NEXT_BEST = range(2)  # purposes of a random number
 
@@ -113,8 +116,8 @@ def _draw_where(
     """Return drawn tokens for some rows and the best ones for others."""
 
     def drawn() -> RowInts:
-        noise = gumbel(row_keys(rules, position, purpose), logits.shape[1])
-        return jnp.where(rows, argmax(scaled(logits, rules) + noise), best)
+        keys = row_keys(rules, position, purpose)
+        return jnp.where(rows, draw(keys, scaled(logits, rules)), best)
 
     return jax.lax.cond(rows.any(), drawn, lambda: best)
 
@@ -152,6 +155,25 @@ def scaled(logits: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B V"]:
     return jax.lax.cond(some, filtered, lambda scaled, _: scaled, by_row, rules)
 
 
-def gumbel(keys: Key[Array, " B"], size: int) -> Float[Array, "B N"]:
-    """Return Gumbel noise, float32, each row by its own key."""
-    return jax.vmap(lambda key: jax.random.gumbel(key, (size,), jnp.float32))(keys)
+def draw(keys: Key[Array, " B"], x: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """Draw a token per row from softmax(x), each by its own key."""
+    rows, vocab = x.shape
+    chunks = -(-vocab // CHUNK)
+    x = jnp.minimum(x, jnp.finfo(x.dtype).max)  # logits over a tiny temperature may be infinite
+    x = jnp.pad(x, ((0, 0), (0, chunks * CHUNK - vocab)), constant_values=-jnp.inf)
+    parts = x.reshape(rows, chunks, CHUNK)
+    top = parts.max(axis=-1)
+    top = jnp.where(top > -jnp.inf, top, 0.0)
+    mass = top + jnp.log(jnp.exp(parts - top[:, :, None]).sum(axis=-1))
+    chunk = argmax(mass + _gumbel(keys, jnp.zeros((rows,), jnp.int32), chunks))
+    part = jnp.take_along_axis(parts, chunk[:, None, None], axis=1)[:, 0]
+    return chunk * CHUNK + argmax(part + _gumbel(keys, 1 + chunk, CHUNK))
+
+
+def _gumbel(keys: Key[Array, " B"], of: Int[Array, " B"], size: int) -> Float[Array, "B N"]:
+    """Return Gumbel noise, float32, each row by its own key and number."""
+
+    def noise(key: Key[Array, ""], of: Int[Array, ""]) -> Float[Array, " N"]:
+        return jax.random.gumbel(jax.random.fold_in(key, of), (size,), jnp.float32)
+
+    return jax.vmap(noise)(keys, of)
