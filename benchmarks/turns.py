@@ -22,7 +22,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.state_machine.floor import ends_on_colon
 from dflash_jax.engine.state_machine.guards import runaway_drop
 from recipes.tiny.corpus import agents, conversation
-from recipes.tiny.corpus.exchange import is_held_out
+from recipes.tiny.corpus.world import is_held_out
 
 COUNTS = {"stall": 17, "control": 10, "chat": 12, "agent": 12, "runaway": 6}
 LONGEST = 760  # prompt tokens

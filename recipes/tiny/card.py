@@ -3,7 +3,7 @@
 import platform
 from typing import Any
 
-from recipes.tiny.corpus.exchange import HELD_OUT_SHARE
+from recipes.tiny.corpus.world import HELD_OUT_SHARE
 from recipes.tiny.presets import Preset
 
 

@@ -17,7 +17,7 @@ from dflash_jax.train import target as pretraining
 from dflash_jax.train.files import saved_as
 from recipes.tiny import documents, vocabulary
 from recipes.tiny.corpus import conversation, stdlib
-from recipes.tiny.corpus.exchange import Conversation
+from recipes.tiny.corpus.world import Conversation
 from recipes.tiny.presets import LONGEST, Preset
 
 RESULT = {

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from dflash_jax.errors import ConfigError
 from dflash_jax.train.files import write_json
-from recipes.tiny.corpus.exchange import Conversation
+from recipes.tiny.corpus.world import Conversation
 
 END_OF_TEXT, TURN_START, TURN_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>")

@@ -1,8 +1,8 @@
-"""Tool descriptions in the OpenAI function shape, and the system turns that offer them."""
+"""Tool descriptions in the OpenAI function shape, and calls."""
 
 import random
 
-from recipes.tiny.corpus.world import words
+from recipes.tiny.corpus.world import facts
 
 
 def function(name: str, description: str, /, **parameters: str) -> dict:
@@ -22,33 +22,11 @@ def function(name: str, description: str, /, **parameters: str) -> dict:
     }
 
 
-CATALOG = {
-    tool["function"]["name"]: tool
-    for tool in (
-        function("read_file", "Read a text file.", path="string"),
-        function("write_file", "Write a text file.", path="string", content="string"),
-        function("list_dir", "List the files in a directory.", path="string"),
-        function("bash", "Run a shell command.", command="string"),
-        function("search", "Search the web.", query="string"),
-        function("get_weather", "Get the current weather for a city.", city="string"),
-        function("calculator", "Evaluate an arithmetic expression.", expression="string"),
-        function("get_time", "Get the local time in a city.", city="string"),
-        function("send_email", "Send an email.", to="string", subject="string", body="string"),
-        function("translate", "Translate a word.", text="string", language="string"),
-    )
-}
+CATALOG = {name: function(name, text, **kinds) for name, (text, kinds) in facts.tools.items()}
 
-SYSTEMS = (
-    "You are a helpful assistant.",
-    "You are a careful coding agent.",
-    "You are an agent. Use the tools when they help.",
-    "You help with files and shell commands.",
-    "",
-)
-
-VERBS = words("get set find open close check update count fetch delete start stop")
-NOUNS = words("user order lamp ticket invoice room song task price book light alarm")
-FIELDS = words("id name count level color size amount label key value")
+VERBS = str.split("get set find open close check update count fetch delete start stop")
+NOUNS = str.split("user order lamp ticket invoice room song task price book light alarm")
+FIELDS = str.split("id name count level color size amount label key value")
 
 
 def invented(rng: random.Random) -> tuple[dict, dict]:
