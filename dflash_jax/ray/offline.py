@@ -14,7 +14,7 @@ from dflash_jax.graph.cache import use_compilation_cache
 from dflash_jax.graph.keys import Variant
 from dflash_jax.train.data import example
 from dflash_jax.train.decoding import EnginePool
-from dflash_jax.train.recipe import Recipe
+from dflash_jax.train.recipes import Recipe
 from dflash_jax.train.regenerate import AnswerGroup, Decoder
 from dflash_jax.train.run import answered_rows
 from dflash_jax.train.setup import begin, open_target

@@ -14,7 +14,7 @@ from dflash_jax.errors import ConfigError, RequestError
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers.tool_schema import call_arguments
 from dflash_jax.train import documents
-from dflash_jax.train.recipe import GIVEN, MIXED, Recipe
+from dflash_jax.train.recipes import GIVEN, MIXED, Recipe
 from dflash_jax.train.regenerate import AnswerPrompt
 from dflash_jax.train.rows import Document
 

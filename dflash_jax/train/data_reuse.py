@@ -9,7 +9,7 @@ from typing import Any
 from dflash_jax.errors import ConfigError
 from dflash_jax.train import self_written
 from dflash_jax.train.files import differences, saved_as, sound
-from dflash_jax.train.recipe import DSPARK, KL, MIX
+from dflash_jax.train.recipes import DSPARK, KL, MIX
 from dflash_jax.train.saved import full
 
 ROWS, FEATURES = "rows.npz", "features"

@@ -24,7 +24,7 @@ from dflash_jax.plan import Plan, Weights
 from dflash_jax.quant.layouts import pack_tree
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.train.recipe import FLOAT, Bucket
+from dflash_jax.train.recipes import FLOAT, Bucket
 from dflash_jax.train.threads import parallel_calls
 
 MOST_ENGINES = 4  # that decode concurrently

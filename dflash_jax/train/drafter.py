@@ -17,7 +17,7 @@ from dflash_jax.train import anchors as anchoring
 from dflash_jax.train import objective
 from dflash_jax.train.attention import split_attention
 from dflash_jax.train.features import TargetFeatures, target_features
-from dflash_jax.train.recipe import DFLASH, Recipe
+from dflash_jax.train.recipes import DFLASH, Recipe
 from dflash_jax.train.target import TrainState
 
 FIXED = "drafter"  # key of the drafter's own tables among the frozen parameters

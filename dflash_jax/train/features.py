@@ -24,7 +24,7 @@ from dflash_jax.target_model import TargetModel
 from dflash_jax.train.decoding import packed_params
 from dflash_jax.train.feature_store import FeatureStore, digest
 from dflash_jax.train.progress import StageProgress
-from dflash_jax.train.recipe import FLOAT
+from dflash_jax.train.recipes import FLOAT
 from dflash_jax.train.rows import TokenRows
 from dflash_jax.train.threads import parallel_calls
 

@@ -17,7 +17,7 @@ from dflash_jax.train.feature_store import FeatureStore
 from dflash_jax.train.files import sound
 from dflash_jax.train.groups import in_threads, results, stored
 from dflash_jax.train.progress import StageProgress
-from dflash_jax.train.recipe import Bucket
+from dflash_jax.train.recipes import Bucket
 from dflash_jax.train.rows import Document
 
 TURNS = 4  # prompts per group, in multiples of the rows; a finished group is saved

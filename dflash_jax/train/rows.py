@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from dflash_jax.train.files import saved_as, sound
-from dflash_jax.train.recipe import Bucket
+from dflash_jax.train.recipes import Bucket
 
 OPEN_ROWS = 24
 

@@ -28,7 +28,7 @@ from dflash_jax.train import (
 )
 from dflash_jax.train import rows as packing
 from dflash_jax.train.files import saved_as, sound, unless_refused, write_json
-from dflash_jax.train.recipe import Recipe
+from dflash_jax.train.recipes import Recipe
 from dflash_jax.train.rows import TokenRows
 from dflash_jax.train.setup import RUN, BegunRun, begin, check_ids
 from dflash_jax.train.training import (

@@ -26,7 +26,7 @@ from dflash_jax.train.duplicates import DuplicateFilter
 from dflash_jax.train.files import saved_as, sound, write_json
 from dflash_jax.train.groups import in_threads, results, stored
 from dflash_jax.train.progress import StageProgress
-from dflash_jax.train.recipe import Bucket, Recipe
+from dflash_jax.train.recipes import Bucket, Recipe
 
 FILE, REPORT = "turns.jsonl", "turns.json"
 MOST_TRIES = 4  # turns written for each that is wanted, at most

@@ -19,7 +19,7 @@ from dflash_jax.target_model import TargetModel
 from dflash_jax.train import data, data_reuse, hosts, self_written, sources
 from dflash_jax.train.files import claim
 from dflash_jax.train.mask import mask_token
-from dflash_jax.train.recipe import FLOAT, Recipe, new_drafter
+from dflash_jax.train.recipes import FLOAT, Recipe, new_drafter
 from dflash_jax.train.training import Report
 from dflash_jax.train.usage import Usage
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from dflash_jax.train.data import HELD_OUT_SHARE, Example, assistant_turns
-from dflash_jax.train.recipe import Recipe
+from dflash_jax.train.recipes import Recipe
 from dflash_jax.train.regenerate import AnswerPrompt
 
 

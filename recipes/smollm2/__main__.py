@@ -19,8 +19,7 @@ from dflash_jax.train import run as training
 from dflash_jax.train.data_reuse import FILES
 from dflash_jax.train.files import saved_as, write_json
 from dflash_jax.train.loop import TrainingStopped, to_stderr
-from dflash_jax.train.recipe import Recipe
-from dflash_jax.train.recipes import recipe
+from dflash_jax.train.recipes import Recipe, recipe
 from dflash_jax.utils.allocator import tune_allocator
 from recipes.smollm2 import card, comparison
 

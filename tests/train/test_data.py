@@ -18,8 +18,7 @@ from dflash_jax.testing import tiny_target
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train import data, evaluate, run, sources, user_answers
 from dflash_jax.train.mask import mask_token
-from dflash_jax.train.recipe import spread_taps
-from dflash_jax.train.recipes import SMOKE, recipe
+from dflash_jax.train.recipes import SMOKE, recipe, spread_taps
 from dflash_jax.train.usage import Usage
 from recipes.tiny import vocabulary
 

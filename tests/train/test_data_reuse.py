@@ -11,8 +11,7 @@ import pytest
 
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.train import data_reuse
-from dflash_jax.train.recipe import Bucket
-from dflash_jax.train.recipes import SMOKE
+from dflash_jax.train.recipes import SMOKE, Bucket
 
 
 def about(**changes: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from dflash_jax.testing import random_params, tiny_drafter, tiny_hybrid, tiny_ta
 from dflash_jax.train import features
 from dflash_jax.train.feature_store import FeatureStore
 from dflash_jax.train.progress import StageProgress
-from dflash_jax.train.recipe import Bucket
+from dflash_jax.train.recipes import Bucket
 from dflash_jax.train.regenerate import AnswerPrompt, Recording, answer, local_decoder
 from dflash_jax.train.rows import Document, TokenRows, one_per_row
 from dflash_jax.train.setup import rounded

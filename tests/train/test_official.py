@@ -17,8 +17,7 @@ from dflash_jax.models import build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import folder_params, random_params, tiny_target
 from dflash_jax.train import drafter, export, features, run, training
-from dflash_jax.train.recipe import Bucket, Schedule
-from dflash_jax.train.recipes import SMOKE
+from dflash_jax.train.recipes import SMOKE, Bucket, Schedule
 from dflash_jax.train.rows import TokenRows
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

@@ -18,8 +18,7 @@ from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_target
 from dflash_jax.train import decoding, groups, threads
 from dflash_jax.train.loop import TrainingStopped
-from dflash_jax.train.recipe import Bucket
-from dflash_jax.train.recipes import SMOKE
+from dflash_jax.train.recipes import SMOKE, Bucket
 from dflash_jax.train.regenerate import AnswerPrompt, answer, local_decoder
 from dflash_jax.train.rows import Document
 from dflash_jax.train.setup import open_target

@@ -15,8 +15,7 @@ from dflash_jax.testing import random_params, tiny_target
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train import setup, sources, threads
 from dflash_jax.train.duplicates import DuplicateFilter, Likeness
-from dflash_jax.train.recipe import Bucket, Recipe
-from dflash_jax.train.recipes import SMOKE, recipe
+from dflash_jax.train.recipes import SMOKE, Bucket, Recipe, recipe
 from dflash_jax.train.self_written import UserHeader, user_header, write_turns
 from recipes.tiny import vocabulary
 

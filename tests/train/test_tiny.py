@@ -15,7 +15,7 @@ from dflash_jax.testing import folder_params
 from dflash_jax.train import data, evaluate, rows, run, user_answers
 from dflash_jax.train.recipes import recipe
 from dflash_jax.train.usage import Usage
-from recipes.tiny import make as tiny
+from recipes.tiny import __main__ as tiny
 
 
 @pytest.fixture(scope="module")

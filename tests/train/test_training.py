@@ -24,8 +24,7 @@ from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import folder_params, planned, random_engine, random_params, tiny_target
 from dflash_jax.train import data, evaluate, export, initial_weights, run, setup, training
 from dflash_jax.train.files import claim
-from dflash_jax.train.recipe import Bucket, Schedule, new_drafter
-from dflash_jax.train.recipes import SMOKE, TINY_DFLASH2
+from dflash_jax.train.recipes import RECIPES, SMOKE, Bucket, Schedule, new_drafter
 from dflash_jax.train.rows import TokenRows
 
 RECIPE = dataclasses.replace(
@@ -265,7 +264,7 @@ def test_a_drafter_begins_as_another_of_its_shape_and_no_other():
     target, shipped = load_target("tiny").config, locate("tiny", "drafter")
     old = read_drafter_config(shipped)
     alike = dataclasses.replace(
-        TINY_DFLASH2,
+        RECIPES["tiny-dflash2"],
         layers=old.num_layers,
         inner=old.intermediate_size,
         taps=old.target_layer_ids,
