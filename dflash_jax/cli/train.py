@@ -288,9 +288,9 @@ def absolute(source: str) -> str:
 def draw(out: Path) -> str | None:
     """Draw the curves of a run, and return the path; None without matplotlib or a log."""
     try:
-        from dflash_jax.train import plots
+        from dflash_jax.train.loop import plot_log
 
-        return str(plots.curves(out / "log.jsonl", out / "curves.png"))
+        return str(plot_log(out / "log.jsonl", out / "curves.png"))
     except ImportError:
         return None
     except (OSError, ValueError, LookupError) as error:

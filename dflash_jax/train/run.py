@@ -14,19 +14,13 @@ from typing import Any
 
 import jax
 
-from dflash_jax.config import DrafterConfig
+from dflash_jax.config import AttentionConfig, DrafterConfig
 from dflash_jax.errors import ComputeError
 from dflash_jax.models import build_pair
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import (
-    data,
-    evaluate,
-    hosts,
-    objective,
-    regenerate,
-    user_answers,
-)
+from dflash_jax.train import data, evaluate, hosts, objective, regenerate
 from dflash_jax.train import rows as packing
+from dflash_jax.train.data import Usage
 from dflash_jax.train.files import saved_as, sound, unless_refused, write_json
 from dflash_jax.train.recipes import Recipe
 from dflash_jax.train.rows import TokenRows
@@ -39,7 +33,6 @@ from dflash_jax.train.training import (
     fit,
     make_batches,
 )
-from dflash_jax.train.usage import Usage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +190,7 @@ def stored_rows(
         limits = f"prompts={recipe.prompts}, given={recipe.given}"
         usage.leave_out(more, f"more than the recipe asks for ({limits})")
         ends = model.config.eos_token_ids
-        learnt = [user_answers.as_given([one], model.tokenizer, ends, longest) for one in kept]
+        learnt = [data.as_given([one], model.tokenizer, ends, longest) for one in kept]
         usage.leave_out(learnt.count([]), "without an assistant's turn to learn")
         rows = [document for one in learnt for document in one]
         prompts = data.prompts(asked, model.tokenizer, recipe) if asked else []
@@ -254,6 +247,21 @@ def write_weights(path: Path, weights: Any) -> None:
 
     layout = export.SPECULATORS if weights.config.draft_vocab_size else export.HUGGING_FACE
     export.export(weights, path, layout=layout, dtype="bfloat16", overwrite=True)
+
+
+def write_huggingface(
+    folder: Path, config: AttentionConfig, params: dict[str, Any], **fields: Any
+) -> None:
+    """Write a model as a folder that transformers loads, rounded to bfloat16.
+
+    Args:
+      fields: of its config.json, in place of those that follow from `config`.
+    """
+    from dflash_jax.converters import export
+    from dflash_jax.converters.tree_source import TreeSource
+
+    weights = export.Weights(config, TreeSource(params, config), fields=fields)
+    export.write_huggingface(weights, folder, "bfloat16")
 
 
 def measured(

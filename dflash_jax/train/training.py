@@ -16,7 +16,7 @@ from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.models import build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train import drafter, features, hosts, initial_weights, loop, objective, optimizer
-from dflash_jax.train.feature_store import FeatureStore
+from dflash_jax.train.features import FeatureStore
 from dflash_jax.train.recipes import CACHE, LAYERS, Recipe, new_drafter
 from dflash_jax.train.rows import Batches, TokenRows
 from dflash_jax.train.target import TrainState

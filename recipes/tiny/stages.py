@@ -21,7 +21,7 @@ from dflash_jax.graph.build import jit
 from dflash_jax.loading import load_target
 from dflash_jax.models import qwen3
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import evaluate, export, loop, optimizer, regenerate, rows, training
+from dflash_jax.train import evaluate, loop, optimizer, regenerate, rows, run, training
 from dflash_jax.train import target as pretraining
 from dflash_jax.train.files import saved_as, write_json
 from recipes import cards
@@ -129,7 +129,9 @@ def target(work: Work) -> None:
     for i, phase in enumerate(preset.phases):
         params = trained(work, preset.target_config(ends, phase.layers), params, i)
     with saved_as(work.path("target"), folder=True) as partial:
-        export.target(partial, preset.target_config(ends), jax.device_get(params), pad=pad)
+        fields = {"bos_token_id": None, "pad_token_id": pad}
+        config = preset.target_config(ends)
+        run.write_huggingface(partial, config, jax.device_get(params), **fields)
         vocabulary.save(made, partial, LONGEST)
 
 
@@ -141,7 +143,7 @@ def trained(work: Work, config: TargetConfig, params: dict, i: int) -> dict:
     phase, model = work.preset.phases[i], qwen3.build(config)
     params = pretraining.deepened(params, config.num_layers)
     maker = optimizer.build(phase.schedule, decay=WEIGHT_DECAY)
-    run = loop.TrainingRun(
+    settings = loop.TrainingRun(
         path=work.out / f"target.{i}",
         steps=phase.schedule.steps,
         save_every=phase.schedule.save_every,
@@ -149,7 +151,7 @@ def trained(work: Work, config: TargetConfig, params: dict, i: int) -> dict:
         label=f"target {i + 1}",
     )
     state = pretraining.TrainState(params=params, optimizer=maker.init(params))
-    if (finished := loop.finished(run, state)) is not None:
+    if (finished := loop.finished(settings, state)) is not None:
         return finished.params
     batches = rows.Batches(phase.buckets, token_rows(work, i), work.preset.seed + i)
     step = jit(pretraining.step(model, config, maker, phase.given_weight), donate=(0,))
@@ -158,7 +160,7 @@ def trained(work: Work, config: TargetConfig, params: dict, i: int) -> dict:
         _, batch = batches.at(number)
         return step(state, batch.tokens, batch.wanted, batch.real)
 
-    return loop.fit(run, state, advance, report=work.report).params
+    return loop.fit(settings, state, advance, report=work.report).params
 
 
 def trained_target(work: Work) -> TargetModel:
@@ -222,7 +224,8 @@ def drafter_model(work: Work) -> None:
         report=work.report,
     )
     with saved_as(work.path("drafter"), folder=True) as partial:
-        export.drafter(partial, config, params, longest=LONGEST)
+        fields = {"max_position_embeddings": LONGEST, "tie_word_embeddings": False}
+        run.write_huggingface(partial, config, params, **fields)
 
 
 def held_out(work: Work) -> None:
