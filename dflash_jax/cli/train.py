@@ -202,17 +202,17 @@ def among_hosts(options: argparse.Namespace, recipe: Any) -> contextlib.Abstract
     if count == 1:
         return contextlib.nullcontext()
     from dflash_jax.hosts.launch import LOOPBACK, TOKEN
-    from dflash_jax.train import joining
+    from dflash_jax.train import training_hosts
 
-    address = joining.parse_address(options.coordinator) if options.coordinator else None
-    joining_options = joining.HostOptions(
+    address = training_hosts.parse_address(options.coordinator) if options.coordinator else None
+    joining_options = training_hosts.HostOptions(
         count,
         host or 0,
-        address or joining.free_ports(),
+        address or training_hosts.free_ports(),
         devices_of_each(recipe, count),
         recipe_settings(recipe),
         token=os.environ.get(TOKEN) or ("" if address else secrets.token_hex(32)),
-        wait=options.host_wait or joining.WAIT,
+        wait=options.host_wait or training_hosts.WAIT,
         local=options.local_hosts or address is None,
     )
     if host == 0 and not joining_options.token and address and address[0] != LOOPBACK:
@@ -222,7 +222,7 @@ def among_hosts(options: argparse.Namespace, recipe: Any) -> contextlib.Abstract
             file=sys.stderr,
         )
     command = [*same_command(options), "--hosts", str(count), "--local-hosts"]
-    return joining.joined(joining_options, () if address else command)
+    return training_hosts.joined(joining_options, () if address else command)
 
 
 def devices_of_each(recipe: Any, hosts: int) -> int:
