@@ -19,7 +19,7 @@ from benchmarks.paired import interleaved, ratio, spread
 def measure(rows: int, pairs: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return output tokens per second of one plan, and seconds to the first token."""
     import dflash_jax as dj
-    from benchmarks.audit.lossless import heldout_prompts
+    from benchmarks.cases import heldout_chats
 
     shape = {"rows": rows, "max_length": 512, "chunk": options.chunk, "prefix_cache": 1 << 27}
     plan = dj.Plan(**shape, weights=options.weights)
@@ -27,7 +27,7 @@ def measure(rows: int, pairs: int, options: argparse.Namespace) -> dict[str, Any
     engine.measures_drafting = False
     cache = engine.prefix_cache
     assert cache is not None
-    texts = heldout_prompts(engine, 40)
+    texts = heldout_chats(engine.chat_ids, 40)
     system = [token for text in texts for token in text][: options.shared]
     prompts = [[*system, *texts[i % len(texts)][-40:]] for i in range(4 * rows)]
     limits: Any = {"max_tokens": options.max_tokens, "ignore_eos": True}

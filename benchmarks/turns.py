@@ -127,15 +127,9 @@ def shipped_turns(engine: Engine) -> Iterator[dict]:
 
 def fields(candidate: Turn, expected: str) -> dict:
     """Return the fields of a turn without empty ones."""
-    found = {
-        "id": candidate.id,
-        "kind": candidate.kind,
-        "messages": list(candidate.messages),
-        "prompt_ids": list(candidate.prompt_ids),
-        "tools": list(candidate.tools),
-        "expected": expected,
-    }
-    return {key: value for key, value in found.items() if value}
+    names = ("id", "kind", "messages", "prompt_ids", "tools")
+    found = {name: getattr(candidate, name) for name in names} | {"expected": expected}
+    return {name: value for name, value in found.items() if value}
 
 
 def main() -> None:
