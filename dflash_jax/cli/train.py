@@ -173,12 +173,8 @@ def train(options: argparse.Namespace, recipe: Any) -> Any:
             data_of=options.reuse,
         )
         if options.only_answers:
-            return training.answered_rows(
-                begun, options.out, recipe, report=report, decoder=decoder
-            )
-        return training.finish(
-            begun, options.target, options.out, recipe, report=report, decoder=decoder
-        )
+            return training.answered_rows(begun, decoder=decoder)
+        return training.finish(begun, decoder=decoder)
 
 
 def among_hosts(options: argparse.Namespace, recipe: Any) -> contextlib.AbstractContextManager[Any]:

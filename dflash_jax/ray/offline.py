@@ -36,7 +36,7 @@ def answers(
     given = source if isinstance(source, str) else training_data(source.iter_rows())
     begun = begin(target, given, out, recipe, report=report, mask_id=mask_id)
     decoder = ray_decoder(target, recipe, workers)
-    parts = answered_rows(begun, out, recipe, report=report, decoder=decoder)
+    parts = answered_rows(begun, decoder=decoder)
     model, found = begun.model, []
     for part in parts:
         for tokens, real, wanted in zip(part.tokens, part.real, part.wanted, strict=True):

@@ -77,7 +77,7 @@ def run(
             target, source, out, recipe, report=report, mask_id=mask_id, start=start,
             data_of=data_of,
         )  # fmt: skip
-        return finish(begun, target, out, recipe, report=report)
+        return finish(begun)
 
 
 def prepare(target: str, source: str, out: Path, recipe: Recipe, *, report: Report) -> None:
@@ -86,48 +86,33 @@ def prepare(target: str, source: str, out: Path, recipe: Recipe, *, report: Repo
     Other runs take them by `data_of`. Arguments and errors are those of `run`.
     """
     begun = begin(target, source, out, recipe, report=report)
-    model, config = begun.model, begun.config
-    rows = answered_rows(begun, out, recipe, report=report)
+    model, config, rows = begun.model, begun.config, answered_rows(begun)
     batches, _ = make_batches(rows, recipe, report)
     store, pair = feature_store(out, model, config, recipe), build_pair(model.config, config)
     cached_features(store, pair, model, recipe, batches, report)
 
 
-def answered_rows(
-    begun: BegunRun,
-    out: Path,
-    recipe: Recipe,
-    *,
-    report: Report,
-    decoder: regenerate.Decoder | None = None,
-) -> list[TokenRows]:
+def answered_rows(begun: BegunRun, *, decoder: regenerate.Decoder | None = None) -> list[TokenRows]:
     """Return the training rows of a run that was begun; arguments and errors as for `finish`."""
-    model, (_, usage) = begun.model, begun.held_out(recipe)
+    out, model, recipe, (_, usage) = begun.out, begun.model, begun.recipe, begun.held_out()
     recording = None if decoder else answer_recording(out, model, begun.config, recipe)
     how = {"recording": recording, "decoder": decoder}
-    return stored_rows(out, model, begun.data.training, recipe, report, usage, **how)
+    return stored_rows(out, model, begun.data.training, recipe, begun.report, usage, **how)
 
 
-def finish(
-    begun: BegunRun,
-    target: str,
-    out: Path,
-    recipe: Recipe,
-    *,
-    report: Report,
-    decoder: regenerate.Decoder | None = None,
-) -> Outcome:
-    """Complete a run that was begun with the same arguments; errors as for `run`.
+def finish(begun: BegunRun, *, decoder: regenerate.Decoder | None = None) -> Outcome:
+    """Complete a run that was begun; errors as for `run`.
 
     Host 0 makes the rows, exports the drafter and measures it; all hosts train.
 
     Args:
       decoder: decodes the answers; by default this process, which then records features too.
     """
+    out, recipe, report = begun.out, begun.recipe, begun.report
     model, config, group = begun.model, begun.config, hosts.current()
     rows: list[TokenRows] = []
     if group.first:
-        rows = answered_rows(begun, out, recipe, report=report, decoder=decoder)
+        rows = answered_rows(begun, decoder=decoder)
     if not group.exchange("is trained", (out / "drafter").is_dir())[0]:
         if not group.first:
             rows = packing.load(out / "rows.npz")
@@ -140,8 +125,8 @@ def finish(
             write_drafter(out / "drafter", config, trained)
     if not group.first:
         return Outcome(out / "drafter", {})
-    asked, _ = begun.held_out(recipe)
-    return Outcome(out / "drafter", measured(out, target, asked, recipe, report))
+    asked, _ = begun.held_out()
+    return Outcome(out / "drafter", measured(out, begun.target, asked, recipe, report))
 
 
 @contextlib.contextmanager

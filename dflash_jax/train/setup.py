@@ -37,20 +37,25 @@ class BegunRun:
     """A run whose folder belongs to its settings.
 
     Attributes:
+      target, out, recipe, report: arguments of `begin`.
       config: of the drafter.
       params: of the drafter to start from, if there is one.
       identity: everything that the result depends on.
     """
 
+    target: str
+    out: Path
+    recipe: Recipe
+    report: Report
     model: TargetModel
     config: DrafterConfig
     data: sources.TrainingData
     params: dict[str, Any] | None
     identity: str
 
-    def held_out(self, recipe: Recipe) -> tuple[list[dict[str, Any]], Usage]:
+    def held_out(self) -> tuple[list[dict[str, Any]], Usage]:
         """Return the held-out prompts, and the count of lines, in which they are entered."""
-        asked = data.held_out(self.data.held_out, self.model.tokenizer, recipe)
+        asked = data.held_out(self.data.held_out, self.model.tokenizer, self.recipe)
         usage = Usage(self.data.lines)
         usage.hold_out(len(self.data.held_out) - self.data.separate, len(asked))
         return asked, usage
@@ -74,7 +79,7 @@ def begin(
     """
     group = hosts.current()
     if not group.first:
-        return follow(target, out, recipe, start, group)
+        return follow(target, out, recipe, report, start, group)
     model = open_target(target, recipe)
     given_data = sources.load(source, recipe)
     examples = (*given_data.training, *given_data.held_out)
@@ -103,11 +108,16 @@ def begin(
     identity = json.dumps(about, sort_keys=True)
     every = with_self_written(out, model, given_data, recipe, report)
     group.exchange("begun", about)
-    return BegunRun(model, config, every, params, identity)
+    return BegunRun(target, out, recipe, report, model, config, every, params, identity)
 
 
 def follow(
-    target: str, out: Path, recipe: Recipe, start: Path | None, group: hosts.TrainingHosts
+    target: str,
+    out: Path,
+    recipe: Recipe,
+    report: Report,
+    start: Path | None,
+    group: hosts.TrainingHosts,
 ) -> BegunRun:
     """Return the run that host 0 began, without its data.
 
@@ -129,7 +139,8 @@ def follow(
     config = new_drafter(recipe, model.config, about["mask_id"])
     params = read_start(start, config) if start else None
     identity = json.dumps(about, sort_keys=True)
-    return BegunRun(model, config, sources.TrainingData(), params, identity)
+    none = sources.TrainingData()
+    return BegunRun(target, out, recipe, report, model, config, none, params, identity)
 
 
 def check_turns(model: TargetModel, given_data: sources.TrainingData, recipe: Recipe) -> None:
