@@ -15,6 +15,10 @@ from typing import Any
 
 from benchmarks.paired import interleaved, ratio, spread
 
+HEADINGS = ("rows", "cold tok/s", "warm tok/s", "plain tok/s", "drafted/plain", "cold prefill s",
+            "warm prefill s")  # fmt: skip
+WIDTH = 200  # of the table, so that it stays one
+
 
 def measure(rows: int, pairs: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return output tokens per second of one plan, and seconds to the first token."""
@@ -76,27 +80,18 @@ def main() -> int:
     import os
 
     from benchmarks.environment import write_result
+    from dflash_jax.cli.terminal import table
     from dflash_jax.utils.allocator import tune_allocator
 
     tune_allocator()
     reports = []
-    print(
-        "rows  cold tok/s  warm tok/s  plain tok/s  drafted/plain  cold prefill s  warm prefill s"
-    )
     for rows in map(int, options.rows.split(",")):
         report = measure(rows, options.pairs, options)
         reports.append(report | {"load": os.getloadavg()[0]})
-        speed, first = report["tokens_per_s"], report["prefill_s"]
-        numbers = (
-            speed["cold"]["median"],
-            speed["warm"]["median"],
-            speed["plain"]["median"],
-            report["drafted_over_plain"]["median"],
-            first["cold"]["median"],
-            first["warm"]["median"],
-        )
-        print(f"{rows:4}  {numbers[0]:10.1f}  {numbers[1]:10.1f}  {numbers[2]:11.1f}", end="")
-        print(f"  {numbers[3]:10.2f}  {numbers[4]:14.3f}  {numbers[5]:14.3f}", flush=True)
+        speeds = [f"{found['median']:.1f}" for found in report["tokens_per_s"].values()]
+        ratio = f"{report['drafted_over_plain']['median']:.2f}"
+        first = [f"{report['prefill_s'][name]['median']:.3f}" for name in ("cold", "warm")]
+        print(table(HEADINGS, [[str(rows), *speeds, ratio, *first]], WIDTH), flush=True)
     write_result(options.json, "engine", {"weights": options.weights, "cases": reports})
     return 0
 
