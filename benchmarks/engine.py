@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paired import interleaved, ratio, spread
+from benchmarks.paired import interleaved, ratio, spreads
 
 HEADINGS = ("rows", "cold tok/s", "warm tok/s", "plain tok/s", "drafted/plain", "cold prefill s",
             "warm prefill s")  # fmt: skip
@@ -59,8 +59,8 @@ def measure(rows: int, pairs: int, options: argparse.Namespace) -> dict[str, Any
         "requests": len(prompts),
         "prompt_tokens": sum(map(len, prompts)),
         "cached_tokens": seen["cached"],
-        "tokens_per_s": {name: spread(x).to_json() for name, x in samples.items()},
-        "prefill_s": {name: spread(x[1:]).to_json() for name, x in seen["first"].items()},
+        "tokens_per_s": spreads(samples),
+        "prefill_s": spreads({name: x[1:] for name, x in seen["first"].items()}),
         "warm_over_cold": ratio(samples, "warm", "cold").to_json(),
         "drafted_over_plain": ratio(samples, "cold", "plain").to_json(),
     }

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paired import markdown, spread
+from benchmarks.paired import markdown, spreads
 from benchmarks.workers import Worker, WorkerError, jax_memory, llama_version, llama_worker
 
 PLAIN, ONE_TOKEN, DRAFTED = "plain", "plain one token", "drafted"
@@ -209,8 +209,8 @@ def decode(setting: Setting, rounds: int) -> dict[str, Any]:
         plans_of = {name: worker.first.get("plan") for name, worker in found.items()}
     figures = {
         series: {
-            "tokens_per_s": _spread(one["tokens_per_s"]),
-            "tokens_per_cpu_s": _spread(one["tokens_per_cpu_s"]),
+            "tokens_per_s": spreads(one["tokens_per_s"]),
+            "tokens_per_cpu_s": spreads(one["tokens_per_cpu_s"]),
             "acceptance_length": one["length"][-1],
             "plan": plans_of[series],
         }
@@ -234,12 +234,7 @@ def prefill(setting: Setting, rounds: int) -> dict[str, Any]:
                     if turn >= 0:
                         by_length = samples.setdefault(series, {})
                         by_length.setdefault(str(count), []).append(count / answer["prefill_s"])
-    return {
-        "series": {
-            series: {count: _spread(speeds) for count, speeds in by_length.items()}
-            for series, by_length in samples.items()
-        }
-    }
+    return {"series": spreads(samples)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,21 +289,18 @@ def startup(setting: Setting, rounds: int) -> dict[str, Any]:
                 for state in ("cold", "warm"):
                     one = first_token(setting, command, cache)
                     starts.setdefault(f"{name}, {state}", []).append(one)
-    return {"jax_alone_mb": dataclasses.asdict(jax_memory()), "series": _start_figures(starts)}
-
-
-def _start_figures(starts: dict[str, list[Start]]) -> dict[str, Any]:
-    def of_field(ended: list[Start], field: str) -> dict[str, Any]:
-        names = getattr(ended[-1], field)
-        return {
-            n: spread([getattr(one, field).get(n, 0.0) for one in ended]).to_json() for n in names
-        }
-
     fields = [field.name for field in dataclasses.fields(Start)]
-    return {
-        series: {field: of_field(ended, field) for field in fields}
+    figures = {
+        series: {field: _columns(ended, field) for field in fields}
         for series, ended in starts.items()
     }
+    return {"jax_alone_mb": dataclasses.asdict(jax_memory()), "series": spreads(figures)}
+
+
+def _columns(ended: list[Start], field: str) -> dict[str, list[float]]:
+    """Return the numbers of a field by name, 0 where a start has none."""
+    found = [getattr(one, field) for one in ended]
+    return {name: [numbers.get(name, 0.0) for numbers in found] for name in found[-1]}
 
 
 def startup_lines(key: str, found: dict[str, Any]) -> list[str]:
@@ -326,10 +318,6 @@ def startup_lines(key: str, found: dict[str, Any]) -> list[str]:
         shown = [f"{name} {value:.0f}" for name, value in memory.items()]
         out.append(f"  {'':15} MB: {', '.join(shown)}")
     return out
-
-
-def _spread(numbers: list[float]) -> dict[str, Any]:
-    return spread(numbers).to_json()
 
 
 def measure(stage: str, setting: Setting, rounds: int) -> dict[str, Any]:

@@ -33,6 +33,13 @@ def spread(numbers: list[float]) -> Spread:
     return Spread(statistics.median(numbers), min(numbers), max(numbers), (first, third))
 
 
+def spreads(series: Any) -> Any:
+    """Return nested series of numbers, each list replaced by its spread as JSON values."""
+    if isinstance(series, list):
+        return spread(series).to_json()
+    return {name: spreads(inner) for name, inner in series.items()}
+
+
 def interleaved(calls: Mapping[str, Callable[[], float]], pairs: int) -> Samples:
     """Call every function in turn, `pairs` times, after one untimed call each."""
     for call in calls.values():
