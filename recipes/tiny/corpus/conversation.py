@@ -12,7 +12,7 @@ import random
 import re
 
 from recipes.tiny.corpus import agents, smalltalk, tasks
-from recipes.tiny.corpus.tools import offer
+from recipes.tiny.corpus.agents import offer
 from recipes.tiny.corpus.world import Conversation, Exchange, facts, is_held_out
 
 MAKERS = (*smalltalk.MAKERS, *tasks.MAKERS)
