@@ -274,7 +274,7 @@ def test_a_drafter_begins_as_another_of_its_shape_and_no_other():
     config = new_drafter(alike, target, old.mask_token_id)
     start = setup.read_start(Path("tiny"), config)
     fresh = initial_weights.fresh(build_pair(target, config), 0)
-    replaced = training.replaced(fresh, start)
+    replaced, _ = initial_weights.replaced(fresh, start)
     assert jax.tree.structure(replaced) == jax.tree.structure(fresh)
     np.testing.assert_array_equal(replaced["fc"], start["fc"])
     np.testing.assert_array_equal(replaced["predecessor"], fresh["predecessor"])
