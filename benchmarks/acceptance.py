@@ -22,9 +22,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paired import spread
+from benchmarks.paired import markdown, spread
 
 CONVERSATIONS = Path(__file__).with_name("prompts.jsonl")
+HEADINGS = (
+    "weights, temperature | prompts | block | acceptance length | accepted at 1, 2, ... |"
+    " plain tokens/s | drafted | drafted over plain | automatic over plain"
+)
 PLAIN, ALONE, AUTOMATIC = "plain", "no drafter", "automatic"
 
 
@@ -185,31 +189,13 @@ def figures(
     return row
 
 
-def lines(title: str, table: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a table for people."""
-    yield f"-- {title}"
-    for name, modes in table.items():
-        for mode, row in modes.items():
-            length = row.get("acceptance_length")
-            ratio = row[f"over {ALONE}"]
-            yield (
-                f"{name:14} {mode:12} {row['tokens_per_s']:8.1f} tok/s"
-                f"  {ratio['median'] if ratio else float('nan'):5.2f} over no drafter"
-                + (f"  acceptance length {length:.2f}" if length else "")
-            )
-
-
 def table(tables: Mapping[str, Any]) -> list[str]:
     """Return all tables as one in Markdown; `tables` are those of the JSON file.
 
     Speeds are those of the block that is the fastest over all prompts. The plain mode is the
     faster of the two, for all prompts; ratios are medians of prompts, each paired with itself.
     """
-    rows = [
-        "| weights, temperature | prompts | block | acceptance length | accepted at 1, 2, ... |"
-        " plain tokens/s | drafted | drafted over plain | automatic over plain |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     for title, groups in tables.items():
         every = groups["all"]
         blocks = [mode for mode in every if mode.startswith("block ")]
@@ -223,12 +209,12 @@ def table(tables: Mapping[str, Any]) -> list[str]:
             cells += [f"{drafted['acceptance_length']:.2f}", places]
             cells += [f"{modes[mode]['tokens_per_s']:.1f}" for mode in (base, best)]
             cells += [f"{x['median']:.2f}" if x else "" for x in ratios]
-            rows.append(f"| {' | '.join(cells)} |")
-    return rows
+            rows.append(cells)
+    return markdown(HEADINGS, rows)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measure, print the tables, and store them."""
+    """Measure, print the tables as they come and all of them as one, and store them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", default="tiny")
     parser.add_argument("--drafter", default="auto")
@@ -255,7 +241,7 @@ def main(words: Sequence[str] | None = None) -> int:
             load = os.getloadavg()[0]
             found = measure(measurement, chosen, temperature, options.max_tokens)
             groups, title = summary(chosen, found), f"{weights}, temperature {temperature:g}"
-            print(*lines(title, groups), sep="\n", flush=True)
+            print(*table({title: groups}), sep="\n", flush=True)
             report["tables"][title] = groups
             report["plan"] = dataclasses.asdict(measurement.engine.plan)
             report.setdefault("load", []).append([load, os.getloadavg()[0]])

@@ -23,10 +23,11 @@ from typing import Any
 
 import numpy as np
 
-import dflash_jax as dj
+from benchmarks.cases import heldout, heldout_chats
 from benchmarks.llama_cpp import (
     DRAFTED,
     LLAMA,
+    MODES,
     Setting,
     about,
     case_parser,
@@ -34,16 +35,14 @@ from benchmarks.llama_cpp import (
     merge,
     tokenizer_of,
 )
+from benchmarks.paired import markdown
 from benchmarks.workers import Worker
 
 WINDOW, MOST_WINDOWS = 128, 40  # tokens of a window, and windows of a model
 PROMPTS, TOKENS, LENGTH = 24, 96, 1024  # of the acceptance length, and room for them
 ENGLISH = Path(__file__).with_name("heldout_english.txt")
-FLOAT_MODES = {
-    "bfloat16": {"dtype": "bfloat16"},
-    "int8": {"weights": "int8"},
-    "int4": {"weights": "int4"},
-}
+FLOAT_MODES = {name: MODES[name] for name in ("bfloat16", "int8", "int4")}
+HEADINGS = "model | mode | relative error | KL divergence | same greedy token | perplexity | τ"
 REFERENCE, STAGE = "float32", "accuracy"
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "DFLASH_PROGRESS": "off"}
 
@@ -108,12 +107,6 @@ def windows_of(model: str, target: Path) -> np.ndarray:
     return np.asarray(ids[: count * WINDOW]).reshape(count, WINDOW)
 
 
-def heldout() -> list[dict[str, Any]]:
-    """Return the shipped held-out prompts and texts."""
-    path = Path(dj.__file__).parent / "data" / "tiny" / "heldout.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def logits_of(worker: Worker, windows: np.ndarray) -> np.ndarray:
     """Return logits [W, T, V] that a worker computes."""
     found = []
@@ -132,16 +125,6 @@ def acceptance_length(worker: Worker, prompts: Sequence[Sequence[int]]) -> float
     return sum(len(a["tokens"]) - 1 for a in answers) / sum(a["rounds"] for a in answers)
 
 
-def chat_prompts(target: Path) -> list[list[int]]:
-    """Return the first held-out conversations as ids."""
-    tokenizer = tokenizer_of(target)
-    rows = [row for row in heldout() if "messages" in row][:PROMPTS]
-    return [
-        tokenizer.chat(row["messages"], **({"tools": row["tools"]} if row["tools"] else {}))
-        for row in rows
-    ]
-
-
 def modes(settings: Sequence[Setting]) -> Iterator[tuple[str, Callable[[], Worker]]]:
     """Yield the name of each mode and how to start its worker, the reference first."""
 
@@ -157,7 +140,7 @@ def modes(settings: Sequence[Setting]) -> Iterator[tuple[str, Callable[[], Worke
     base = next((s for s in settings if s.kind == "f32"), None)
     if base is None:
         raise SystemExit("--types has no f32, the type of the reference; add it")
-    yield REFERENCE, ours(base, {"dtype": "float32"})
+    yield REFERENCE, ours(base, MODES[REFERENCE])
     for name, plan in FLOAT_MODES.items():
         yield name, ours(base, plan)
     for setting in settings:
@@ -172,7 +155,8 @@ def modes(settings: Sequence[Setting]) -> Iterator[tuple[str, Callable[[], Worke
 def measure(model: str, settings: Sequence[Setting]) -> dict[str, Any]:
     """Return the scores of every mode of a model."""
     windows = windows_of(model, settings[0].target)
-    prompts = chat_prompts(settings[0].target) if model == "tiny" else []
+    chat = tokenizer_of(settings[0].target).chat
+    prompts = heldout_chats(chat, PROMPTS) if model == "tiny" else []
     found: dict[str, Any] = {}
     reference = np.zeros(0)
     for name, start in modes(settings):
@@ -197,7 +181,7 @@ def measure_folder(folder: Path) -> dict[str, Any]:
     windows = rng.integers(0, config.vocab_size, (4, WINDOW // 2))
     found: dict[str, Any] = {}
     reference = np.zeros(0)
-    for name, plan in ({REFERENCE: {"dtype": "float32"}} | FLOAT_MODES).items():
+    for name, plan in ({REFERENCE: MODES[REFERENCE]} | FLOAT_MODES).items():
         command = [sys.executable, "-m", "benchmarks.jax_worker", str(folder), "--no-warm-up"]
         command += ["--plan", json.dumps(plan | {"max_length": WINDOW})]
         with Worker(command, 1, environment=ENVIRONMENT) as worker:
@@ -216,10 +200,7 @@ def line(model: str, name: str, figures: dict[str, Any]) -> str:
 
 def table(cases: dict[str, Any]) -> list[str]:
     """Return the table of docs/benchmarks.md: every mode, and llama.cpp's types, by model."""
-    out = [
-        "| model | mode | relative error | KL divergence | same greedy token | perplexity | τ |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     for model, case in cases.items():
         for name, found in case[STAGE]["modes"].items():
             perplexity, length = found["perplexity"], found.get("acceptance_length")
@@ -232,8 +213,8 @@ def table(cases: dict[str, Any]) -> list[str]:
                 "" if perplexity is None else f"{perplexity:.2f}",
                 "" if length is None else f"{length:.2f}",
             ]
-            out.append(" ".join(f"| {cell}" for cell in cells).rstrip() + " |")
-    return out
+            rows.append(cells)
+    return markdown(HEADINGS, rows)
 
 
 def main(words: Sequence[str] | None = None) -> int:

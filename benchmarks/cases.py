@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,9 @@ import numpy as np
 import dflash_jax as dj
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.engine import Engine
-from dflash_jax.loading import resolve_here
-from dflash_jax.models import build_graph, build_pair
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import StructuredWeight
-from dflash_jax.testing import force_acceptance, random_params, scripted_engine, set_script
+from dflash_jax.testing import force_acceptance, scripted_engine, set_script
 
 CYCLE_16 = (7, 3, 15, 5, 0, 9, 6, 4)  # accepted drafts per round: 7.125 tokens
 CYCLE_8 = (3, 1, 5, 2, 7, 0, 4, 4)  # 4.25 tokens
@@ -64,37 +63,91 @@ class Case:
         }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a random Qwen3 pair, and the number of tokens it decodes."""
+    """Sizes of a random target with tied embeddings; heads have 64 numbers."""
 
     width: int
     layers: int
     heads: int
     inner: int
-    vocabulary: int
+    vocabulary: int = 32000
+
+    def target(self, model_type: str = "qwen3") -> TargetConfig:
+        """Return the configuration."""
+        return TargetConfig(
+            model_type=model_type,
+            hidden_size=self.width,
+            num_layers=self.layers,
+            num_heads=self.heads,
+            num_kv_heads=self.heads // 2,
+            head_dim=64,
+            intermediate_size=self.inner,
+            vocab_size=self.vocabulary,
+            max_length=2048,
+            tie_embeddings=True,
+            qk_norm=model_type == "qwen3",
+            windows=(None,) * self.layers,
+        )
+
+
+def random_drafter(target: TargetConfig, layers: int, block: int) -> DrafterConfig:
+    """Return a DFlash drafter with layers of the target's size and a tap for each of them."""
+    taps = np.linspace(1, max(target.num_layers - 3, 2), layers).round().astype(int)
+    return DrafterConfig(
+        hidden_size=target.hidden_size,
+        num_layers=layers,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        intermediate_size=target.intermediate_size,
+        vocab_size=target.vocab_size,
+        block_size=block,
+        mask_token_id=target.vocab_size - 1,
+        target_layer_ids=tuple(taps.tolist()),
+        num_target_layers=target.num_layers,
+        windows=(None,) * layers,
+        causal=(False,) * layers,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomPair:
+    """A random Qwen3 pair, and the number of tokens it decodes."""
+
+    shape: Shape
     drafter_layers: int
     block: int
     cycle: tuple[int, ...]
-    prompt: int
+    prompt: int = 128
     max_tokens: int = 128
 
 
-SHAPES = {
-    "tiny-random": Shape(
-        width=256, layers=6, heads=4, inner=768, vocabulary=2048, drafter_layers=3, block=8,
-        cycle=CYCLE_8, prompt=128,
-    ),
-    "9m": Shape(
-        width=256, layers=9, heads=4, inner=768, vocabulary=8192, drafter_layers=3, block=16,
-        cycle=CYCLE_16, prompt=128,
-    ),
-    "60m": Shape(
-        width=512, layers=14, heads=8, inner=1536, vocabulary=32000, drafter_layers=5, block=16,
-        cycle=CYCLE_16, prompt=256,
-    ),
-}  # fmt: skip
-NAMES = ("tiny", *SHAPES)
+RANDOM = {
+    "tiny-random": RandomPair(Shape(256, 6, 4, 768, 2048), 3, 8, CYCLE_8),
+    "9m": RandomPair(Shape(256, 9, 4, 768, 8192), 3, 16, CYCLE_16),
+    "60m": RandomPair(Shape(512, 14, 8, 1536), 5, 16, CYCLE_16, prompt=256),
+}
+NAMES = ("tiny", *RANDOM)
+
+
+def heldout() -> list[dict[str, Any]]:
+    """Return the shipped held-out prompts and texts."""
+    path = Path(dj.__file__).parent / "data" / "tiny" / "heldout.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def heldout_chats(chat: Callable[..., list[int]], count: int | None = None) -> list[list[int]]:
+    """Return the first held-out conversations as token ids.
+
+    Args:
+      chat: of an engine (`chat_ids`) or a tokenizer (`chat`).
+    """
+    rows = [row for row in heldout() if "messages" in row][:count]
+    return [
+        chat(row["messages"], **({"tools": row["tools"]} if row.get("tools") else {}))
+        for row in rows
+    ]
 
 
 def count(params: dict[str, Any]) -> int:
@@ -112,73 +165,31 @@ def build(name: str, *, max_length: int = 0, prompts: int = 8, rounds: int = 0) 
     """
     if name == "tiny":
         return _shipped(max_length or 512, prompts, rounds)
-    return _random(name, SHAPES[name], max_length, rounds)
+    return _random(name, RANDOM[name], max_length, rounds)
 
 
 def _shipped(max_length: int, prompts: int, rounds: int, max_tokens: int = 128) -> Case:
     """The shipped pair on held-out conversations that fit, with its own acceptance."""
     engine = dj.load(plan=Plan(dtype="float32", max_length=max_length, steps_per_call=rounds))
     engine.measures_drafting = False
-    path = Path(dj.__file__).parent / "data" / "tiny" / "heldout.jsonl"
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    chats = [
-        engine.chat_ids(row["messages"], **({"tools": row["tools"]} if row.get("tools") else {}))
-        for row in rows
-        if "messages" in row
-    ]
+    chats = heldout_chats(engine.chat_ids)
     fitting = [Work(ids, None) for ids in chats if len(ids) + max_tokens <= max_length]
     stops = tuple(sorted(engine.target.eos_token_ids))
     return Case("tiny", engine, fitting[:prompts], max_tokens, stops, "real")
 
 
-def _random(name: str, shape: Shape, max_length: int, rounds: int) -> Case:
+def _random(name: str, pair: RandomPair, max_length: int, rounds: int) -> Case:
     """Return random weights with a scripted drafter that follows the acceptance cycle."""
-    target, drafter = configs(shape)
-    length = max_length or shape.prompt + shape.max_tokens
-    plan = Plan(dtype="float32", max_length=length, block=shape.block, steps_per_call=rounds)
-    params = random_params(build_pair(target, drafter), seed=1)
-    plan = resolve_here(plan, build_pair(target, drafter))
-    real = Engine(build_graph(target, drafter, plan), jax.device_put(params))
+    target = pair.shape.target()
+    drafter = random_drafter(target, pair.drafter_layers, pair.block)
+    length = max_length or pair.prompt + pair.max_tokens
+    plan = Plan(dtype="float32", max_length=length, block=pair.block, steps_per_call=rounds)
+    real = dj.random_engine(target, drafter, plan=plan, seed=1)
     rng = np.random.default_rng(2)
-    prompt = rng.integers(0, target.vocab_size - 1, shape.prompt).tolist()
-    plain = real.generate(prompt, max_tokens=shape.max_tokens, speculative=False)
+    prompt = rng.integers(0, target.vocab_size - 1, pair.prompt).tolist()
+    plain = real.generate(prompt, max_tokens=pair.max_tokens, speculative=False)
     truth = [*prompt, *plain.token_ids]
-    script = force_acceptance(truth, shape.prompt, shape.cycle, target.vocab_size)
+    script = force_acceptance(truth, pair.prompt, pair.cycle, target.vocab_size)
     work = [Work(prompt, script)]
-    forced = "forced " + ",".join(map(str, shape.cycle))
-    return Case(name, scripted_engine(real), work, shape.max_tokens, (), forced)
-
-
-def configs(shape: Shape) -> tuple[TargetConfig, DrafterConfig]:
-    """Return configs of a target and of a drafter with one tap per layer."""
-    common: dict[str, Any] = {
-        "hidden_size": shape.width,
-        "num_heads": shape.heads,
-        "num_kv_heads": shape.heads // 2,
-        "head_dim": 64,
-        "intermediate_size": shape.inner,
-        "vocab_size": shape.vocabulary,
-    }
-    target = TargetConfig(
-        model_type="qwen3",
-        num_layers=shape.layers,
-        tie_embeddings=True,
-        qk_norm=True,
-        windows=(None,) * shape.layers,
-        **common,
-    )
-    drafter = DrafterConfig(
-        num_layers=shape.drafter_layers,
-        block_size=shape.block,
-        mask_token_id=shape.vocabulary - 1,
-        target_layer_ids=_taps(shape.layers, shape.drafter_layers),
-        num_target_layers=shape.layers,
-        windows=(None,) * shape.drafter_layers,
-        causal=(False,) * shape.drafter_layers,
-        **common,
-    )
-    return target, drafter
-
-
-def _taps(layers: int, count: int) -> tuple[int, ...]:
-    return tuple(np.linspace(1, layers - 3, count).round().astype(int).tolist())
+    forced = "forced " + ",".join(map(str, pair.cycle))
+    return Case(name, scripted_engine(real), work, pair.max_tokens, (), forced)

@@ -23,9 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gpu_compile import ITEM
+from benchmarks.paired import markdown
+
 ROWS, LENGTH = 16, 8192  # requests decoded together, and slots of each
 COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-ITEM = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 BY_REDUCTION = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1}
 _CALL = re.compile(rf"= (.+?) ({COLLECTIVES})(?:-start)?\((.*)$")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
@@ -77,6 +79,11 @@ class Case:
         return f"{self.model}, {self.where}, {self.data} x {self.split}"
 
 
+HEADINGS = (
+    "model and devices | mesh | step | holds | reads: weights, caches"
+    " | collectives in a host, between hosts | sends in a host, between hosts"
+    " | estimate: memory + links"
+)
 _PLACES = (
     ("2 hosts of 8 H100", H100, 2, 8),
     ("2 hosts of 8 H100", H100, 1, 16),
@@ -86,74 +93,9 @@ _PLACES = (
 )
 CASES = tuple(Case(model, *place) for model in ("Qwen3-32B", "gpt-oss-120b") for place in _PLACES)
 
-_BOTH = {"hidden_act": "silu", "torch_dtype": "bfloat16"}
-_QWEN3 = _BOTH | {
-    "model_type": "qwen3",
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-}
 # Fields of the published configs. No drafter of Qwen3-32B is published: this one has the shape of
 # z-lab/Qwen3.5-27B-DFlash, whose target has the same width and depth.
-CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "Qwen3-32B": (
-        _QWEN3
-        | {
-            "hidden_size": 5120,
-            "intermediate_size": 25600,
-            "num_hidden_layers": 64,
-            "num_attention_heads": 64,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "tie_word_embeddings": False,
-        },
-        _QWEN3
-        | {
-            "hidden_size": 5120,
-            "intermediate_size": 17408,
-            "num_hidden_layers": 5,
-            "num_attention_heads": 32,
-            "head_dim": 128,
-            "vocab_size": 151936,
-            "block_size": 16,
-            "num_target_layers": 64,
-            "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 16, 31, 46, 61]},
-        },
-    ),
-    "gpt-oss-120b": (
-        _BOTH
-        | {
-            "model_type": "gpt_oss",
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "vocab_size": 201088,
-            "num_local_experts": 128,
-            "num_experts_per_tok": 4,
-            "sliding_window": 128,
-            "max_position_embeddings": 131072,
-            "tie_word_embeddings": False,
-        },
-        _QWEN3
-        | {
-            "hidden_size": 2880,
-            "intermediate_size": 7680,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 64,
-            "head_dim": 64,
-            "vocab_size": 201088,
-            "attention_bias": True,
-            "block_size": 10,
-            "num_target_layers": 36,
-            "max_position_embeddings": 131072,
-            "dflash_config": {"mask_token_id": 200000, "target_layer_ids": [1, 9, 17, 25, 33]},
-        },
-    ),
-}
+CONFIGS = Path(__file__).with_name("large_models.json")
 
 
 def compiled_steps(case: Case) -> Iterator[tuple[str, str]]:
@@ -163,22 +105,18 @@ def compiled_steps(case: Case) -> Iterator[tuple[str, str]]:
     """
     import jax
 
-    from dflash_jax import Plan
+    from benchmarks.gpu_cases import planned
     from dflash_jax.config import check_pair, drafter_config, target_config
     from dflash_jax.graph.build import OPTIONS, lower
     from dflash_jax.graph.keys import ProgramKey, Step, Variant
-    from dflash_jax.graph.programs import declare
-    from dflash_jax.graph.resolve import resolve
-    from dflash_jax.models import build_pair
-    from dflash_jax.testing import planned
 
     jax.lax.platform_dependent = lambda *arguments, default, **forms: default(*arguments)
-    outer, inner = CONFIGS[case.model]
+    outer, inner = json.loads(CONFIGS.read_text(encoding="utf-8"))[case.model]
     target, drafter = target_config(outer), drafter_config(inner)
     check_pair(target, drafter)
-    plan = Plan(rows=ROWS, max_length=LENGTH, mesh=(case.data, case.split))
-    plan = resolve(plan, build_pair(target, drafter), platform="gpu", memory=1 << 50)
-    programs = declare(planned(target, drafter, plan), variants=(Variant.GREEDY,))
+    fields = {"rows": ROWS, "max_length": LENGTH, "mesh": (case.data, case.split)}
+    graph = planned((target, drafter), memory=1 << 50, **fields)
+    programs = graph.programs(variants=(Variant.GREEDY,))
     for step in (Step.PLAIN, Step.SPECULATIVE):
         lowered = lower(programs[ProgramKey(step, Variant.GREEDY)])
         yield step.value, lowered.compile(compiler_options=OPTIONS).as_text() or ""
@@ -281,12 +219,7 @@ def _bytes(shapes: str) -> int:
 
 def table(cases: Mapping[str, Any]) -> list[str]:
     """Return the table of docs/serving.md: a line for each step of each case."""
-    out = [
-        "| model and devices | mesh | step | holds | reads: weights, caches"
-        " | collectives in a host, between hosts | sends in a host, between hosts"
-        " | estimate: memory + links |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     for name, case in cases.items():
         model, where, mesh = name.split(", ")
         for step, found in case["steps"].items():
@@ -302,8 +235,8 @@ def table(cases: Mapping[str, Any]) -> list[str]:
                 ", ".join(_size(n) for n in sent.values()),
                 f"{estimate['memory_ms']:.2f} + {estimate['links_ms']:.2f} ms",
             ]
-            out.append(f"| {' | '.join(cells)} |")
-    return out
+            rows.append(cells)
+    return markdown(HEADINGS, rows)
 
 
 def _size(n: float) -> str:

@@ -22,7 +22,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 GOALS = {"tiny": 2.2, "9m": 1.7, "60m": 1.5}  # over the official package
 OFFICIAL = ("torch", "transformers", "dflash")  # packages of the peer
 LOOPS = ("host_loop", "device_loop")
+WIDTH = 200  # of the table, so that it stays one
 LOOP_GOAL = 0.97  # of the device loop's speed
 
 
@@ -180,51 +181,26 @@ def prefill(decoder: Decoder) -> dict[str, Any]:
     return spread(decoder.prefill[2:]).to_json()
 
 
+HEADINGS = ("case", "faster", "over", "ratio", "quartiles", "min", "cpu", "goal", "tok/s",
+            "of other", "tau")  # fmt: skip
+
+
 def table(reports: dict[str, Any]) -> str:
     """Return one line per case and comparison; "tiny:16" has up to 16 steps per call."""
-    titles = (
-        "case",
-        "faster",
-        "over",
-        "ratio",
-        "quartiles",
-        "min",
-        "cpu",
-        "goal",
-        "tok/s",
-        "of other",
-        "tau",
-    )
-    lines = [columns(titles)]
+    from dflash_jax.cli import terminal
+
+    rows = []
     for name, report in reports.items():
         for series, found in report["series"].items():
             goals = {"official": GOALS.get(name.split(":")[0])} | dict.fromkeys(LOOPS, LOOP_GOAL)
-            goal, tau = goals.get(series), report["acceptance_length"]
-            lines.append(
-                columns((name, *figures(found), goal or "-", *speeds(found), f"{tau:.3f}"))
-            )
-    return "\n".join(lines)
-
-
-def columns(cells: Sequence[object]) -> str:
-    """Return the padded cells of a table line."""
-    widths = (6, 9, 11, 6, 13, 6, 6, 4, 7, 8, 5)
-    return "".join(str(cell).ljust(width) + " " for cell, width in zip(cells, widths, strict=True))
-
-
-def figures(found: dict[str, Any]) -> tuple[str, ...]:
-    """Return both names and the ratio: median, quartiles, minimum, median by CPU seconds."""
-    r = found["ratio"]
-    numbers = (r["median"], "{:.3f}-{:.3f}".format(*r["quartiles"]), r["low"])
-    cells = (x if isinstance(x, str) else f"{x:.3f}" for x in numbers)
-    return found["over"], found["baseline"], *cells, f"{found['cpu_ratio']['median']:.3f}"
-
-
-def speeds(found: dict[str, Any]) -> tuple[str, str]:
-    """Return the median tokens per second of both decoders."""
-    samples = found["tokens_per_s"]
-    decoders = (found["over"], found["baseline"])
-    return tuple(f"{statistics.median(samples[decoder]):.1f}" for decoder in decoders)
+            pair, r, goal = (found["over"], found["baseline"]), found["ratio"], goals.get(series)
+            medians = (statistics.median(found["tokens_per_s"][decoder]) for decoder in pair)
+            ratio = (f"{r['median']:.3f}", "{:.3f}-{:.3f}".format(*r["quartiles"]))
+            least = (f"{r['low']:.3f}", f"{found['cpu_ratio']['median']:.3f}", str(goal or "-"))
+            speeds = (f"{median:.1f}" for median in medians)
+            length = f"{report['acceptance_length']:.3f}"
+            rows.append((name, *pair, *ratio, *least, *speeds, length))
+    return terminal.table(HEADINGS, rows, WIDTH)
 
 
 def arguments() -> argparse.Namespace:

@@ -13,13 +13,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paired import interleaved, ratio, spread
+from benchmarks.paired import interleaved, ratio, spreads
+
+HEADINGS = ("rows", "cold tok/s", "warm tok/s", "plain tok/s", "drafted/plain", "cold prefill s",
+            "warm prefill s")  # fmt: skip
+WIDTH = 200  # of the table, so that it stays one
 
 
 def measure(rows: int, pairs: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return output tokens per second of one plan, and seconds to the first token."""
     import dflash_jax as dj
-    from benchmarks.audit.lossless import heldout_prompts
+    from benchmarks.cases import heldout_chats
 
     shape = {"rows": rows, "max_length": 512, "chunk": options.chunk, "prefix_cache": 1 << 27}
     plan = dj.Plan(**shape, weights=options.weights)
@@ -27,7 +31,7 @@ def measure(rows: int, pairs: int, options: argparse.Namespace) -> dict[str, Any
     engine.measures_drafting = False
     cache = engine.prefix_cache
     assert cache is not None
-    texts = heldout_prompts(engine, 40)
+    texts = heldout_chats(engine.chat_ids, 40)
     system = [token for text in texts for token in text][: options.shared]
     prompts = [[*system, *texts[i % len(texts)][-40:]] for i in range(4 * rows)]
     limits: Any = {"max_tokens": options.max_tokens, "ignore_eos": True}
@@ -55,8 +59,8 @@ def measure(rows: int, pairs: int, options: argparse.Namespace) -> dict[str, Any
         "requests": len(prompts),
         "prompt_tokens": sum(map(len, prompts)),
         "cached_tokens": seen["cached"],
-        "tokens_per_s": {name: spread(x).to_json() for name, x in samples.items()},
-        "prefill_s": {name: spread(x[1:]).to_json() for name, x in seen["first"].items()},
+        "tokens_per_s": spreads(samples),
+        "prefill_s": spreads({name: x[1:] for name, x in seen["first"].items()}),
         "warm_over_cold": ratio(samples, "warm", "cold").to_json(),
         "drafted_over_plain": ratio(samples, "cold", "plain").to_json(),
     }
@@ -76,27 +80,18 @@ def main() -> int:
     import os
 
     from benchmarks.environment import write_result
+    from dflash_jax.cli.terminal import table
     from dflash_jax.utils.allocator import tune_allocator
 
     tune_allocator()
     reports = []
-    print(
-        "rows  cold tok/s  warm tok/s  plain tok/s  drafted/plain  cold prefill s  warm prefill s"
-    )
     for rows in map(int, options.rows.split(",")):
         report = measure(rows, options.pairs, options)
         reports.append(report | {"load": os.getloadavg()[0]})
-        speed, first = report["tokens_per_s"], report["prefill_s"]
-        numbers = (
-            speed["cold"]["median"],
-            speed["warm"]["median"],
-            speed["plain"]["median"],
-            report["drafted_over_plain"]["median"],
-            first["cold"]["median"],
-            first["warm"]["median"],
-        )
-        print(f"{rows:4}  {numbers[0]:10.1f}  {numbers[1]:10.1f}  {numbers[2]:11.1f}", end="")
-        print(f"  {numbers[3]:10.2f}  {numbers[4]:14.3f}  {numbers[5]:14.3f}", flush=True)
+        speeds = [f"{found['median']:.1f}" for found in report["tokens_per_s"].values()]
+        ratio = f"{report['drafted_over_plain']['median']:.2f}"
+        first = [f"{report['prefill_s'][name]['median']:.3f}" for name in ("cold", "warm")]
+        print(table(HEADINGS, [[str(rows), *speeds, ratio, *first]], WIDTH), flush=True)
     write_result(options.json, "engine", {"weights": options.weights, "cases": reports})
     return 0
 

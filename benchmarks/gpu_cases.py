@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflash_jax import Plan
+from dflash_jax import Graph, Plan
 from dflash_jax.config import (
     DrafterConfig,
     TargetConfig,
@@ -28,7 +28,6 @@ from dflash_jax.graph.steps.inputs import DecodeInputs
 from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.models import build_pair
 from dflash_jax.testing import (
-    planned,
     tiny_drafter,
     tiny_gemma,
     tiny_gpt_oss,
@@ -63,9 +62,9 @@ def smoke(name: str) -> Configs:
     return target, tiny_drafter(target, block_size=4, target_layer_ids=(0,))
 
 
-def random_params(plan: Plan, target: TargetConfig, drafter: DrafterConfig | None) -> Any:
+def random_params(graph: Graph) -> Any:
     """Return random non-zero parameters in the plan's formats, made on the device."""
-    leaves, tree = jax.tree_util.tree_flatten_with_path(planned(target, drafter, plan).params)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(graph.params)
     made = []
     for i, (path, leaf) in enumerate(leaves):
         name = str(getattr(path[-1], "key", ""))
@@ -94,27 +93,25 @@ def _draw(shape: tuple[int, ...], dtype: str, rates: bool) -> Callable[[jax.Arra
     return jit(draw)
 
 
-def gpu_plan(
-    target: TargetConfig, drafter: DrafterConfig | None, *, memory: int, **fields: Any
-) -> Plan:
-    """Return a resolved plan for this device with one step per call, as on a GPU."""
-    platform = jax.local_devices()[0].platform
-    return resolve(
-        Plan(steps_per_call=1, **fields),
-        build_pair(target, drafter),
-        platform=platform,
-        memory=memory,
-    )
+def planned(
+    configs: Configs, *, platform: str = "gpu", memory: int = 139 * 2**30, **fields: Any
+) -> Graph:
+    """Return the graph of both configs, by default for an H200."""
+    pair = build_pair(*configs)
+    return Graph(pair, resolve(Plan(**fields), pair, platform=platform, memory=memory))
 
 
-def part_programs(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> dict[str, Program]:
+def one_token(graph: Graph) -> Graph:
+    """Return a graph whose plain steps feed one token."""
+    return graph.with_plan(exact=False, plain_width=1)
+
+
+def part_programs(graph: Graph) -> dict[str, Program]:
     """plain and plain1, verify, draft, and the whole fused step, of an exact plan."""
-    pair = dataclasses.replace(build_pair(target, drafter), block=plan.block)
-    declared = declare(planned(target, drafter, plan))
+    plan, declared = graph.plan, declare(graph)
+    pair = dataclasses.replace(graph.pair, block=plan.block)
     plain, fused = (ProgramKey(s, Variant.GREEDY) for s in (Step.PLAIN, Step.SPECULATIVE))
-    narrow = declare(
-        planned(target, drafter, dataclasses.replace(plan, exact=False, plain_width=1))
-    )[plain]
+    narrow = declare(one_token(graph))[plain]
     params, state, _, inputs = declared[plain].arguments
     block = jax.ShapeDtypeStruct((plan.rows, plan.block), jnp.int32)
     verify = functools.partial(verify_step, pair)
@@ -134,23 +131,20 @@ def part_programs(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> d
 class Bench:
     """The parts of a decode step as executables over one state at position `context`."""
 
-    plan: Plan
-    target: TargetConfig
-    drafter: DrafterConfig
+    graph: Graph
     params: Any
     context: int
 
     def __post_init__(self) -> None:
-        self.pair = dataclasses.replace(
-            build_pair(self.target, self.drafter), exact=self.plan.exact
-        )
+        self.plan = self.graph.plan
+        self.pair = dataclasses.replace(self.graph.pair, exact=self.plan.exact)
         free = idle_rules(self.plan)
         self.rules = dataclasses.replace(free, limit=jnp.full_like(free.limit, 1 << 30))
         self.state = self._filled()
 
     def compile(self, *names: str) -> dict[str, Any]:
         """Compile the named programs."""
-        programs = part_programs(self.plan, self.target, self.drafter)
+        programs = part_programs(self.graph)
         built = compile_programs(programs[name] for name in names)
         return {key.step: executable for key, executable in built.items()}
 
@@ -168,7 +162,7 @@ class Bench:
 
     def _filled(self) -> DecodeState:
         """Return a state with random caches, every row at the same position."""
-        shapes = jax.eval_shape(lambda: planned(self.target, self.drafter, self.plan).empty_state())
+        shapes = jax.eval_shape(self.graph.empty_state)
         leaves, tree = jax.tree.flatten(shapes)
         made = [_cached(x.shape, str(x.dtype))(jax.random.key(i)) for i, x in enumerate(leaves)]
         state: DecodeState = jax.tree.unflatten(tree, made)

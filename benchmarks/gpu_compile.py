@@ -25,20 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
-  fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 device_memory_size: 150754820096 shared_memory_per_block_optin: 232448
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  cuda_compute_capability { major: 9 minor: 0 }
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
+TARGET = Path(__file__).with_name("h200.textproto")
 ITEM = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 LINE = re.compile(r"\s+(?:ROOT )?%([\w.-]+) = \(?(\w+)\[([\d,]*)\].*?[\])}] ([\w-]+)\(")
 CALLED = re.compile(r"(?:to_apply|body|condition|branch_computations)=\{?%([\w.-]+)")
@@ -53,21 +40,21 @@ def h200(plugin: Path) -> Any:
     library = plugin / "jax_plugins" / "xla_cuda12" / "xla_cuda_plugin.so"
     api = xla_client.load_pjrt_plugin_dynamically("cuda", str(library))
     xla_client.initialize_pjrt_plugin("cuda")
-    options = {"target_config": TARGET, "topology": "1x1x1"}
+    options = {"target_config": TARGET.read_text(encoding="utf-8"), "topology": "1x1x1"}
     topology = xla_client.make_c_api_device_topology(api, "", **options)
     return topology._make_compile_only_devices()[0]
 
 
+def computations(hlo: str) -> dict[str, str]:
+    """Return the text of every computation by name, the entry among them."""
+    texts = re.split(r"\n(?=%|ENTRY)", hlo)
+    return {found[1]: x for x in texts if (found := re.match(r"(?:ENTRY )?%([\w.-]+)", x))}
+
+
 def launched(hlo: str) -> Iterator[tuple[str, str, int, str]]:
     """Yield every launched operation: name, kind, bytes written, line of HLO."""
-    named = {}
-    for text in re.split(r"\n(?=%|ENTRY)", hlo):
-        if found := re.match(r"(?:ENTRY )?%([\w.-]+)", text):
-            named[found[1]] = text
-            entry = found[1] if text.startswith("ENTRY") else None
-            if entry:
-                waiting = [entry]
-    done = set()
+    named, done = computations(hlo), set()
+    waiting = [name for name, text in named.items() if text.startswith("ENTRY")]
     while waiting:
         text = named.get(name := waiting.pop(), "")
         if name in done:
@@ -88,10 +75,7 @@ def target_kernels(hlo: str) -> collections.Counter[str]:
 
     These are products, norms and softmax, whose rounding depends on the order of summation.
     """
-    bodies = {}
-    for text in re.split(r"\n(?=%|ENTRY)", hlo):
-        if found := re.match(r"%([\w.-]+)", text):
-            bodies[found[1]] = text
+    bodies = computations(hlo)
     made = collections.Counter()
     for _, kind, _, line in launched(hlo):
         body = bodies.get(next(iter(re.findall(r"calls=%([\w.-]+)", line)), ""), "")
@@ -139,15 +123,12 @@ def parts() -> Iterator[Any]:
 
 def small_models() -> Iterator[tuple[str, dict[str, Any]]]:
     """A small model of each family: what decodes and what feeds prompts, in every variant."""
-    from dflash_jax import Plan
+    from benchmarks.gpu_cases import planned
     from dflash_jax.config import TargetConfig
     from dflash_jax.graph.keys import Step
     from dflash_jax.graph.programs import declare
-    from dflash_jax.graph.resolve import resolve
-    from dflash_jax.models import build_pair
     from dflash_jax.testing import (
         AMPLE,
-        planned,
         tiny_drafter,
         tiny_gemma,
         tiny_gpt_oss,
@@ -177,10 +158,10 @@ def small_models() -> Iterator[tuple[str, dict[str, Any]]]:
         kind = fields.pop("drafter", "dflash")
         drafter = tiny_drafter(target, kind, block_size=8, target_layer_ids=(0,))
         fields = {"rows": 2, "dtype": "bfloat16"} | fields
-        plan = Plan(max_length=512, block=8, chunk=64, **fields)
-        plan = resolve(plan, build_pair(target, drafter), platform="gpu", memory=AMPLE)
+        sizes = {"max_length": 512, "block": 8, "chunk": 64}
+        graph = planned((target, drafter), memory=AMPLE, **sizes, **fields)
         kinds = (Step.PREFILL, Step.PLAIN, Step.SPECULATIVE, Step.VERIFY, Step.FORCED_TOKENS)
-        programs = declare(planned(target, drafter, plan))
+        programs = declare(graph)
         yield name, {key: p for key, p in programs.items() if key.step in kinds}
 
 
@@ -232,12 +213,9 @@ def main(given: list[str] | None = None) -> int:
     from jax.sharding import SingleDeviceSharding
 
     from benchmarks.environment import environment
-    from benchmarks.gpu_cases import full, part_programs
-    from dflash_jax import Plan
+    from benchmarks.gpu_cases import full, part_programs, planned
     from dflash_jax.graph.build import compile_programs
     from dflash_jax.graph.keys import ProgramKey, Step, Variant
-    from dflash_jax.graph.resolve import resolve
-    from dflash_jax.models import build_pair
 
     where = SingleDeviceSharding(h200(options.plugin))
 
@@ -271,19 +249,20 @@ def main(given: list[str] | None = None) -> int:
             alike = there <= least if key.step == forced else there == least
             add(row | {f"target_as_in_{like}": alike})  # forced tokens need no head
     for name in filter(None, options.models.split(",")):
-        target, drafter = full(name)
         for weights in options.weights.split(","):
-            plan = Plan(max_length=options.context + 256, weights=weights, kernels=options.kernels)
-            plan = resolve(plan, build_pair(target, drafter), platform="gpu", memory=139 * 2**30)
+            length = options.context + 256
+            fields = {"max_length": length, "weights": weights, "kernels": options.kernels}
+            graph = planned(full(name), **fields)
             products: dict[str, Any] = {}
-            for key, program in part_programs(plan, target, drafter).items():
+            for key, program in part_programs(graph).items():
                 if key not in options.programs.split(","):
                     continue
                 built = compiled(program)
                 if options.hlo:
                     file = options.hlo / f"{name}-{weights}-{key}.txt"
                     file.write_text(built.compiled.as_text(), encoding="utf-8")
-                row = {"model": name, "weights": weights, "kernels": plan.kernels} | report(built)
+                row = {"model": name, "weights": weights, "kernels": graph.plan.kernels}
+                row |= report(built)
                 products[key] = target_kernels(built.compiled.as_text())
                 if "plain" in products and products[key]:  # drafting alone has none
                     row["target_as_in_plain"] = products[key] == products["plain"]

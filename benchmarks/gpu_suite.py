@@ -29,11 +29,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.environment import environment
-from benchmarks.gpu_cases import FULL, Bench, full, gpu_plan, logits_step, random_params, smoke
+from benchmarks.gpu_cases import (
+    FULL,
+    Bench,
+    Configs,
+    full,
+    logits_step,
+    one_token,
+    planned,
+    random_params,
+    smoke,
+)
 from benchmarks.modes import BareLoop, generate
-from dflash_jax import Plan
+from dflash_jax import Graph
 from dflash_jax.bench.compare import one_token_engine
-from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.cli import terminal
 from dflash_jax.device import free_memory
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import PlanError
@@ -41,8 +51,7 @@ from dflash_jax.graph.build import jit
 from dflash_jax.graph.keys import Step
 from dflash_jax.graph.memory import StepWork, work
 from dflash_jax.graph.roofline import Device, find_device, roofline
-from dflash_jax.models import build_graph
-from dflash_jax.testing import force_acceptance, planned, scripted_engine, set_script
+from dflash_jax.testing import force_acceptance, scripted_engine, set_script
 
 TAUS = (1, 3, 5, 7)
 GRID = [(1, 1024), (1, 8192), (4, 1024), (16, 1024), (1, 32768), (4, 8192), (16, 8192)]
@@ -56,6 +65,7 @@ ESTIMATES = {  # seconds per cell of the grid, updated by measurements
 }
 ROOM = 256  # slots after the context, for the timed steps
 STAGES = ("ceilings", "bitwise", "steps", "forced", "official", "packed")
+WIDTH = 200  # of the table, so that it stays one
 STEPS = ("plain1", "plain", "verify", "draft", "fused")
 
 
@@ -79,16 +89,17 @@ class Suite:
     def left(self) -> float:
         return self.options.budget - (time.perf_counter() - self.started)
 
-    def configs(self, name: str) -> tuple[TargetConfig, DrafterConfig]:
+    def configs(self, name: str) -> Configs:
         return smoke(name) if self.smoke else full(name)
 
-    def plan(self, name: str, rows: int, context: int, **fields: Any) -> Plan:
-        target, drafter = self.configs(name)
-        fields = {"rows": rows, "max_length": context + ROOM} | fields
+    def graph(self, name: str, rows: int, context: int, **fields: Any) -> Graph:
+        """Return a graph for this device with one step per call, as on a GPU."""
+        fields = {"rows": rows, "max_length": context + ROOM, "steps_per_call": 1} | fields
         if not self.smoke:
             fields = {"dtype": "bfloat16"} | fields
-        memory = free_memory(jax.local_devices()[0])
-        return gpu_plan(target, drafter, memory=memory, **fields)
+        device = jax.local_devices()[0]
+        where = {"platform": device.platform, "memory": free_memory(device)}
+        return planned(self.configs(name), **where, **fields)
 
     def add(self, name: str, **values: Any) -> None:
         """Add a measurement, print it, and rewrite the file."""
@@ -167,11 +178,10 @@ def _bound(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
     return lambda: function(*args)
 
 
-def compare_bitwise(suite: Suite, name: str, params: Any, plan: Plan, context: int) -> None:
+def compare_bitwise(suite: Suite, name: str, params: Any, graph: Graph, context: int) -> None:
     """Compare the logits of plain steps and of verified blocks bit for bit."""
-    target, drafter = suite.configs(name)
-    bench = Bench(plan, target, drafter, params, context)
-    start, width = bench.state, plan.block
+    bench = Bench(graph, params, context)
+    plan, vocab, start, width = graph.plan, graph.config.vocab_size, bench.state, graph.plan.block
     plain, verify = (
         jit(lambda p, s, r, b, d=d: logits_step(bench.pair, p, s, r, b, d)) for d in (False, True)
     )
@@ -179,7 +189,7 @@ def compare_bitwise(suite: Suite, name: str, params: Any, plan: Plan, context: i
     count = 3 * width
     for _ in range(count):  # plain, with filler tokens after the anchor
         text.append(np.asarray(state.anchor))
-        junk = rng.integers(0, target.vocab_size, (plan.rows, width)).astype(np.int32)
+        junk = rng.integers(0, vocab, (plan.rows, width)).astype(np.int32)
         logits, state, _ = plain(params, state, bench.rules, junk)
         truth.append(np.asarray(logits[:, 0]))
     equal = compared = 0
@@ -187,7 +197,7 @@ def compare_bitwise(suite: Suite, name: str, params: Any, plan: Plan, context: i
         state, at = start, 0
         while at + width <= count:
             block = np.stack(text[at : at + width], axis=1)
-            block[:, 1 + accepted :] = (block[:, 1 + accepted :] + 1) % target.vocab_size
+            block[:, 1 + accepted :] = (block[:, 1 + accepted :] + 1) % vocab
             logits, state, out = verify(params, state, bench.rules, block)
             kept = int(out.num_tokens[0])
             for i in range(min(kept, accepted + 1)):
@@ -199,9 +209,8 @@ def compare_bitwise(suite: Suite, name: str, params: Any, plan: Plan, context: i
 
 def grid(suite: Suite, name: str, params: Any, rows: int, context: int, **fields: Any) -> None:
     """Time every part of a step against its roofline."""
-    target, drafter = suite.configs(name)
-    plan = suite.plan(name, rows, context, **fields)
-    bench = Bench(plan, target, drafter, params, context)
+    graph = suite.graph(name, rows, context, **fields)
+    plan, bench = graph.plan, Bench(graph, params, context)
     started = time.perf_counter()
     built = bench.compile(*suite.options.steps.split(","))
     compile_s = time.perf_counter() - started
@@ -209,7 +218,7 @@ def grid(suite: Suite, name: str, params: Any, rows: int, context: int, **fields
     for step, executable in built.items():
         found[step] = timed(lambda run=executable: bench.run(run), times=2 if suite.smoke else 8)
     best = min(found.keys() & {"plain1", "plain"} or found, key=lambda form: min(found[form]))
-    least = _least_work(plan, target, drafter)
+    least = _least_work(graph)
     for step, samples in found.items():
         ideal = roofline(least[step], suite.device, plan.dtype)
         suite.add(
@@ -238,12 +247,11 @@ def grid(suite: Suite, name: str, params: Any, rows: int, context: int, **fields
         )
 
 
-def _least_work(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> dict[str, StepWork]:
+def _least_work(graph: Graph) -> dict[str, StepWork]:
     """Least bytes and operations of each part; a draft is a fused step less its plain one."""
-    single = dataclasses.replace(plan, exact=False, plain_width=1)
-    fused, plain = (work(planned(target, drafter, plan), s) for s in (Step.SPECULATIVE, Step.PLAIN))
+    fused, plain = (work(graph, step) for step in (Step.SPECULATIVE, Step.PLAIN))
     return {
-        "plain1": work(planned(target, drafter, single), Step.PLAIN),
+        "plain1": work(one_token(graph), Step.PLAIN),
         "plain": plain,
         "verify": plain,
         "draft": StepWork(fused.bytes - plain.bytes, fused.flops - plain.flops),
@@ -253,11 +261,10 @@ def _least_work(plan: Plan, target: TargetConfig, drafter: DrafterConfig) -> dic
 
 def forced(suite: Suite, name: str, params: Any) -> None:
     """Measure decoding at forced acceptance lengths over the faster form of plain decoding."""
-    target, drafter = suite.configs(name)
     count, length = (24, 20) if suite.smoke else (128, 1024)
-    plan = suite.plan(name, 1, length + count)
-    engine = Engine(build_graph(target, drafter, plan), params)
-    prompt = np.random.default_rng(3).integers(0, target.vocab_size - 1, length).tolist()
+    graph = suite.graph(name, 1, length + count)
+    engine, vocab = Engine(graph, params), graph.config.vocab_size
+    prompt = np.random.default_rng(3).integers(0, vocab - 1, length).tolist()
     options: dict[str, Any] = {"max_tokens": count, "ignore_eos": True}
     single = one_token_engine(engine)
     runs = {}
@@ -272,9 +279,9 @@ def forced(suite: Suite, name: str, params: Any) -> None:
     script = scripted_engine(engine)
     loop = BareLoop(script)
     for tau in TAUS:
-        if tau > plan.block:
+        if tau > graph.plan.block:
             continue
-        text = force_acceptance([*prompt, *said], length, (tau - 1,), target.vocab_size)
+        text = force_acceptance([*prompt, *said], length, (tau - 1,), vocab)
         set_script(script, text)
         generate(script, prompt, **options)
         found = [generate(script, prompt, **options) for _ in range(3)]
@@ -301,15 +308,14 @@ def official(suite: Suite, name: str, params: Any) -> None:
     """Time the official package on the same weights and forced acceptance, interleaved."""
     from benchmarks.official import Official
 
-    target, drafter = suite.configs(name)
     count, length = 96, 512
-    plan = suite.plan(name, 1, length + count)
-    engine = Engine(build_graph(target, drafter, plan), params)
-    prompt = np.random.default_rng(3).integers(0, target.vocab_size - 1, length).tolist()
+    graph = suite.graph(name, 1, length + count)
+    engine, vocab = Engine(graph, params), graph.config.vocab_size
+    prompt = np.random.default_rng(3).integers(0, vocab - 1, length).tolist()
     options: dict[str, Any] = {"max_tokens": count}
     said = generate(engine, prompt, **options, ignore_eos=True, speculative=False).token_ids
     script = scripted_engine(engine)
-    text = force_acceptance([*prompt, *said], length, (4,), target.vocab_size)
+    text = force_acceptance([*prompt, *said], length, (4,), vocab)
     set_script(script, text)
     theirs = Official(engine, device="cuda", dtype="bfloat16")
     ours_s, theirs_s = [], []
@@ -337,8 +343,8 @@ def first(suite: Suite, name: str) -> Iterator[Stage]:
     params = _weights(suite, name)
     rows, context = CELLS[suite.smoke][0]
     if name == "qwen3-8b" and suite.wants("bitwise"):
-        plan = suite.plan(name, 1, context)
-        yield "bitwise", "bitwise", 40, lambda: compare_bitwise(suite, name, params, plan, context)
+        graph = suite.graph(name, 1, context)
+        yield "bitwise", "bitwise", 40, lambda: compare_bitwise(suite, name, params, graph, context)
     if suite.wants("steps"):
         yield _cell(suite, name, params, rows, context)
     if name == "qwen3-8b" and suite.wants("forced"):
@@ -363,20 +369,19 @@ def _cell(suite: Suite, name: str, params: Any, rows: int, context: int) -> Stag
 
 def _weights(suite: Suite, name: str) -> Any:
     context = CELLS[suite.smoke][0][1]
-    params = random_params(suite.plan(name, 1, context), *suite.configs(name))
+    params = random_params(suite.graph(name, 1, context))
     return jax.block_until_ready(params)
 
 
 def packed(suite: Suite, name: str) -> Iterator[Stage]:
     """Yield the stages of Pallas attention and of int8 and int4 weights."""
-    target, drafter = suite.configs(name)
     context = CELLS[suite.smoke][0][1]
     kinds = [("float", "pallas"), ("int8", "auto"), ("int4", "auto"), ("int4", "pallas")]
     for weights, kernels in [*kinds, ("int4", "xla")]:
         fields = {"weights": weights, "kernels": kernels}
 
         def run(fields: dict[str, Any] = fields) -> None:
-            params = random_params(suite.plan(name, 1, context, **fields), target, drafter)
+            params = random_params(suite.graph(name, 1, context, **fields))
             grid(suite, name, params, 1, context, **fields)
 
         yield "packed", f"steps {name} {weights} by {kernels}", 30, run
@@ -384,18 +389,15 @@ def packed(suite: Suite, name: str) -> Iterator[Stage]:
 
 def summary(suite: Suite) -> str:
     """Return the steps as a table."""
-    heading = f"{'model':14}{'weights':13}{'rows':>5}{'context':>9}  "
-    lines = [heading + "".join(f"{step:>18}" for step in STEPS)]
-    cells: dict[tuple[Any, ...], dict[str, str]] = {}
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
     for m in suite.result["measurements"]:
         if m["name"] == "step":
-            key = (m["model"], f"{m['weights']}/{m['kernels']}", m["rows"], m["context"])
+            key = m["model"], f"{m['weights']}/{m['kernels']}", str(m["rows"]), str(m["context"])
             text = f"{m['min_ms']:.2f} ms {m['roofline_percent']:.0f} %"
             cells.setdefault(key, {})[m["step"]] = text
-    for (name, weights, rows, context), found in cells.items():
-        row = "".join(f"{found.get(step, '-'):>18}" for step in STEPS)
-        lines.append(f"{name:14}{weights:13}{rows:>5}{context:>9}  {row}")
-    return "\n".join([*lines, "(least of the samples, and the roofline's share of it)"])
+    rows = [[*key, *(found.get(step, "-") for step in STEPS)] for key, found in cells.items()]
+    shown = terminal.table(("model", "weights", "rows", "context", *STEPS), rows, WIDTH)
+    return f"{shown}\n(least of the samples, and the roofline's share of it)"
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:

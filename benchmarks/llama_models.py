@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import dflash_jax as dj
+from benchmarks.cases import Shape, random_drafter
 from benchmarks.llama_cpp import BLOCK
-from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.converters.convert import convert
 from dflash_jax.converters.export import Weights, export
 from dflash_jax.converters.forms import GGUF
@@ -24,38 +24,10 @@ DRAFTER_LAYERS, SEED = 2, 1
 BASE = "f32"  # the type from which the others are converted
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Size:
-    """Sizes of a random target with the architecture of Llama and tied embeddings."""
-
-    width: int
-    layers: int
-    heads: int
-    inner: int
-    vocabulary: int = 32000
-
-    def target(self) -> TargetConfig:
-        """Return the configuration."""
-        return TargetConfig(
-            model_type="llama",
-            hidden_size=self.width,
-            num_layers=self.layers,
-            num_heads=self.heads,
-            num_kv_heads=self.heads // 2,
-            head_dim=64,
-            intermediate_size=self.inner,
-            vocab_size=self.vocabulary,
-            max_length=2048,
-            tie_embeddings=True,
-            qk_norm=False,
-            windows=(None,) * self.layers,
-        )
-
-
 RANDOM = {
-    "2m": Size(width=128, layers=4, heads=2, inner=384, vocabulary=2048),  # for trying out
-    "60m": Size(width=512, layers=14, heads=8, inner=1536),
-    "350m": Size(width=1024, layers=28, heads=16, inner=2816),
+    "2m": Shape(128, 4, 2, 384, 2048),  # for trying out
+    "60m": Shape(512, 14, 8, 1536),
+    "350m": Shape(1024, 28, 16, 2816),
 }
 MODELS = (TINY, SMOLLM2, *RANDOM)
 
@@ -66,26 +38,6 @@ class PairFiles:
 
     target: Path
     drafter: Path
-
-
-def random_drafter(target: TargetConfig) -> DrafterConfig:
-    """Return a DFlash drafter with layers of the target's size, for forced acceptance."""
-    taps = (1, max(target.num_layers - 3, 2))
-    return DrafterConfig(
-        hidden_size=target.hidden_size,
-        num_layers=DRAFTER_LAYERS,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        intermediate_size=target.intermediate_size,
-        vocab_size=target.vocab_size,
-        block_size=BLOCK,
-        mask_token_id=target.vocab_size - 1,
-        target_layer_ids=taps,
-        num_target_layers=target.num_layers,
-        windows=(None,) * DRAFTER_LAYERS,
-        causal=(False,) * DRAFTER_LAYERS,
-    )
 
 
 def write_pair(name: str, kind: str, folder: Path) -> PairFiles:
@@ -127,14 +79,14 @@ def _write_base(name: str, pair: PairFiles) -> None:
         _write_random(source.config, for_drafter(source.config, source), pair, target=False)
     else:
         size = RANDOM[name]
-        _write_random(size.target(), _numbered(size.vocabulary), pair)
+        _write_random(size.target("llama"), _numbered(size.vocabulary), pair)
 
 
 def _write_random(
     config: Any, tokenizer: dict[str, Any], pair: PairFiles, *, target: bool = True
 ) -> None:
     """Write a random drafter for a target's config, and random weights of the target if asked."""
-    drafter = random_drafter(config)
+    drafter = random_drafter(config, DRAFTER_LAYERS, BLOCK)
     params = random_params(build_pair(config, drafter), seed=SEED)
     files = [("drafter", drafter, pair.drafter)]
     if target:

@@ -13,6 +13,7 @@ import numpy as np
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.graph.build import jit
+from dflash_jax.graph.graph import GraphPrograms
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.state import (
     DecodeState,
@@ -23,10 +24,8 @@ from dflash_jax.graph.state import (
     read_output,
 )
 from dflash_jax.graph.steps import decoding as steps
-from dflash_jax.graph.steps.inputs import DecodeInputs, PrefillInputs
+from dflash_jax.graph.steps.inputs import DecodeInputs
 from dflash_jax.graph.steps.pair import Params
-from dflash_jax.models import build_pair
-from dflash_jax.testing import planned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +65,10 @@ class BareLoop:
     def __init__(self, engine: Engine):
         engine.warm_up()
         self._engine, self._plan = engine, engine.plan
-        pair = build_pair(engine.target, engine.drafter)
-        self._pair = dataclasses.replace(pair, block=engine.plan.block)
-        self._state = jit(
-            lambda: planned(engine.target, engine.drafter, engine.plan).empty_state()
-        )()
+        graph = engine.graph
+        self._programs = GraphPrograms(graph, engine.executables)
+        self._pair = dataclasses.replace(graph.pair, block=graph.plan.block)
+        self._state = graph.init_state()
         self._loop = jit(self._rounds, donate=(1, 4))
 
     def on_device(
@@ -125,13 +123,15 @@ class BareLoop:
         decode: Callable[[RowRules], list[list[int]]],
     ) -> Run:
         started = time.perf_counter()
-        rules = self._rules(len(prompt) + max_tokens, stop_ids)
-        first = self._prefill(prompt, rules)
+        graph, params = self._engine.graph, self._engine.params
+        rules = graph.rules(stop=stop_ids, max_length=len(prompt) + max_tokens)
+        rules = jax.device_put(rules)
+        self._state, out = self._programs.prefill(params, self._state, prompt, rules=rules)
         jax.block_until_ready(self._state)
         ready, busy = time.perf_counter(), time.process_time()
         said = decode(rules)
         ended, done = time.perf_counter(), time.process_time()
-        tokens = [first, *itertools.chain.from_iterable(said)]
+        tokens = [*out.tokens[0], *itertools.chain.from_iterable(said)]
         return Run(tokens, [len(row) for row in said], ready - started, ended - ready, done - busy)
 
     def _rounds(
@@ -151,23 +151,3 @@ class BareLoop:
             return state, jax.lax.dynamic_update_slice(answers, out.packed, (i, 0))
 
         return jax.lax.fori_loop(0, rounds, body, (state, answers))
-
-    def _rules(self, limit: int, stop_ids: tuple[int, ...]) -> RowRules:
-        stops = np.full((1, self._plan.stop_slots), -1, np.int32)
-        stops[0, : len(stop_ids)] = stop_ids
-        rules = idle_rules(self._plan)
-        return dataclasses.replace(
-            rules, limit=jnp.array([limit], jnp.int32), stop_ids=jnp.asarray(stops)
-        )
-
-    def _prefill(self, prompt: list[int], rules: RowRules) -> int:
-        chunk, out = self._plan.chunk, None
-        for at in range(0, len(prompt), chunk):
-            part = prompt[at : at + chunk]
-            tokens = np.zeros((1, chunk), np.int32)
-            tokens[0, : len(part)] = part
-            count, fresh = np.array([len(part)], np.int32), np.array([at == 0])
-            program = self._engine.executables[ProgramKey(Step.PREFILL, Variant.GREEDY)]
-            inputs = PrefillInputs(tokens, count, fresh, rules)
-            self._state, _, out = program(self._engine.params, self._state, None, inputs)
-        return int(out.tokens[0, 0])

@@ -1,8 +1,8 @@
-"""Interleaved samples, A B A B, and their paired ratios."""
+"""Interleaved samples, A B A B, their paired ratios, and tables of them."""
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 Samples = dict[str, list[float]]
@@ -33,6 +33,13 @@ def spread(numbers: list[float]) -> Spread:
     return Spread(statistics.median(numbers), min(numbers), max(numbers), (first, third))
 
 
+def spreads(series: Any) -> Any:
+    """Return nested series of numbers, each list replaced by its spread as JSON values."""
+    if isinstance(series, list):
+        return spread(series).to_json()
+    return {name: spreads(inner) for name, inner in series.items()}
+
+
 def interleaved(calls: Mapping[str, Callable[[], float]], pairs: int) -> Samples:
     """Call every function in turn, `pairs` times, after one untimed call each."""
     for call in calls.values():
@@ -47,3 +54,14 @@ def interleaved(calls: Mapping[str, Callable[[], float]], pairs: int) -> Samples
 def ratio(samples: Samples, over: str, under: str) -> Spread:
     """Return the spread of the paired ratios of two series."""
     return spread([a / b for a, b in zip(samples[over], samples[under], strict=True)])
+
+
+def markdown(headings: str, rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return the lines of a table in Markdown.
+
+    Args:
+      headings: with " | " between them.
+    """
+    rule = " | ".join(["---"] * len(headings.split(" | ")))
+    lines = [headings, rule, *(" | ".join(map(str, cells)) for cells in rows)]
+    return [f"| {line.rstrip()} |" for line in lines]

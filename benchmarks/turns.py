@@ -22,7 +22,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.state_machine.floor import ends_on_colon
 from dflash_jax.engine.state_machine.guards import runaway_drop
 from recipes.tiny.corpus import agents, conversation
-from recipes.tiny.corpus.exchange import is_held_out
+from recipes.tiny.corpus.world import is_held_out
 
 COUNTS = {"stall": 17, "control": 10, "chat": 12, "agent": 12, "runaway": 6}
 LONGEST = 760  # prompt tokens
@@ -127,15 +127,9 @@ def shipped_turns(engine: Engine) -> Iterator[dict]:
 
 def fields(candidate: Turn, expected: str) -> dict:
     """Return the fields of a turn without empty ones."""
-    found = {
-        "id": candidate.id,
-        "kind": candidate.kind,
-        "messages": list(candidate.messages),
-        "prompt_ids": list(candidate.prompt_ids),
-        "tools": list(candidate.tools),
-        "expected": expected,
-    }
-    return {key: value for key, value in found.items() if value}
+    names = ("id", "kind", "messages", "prompt_ids", "tools")
+    found = {name: getattr(candidate, name) for name in names} | {"expected": expected}
+    return {name: value for name, value in found.items() if value}
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ from dflash_jax.engine.result import Result, Stats
 from dflash_jax.graph.build import CompiledPrograms
 from dflash_jax.models import build_pair
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
-from dflash_jax.train import export
+from dflash_jax.train.run import write_huggingface
 from dflash_jax.utils.command import INTERRUPTED, PIPE_CLOSED, exit_code
 
 Run = Callable[..., tuple[int, str, str]]
@@ -94,8 +94,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     one = {"num_layers": 1, "windows": (None,), "causal": (False,)}
     drafter = tiny_drafter(target, target_layer_ids=(0,), **one)
     params = random_params(build_pair(target, drafter))
-    export.target(folder / "target", target, params["target"], pad=0)
-    export.drafter(folder / "drafter", drafter, params["drafter"], longest=1000)
+    write_huggingface(
+        folder / "target", target, params["target"], bos_token_id=None, pad_token_id=0
+    )
+    own = {"max_position_embeddings": 1000, "tie_word_embeddings": False}
+    write_huggingface(folder / "drafter", drafter, params["drafter"], **own)
     models = ["--target", folder / "target", "--drafter", folder / "drafter"]
     return [*models, "--max-length", 96, "--chunk", 16]
 

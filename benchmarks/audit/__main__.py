@@ -12,7 +12,7 @@ Scenarios combine rows, prefix caches and folders, cancellations, failed steps, 
 output, penalties, block sizes and sampled neighbours. Every greedy answer must have the tokens,
 text, finish reason and recovery statistics of its request decoded alone, without drafting, with the
 same plan. Exits with 1 if an answer differs, after printing the command that repeats the case.
-`lossless.py`, `load.py` and `server.py` describe the fixed scenarios; they exit with 1 if a check
+`fixed.py` and `server.py` describe the fixed scenarios; they exit with 1 if a check
 fails. Each has --out.
 """
 
@@ -32,15 +32,14 @@ from typing import Any
 import jax
 
 from benchmarks.audit.cases import SHORT_CASES, Counts, Course, run_case
-from benchmarks.audit.models import AuditedEngine, build
+from benchmarks.audit.models import FAMILIES, GIVEN, SHIPPED, SHORT, AuditedEngine, build
 from benchmarks.audit.scenario import Scenario, draw_scenario
-from benchmarks.audit.setups import FAMILIES, GIVEN, SHIPPED, SHORT
 from benchmarks.environment import write_result
 from dflash_jax.testing import QUICK_COMPILE
 
 ALL = (len(FAMILIES) + 1) * 2  # setups that cover every family and drafter
 EVERY = 10.0  # seconds between progress lines
-FIXED = {"shipped": "lossless", "families": "lossless", "load": "load", "serve": "server"}
+FIXED = {"shipped": "fixed", "families": "fixed", "load": "fixed", "serve": "server"}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,8 +1,10 @@
 """How recovery judges fresh ends of outputs, by the odds of a target.
 
-Stalls and answers are composed from a seed (`ending_texts`), each after a conversation with
-declared tools. A forward pass gives the target's odds of a call after the text, from which the rule
-for stalls follows as in a request. `natural` cases are those after which the target itself ends.
+Stalls and answers are composed from a seed, each after a conversation with declared tools. Their
+texts are in `ending_texts.json`, with places for a file, a folder, a command, a place and a tool;
+none of the thresholds of the rules was chosen by them. A forward pass gives the target's odds of a
+call after the text, from which the rule for stalls follows as in a request. `natural` cases are
+those after which the target itself ends.
 """
 
 import collections
@@ -11,11 +13,11 @@ import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dflash_jax.bench.ending_texts import ANSWERS, SLOTS, STALLS
 from dflash_jax.engine.state_machine import Recovery, floor
 from dflash_jax.engine.state_machine.endings import read_ending
 from dflash_jax.engine.state_machine.words import Words
@@ -24,7 +26,9 @@ from dflash_jax.errors import RequestError
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tool_parsers.tool_schema import tools_of
 
-KINDS = {"stall": STALLS, "answer": ANSWERS}
+_TEXTS = json.loads(Path(__file__).with_name("ending_texts.json").read_text(encoding="utf-8"))
+KINDS: dict[str, dict[str, list[str]]] = {"stall": _TEXTS["stalls"], "answer": _TEXTS["answers"]}
+SLOTS: dict[str, list[str]] = _TEXTS["slots"]
 PAD = 128  # lengths of forward passes are multiples of this
 
 

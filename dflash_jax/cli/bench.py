@@ -70,8 +70,15 @@ def run(options: argparse.Namespace) -> int:
       RequestError: an option is wrong, or a file cannot be written.
     """
     from dflash_jax.bench.prompts import read_prompts
-    from dflash_jax.bench.report import check_plot, measure, plot, summary
-    from dflash_jax.bench.runs import InProcess, OverHttp, RequestSettings
+    from dflash_jax.bench.report import (
+        InProcess,
+        OverHttp,
+        RequestSettings,
+        check_plot,
+        measure,
+        plot,
+        summary,
+    )
 
     if options.plot:
         check_plot(options.plot)

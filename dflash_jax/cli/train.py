@@ -173,12 +173,8 @@ def train(options: argparse.Namespace, recipe: Any) -> Any:
             data_of=options.reuse,
         )
         if options.only_answers:
-            return training.answered_rows(
-                begun, options.out, recipe, report=report, decoder=decoder
-            )
-        return training.finish(
-            begun, options.target, options.out, recipe, report=report, decoder=decoder
-        )
+            return training.answered_rows(begun, decoder=decoder)
+        return training.finish(begun, decoder=decoder)
 
 
 def among_hosts(options: argparse.Namespace, recipe: Any) -> contextlib.AbstractContextManager[Any]:
@@ -202,17 +198,17 @@ def among_hosts(options: argparse.Namespace, recipe: Any) -> contextlib.Abstract
     if count == 1:
         return contextlib.nullcontext()
     from dflash_jax.hosts.launch import LOOPBACK, TOKEN
-    from dflash_jax.train import joining
+    from dflash_jax.train import training_hosts
 
-    address = joining.parse_address(options.coordinator) if options.coordinator else None
-    joining_options = joining.HostOptions(
+    address = training_hosts.parse_address(options.coordinator) if options.coordinator else None
+    joining_options = training_hosts.HostOptions(
         count,
         host or 0,
-        address or joining.free_ports(),
+        address or training_hosts.free_ports(),
         devices_of_each(recipe, count),
         recipe_settings(recipe),
         token=os.environ.get(TOKEN) or ("" if address else secrets.token_hex(32)),
-        wait=options.host_wait or joining.WAIT,
+        wait=options.host_wait or training_hosts.WAIT,
         local=options.local_hosts or address is None,
     )
     if host == 0 and not joining_options.token and address and address[0] != LOOPBACK:
@@ -222,7 +218,7 @@ def among_hosts(options: argparse.Namespace, recipe: Any) -> contextlib.Abstract
             file=sys.stderr,
         )
     command = [*same_command(options), "--hosts", str(count), "--local-hosts"]
-    return joining.joined(joining_options, () if address else command)
+    return training_hosts.joined(joining_options, () if address else command)
 
 
 def devices_of_each(recipe: Any, hosts: int) -> int:
@@ -288,9 +284,9 @@ def absolute(source: str) -> str:
 def draw(out: Path) -> str | None:
     """Draw the curves of a run, and return the path; None without matplotlib or a log."""
     try:
-        from dflash_jax.train import plots
+        from dflash_jax.train.loop import plot_log
 
-        return str(plots.curves(out / "log.jsonl", out / "curves.png"))
+        return str(plot_log(out / "log.jsonl", out / "curves.png"))
     except ImportError:
         return None
     except (OSError, ValueError, LookupError) as error:

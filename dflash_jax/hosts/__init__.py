@@ -19,11 +19,9 @@ all hosts' devices, so that all make the same calls, and no worker decides anyth
 | file | contents |
 | --- | --- |
 | `messages.py` | entries of the log, replies of workers, and their encoding; no pickle |
-| `channel.py` | frames over TCP, and the proof that both ends have the token |
-| `joining.py` | the port on which workers join while they start, also the hosts that train |
+| `channel.py` | frames over TCP, the proof that both ends have the token, the port to join on |
 | `coordinator.py` | the way to JAX's coordinator, closed to strangers; also for training |
 | `worker.py` | the worker's process |
-| `link.py` | the front's connection to one worker |
 | `group.py` | `HostGroup`: starts, connects, watches and kills workers |
 | `remote.py` | the executor of the front, and its handles |
 | `pair.py` | loads an engine over a new group; options that cannot work |

@@ -1,17 +1,23 @@
-"""Frames over a TCP connection, and the proof that both ends know the same token.
+"""Frames over a TCP connection, the proof that both ends have the same token, and the joining port.
 
 A frame is its length in 8 bytes and that many bytes. Before the first message, each end sends 32
 random bytes, and proves by an HMAC over those of both that it has the token, which is never sent.
 Messages are not encrypted, as the traffic between the workers of JAX is not.
+
+On the joining port the processes of several hosts join the first one.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import hmac
+import json
+import logging
 import secrets
 import socket
 import threading
 import time
+from typing import Any
 
 from dflash_jax.errors import HostError
 
@@ -108,3 +114,183 @@ class Channel:
 
 def _proof(token: str, role: bytes, nonce: bytes, other: bytes) -> bytes:
     return hmac.new(token.encode(), role + nonce + other, hashlib.sha256).digest()
+
+
+log = logging.getLogger("dflash_jax.hosts")
+MOST_UNPROVED = 16  # connections that may be proving their token at a time
+PAUSE_S = 0.1  # seconds without accepting after the system refused it
+QUIET_S = 10.0  # seconds between two warnings
+RETRY_S = 0.1  # seconds after which a process connects again
+HELLO_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Hello:
+    """The first message of a process that joins.
+
+    Attributes:
+      common: what all processes must have in common, as JSON values by name.
+      coordinator: where this process would coordinate the processes of JAX.
+    """
+
+    index: int
+    common: dict[str, Any]
+    coordinator: str = ""
+
+    def encode(self) -> bytes:
+        """Return the message."""
+        return json.dumps(dataclasses.asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Hello":
+        """Return a message that was received.
+
+        Raises:
+          ValueError: it is none.
+        """
+        try:
+            found = cls(**json.loads(data))
+        except (TypeError, RecursionError) as error:
+            raise ValueError(f"the first message is none of a host ({error})") from None
+        kinds = type(found.index), type(found.common), type(found.coordinator)
+        if kinds != (int, dict, str):
+            raise ValueError("the first message is none of a host")
+        return found
+
+    def difference(self, other: "Hello") -> str:
+        """Return what another process has differently, or nothing."""
+        for name, value in self.common.items():
+            if (theirs := other.common.get(name)) != value:
+                return f"{name} is {theirs} on host {other.index} and {value} on host {self.index}"
+        return ""
+
+
+class JoiningPort:
+    """Listens for processes. A connection that does not prove its token makes room for others.
+
+    Strangers can reach the port, so connections without proof are bounded in number and time: a new
+    one beyond the bound replaces the oldest one, and a process that was replaced connects again.
+
+    Args:
+      address: to listen on.
+      token: that processes have to prove.
+      port: 0 for a free one.
+
+    Attributes:
+      address: HOST:PORT.
+
+    Raises:
+      OSError: the address is not of this machine, or its port is not free.
+    """
+
+    def __init__(self, address: str, token: str, *, port: int = 0):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._server = socket.create_server((address, port), family=family, backlog=64)
+        self.address = joined_address(*self._server.getsockname()[:2])
+        self._token = token
+        self._joined: list[tuple[Channel, Hello]] = []
+        self._unproved: dict[Channel, None] = {}  # the oldest first
+        self._lock = threading.Lock()
+        self._quiet_until = 0.0  # time of the next warning: strangers must not fill a log
+
+    def __enter__(self) -> "JoiningPort":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop listening, and close the connections that nobody took."""
+        self._server.close()
+        with self._lock:
+            ended = [*self._unproved, *(channel for channel, _ in self._joined)]
+            self._unproved.clear()
+            self._joined.clear()
+        for channel in ended:
+            channel.close()
+
+    def accept(self, seconds: float) -> None:
+        """Accept a connection, if one comes within these seconds, and greet it in a thread."""
+        self._server.settimeout(seconds)
+        try:
+            connection, _ = self._server.accept()
+        except TimeoutError:
+            return
+        except OSError as error:  # no descriptor is free, or the client left already
+            self._warn("a connection could not be accepted", error)
+            time.sleep(PAUSE_S)
+            return
+        channel = Channel(connection)
+        with self._lock:
+            self._unproved[channel] = None
+            oldest = next(iter(self._unproved)) if len(self._unproved) > MOST_UNPROVED else None
+            if oldest is not None:
+                del self._unproved[oldest]
+        if oldest is not None:
+            oldest.close()
+        with contextlib.suppress(RuntimeError):  # the system starts no more threads
+            threading.Thread(target=self._greet, args=(channel,), daemon=True).start()
+
+    def take(self) -> list[tuple[Channel, Hello]]:
+        """Return the connections that proved the token since the last call; they stay open."""
+        with self._lock:
+            taken = list(self._joined)
+            self._joined.clear()
+        return taken
+
+    def _warn(self, what: str, error: Exception) -> None:
+        now = time.monotonic()
+        level = logging.WARNING if now >= self._quiet_until else logging.DEBUG
+        if level == logging.WARNING:
+            self._quiet_until = now + QUIET_S
+        log.log(level, "%s: %s", what, error)
+
+    def _greet(self, channel: Channel) -> None:
+        """Add a connection to those that joined, if it proves that it is of another host."""
+        try:
+            channel.authenticate(self._token, front=True)
+            hello = Hello.decode(channel.receive(HELLO_BYTES))
+        except (HostError, OSError, EOFError, ValueError) as error:
+            self._warn("a connection was refused", error)
+            hello = None
+        with self._lock:
+            waited = channel in self._unproved
+            self._unproved.pop(channel, None)
+            if waited and hello is not None:
+                self._joined.append((channel, hello))
+                return
+        channel.close()
+
+
+def joined_address(name: str, port: int) -> str:
+    """Return HOST:PORT."""
+    return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return the parts of HOST:PORT."""
+    name, _, port = address.rpartition(":")
+    return name.strip("[]"), int(port)
+
+
+def connect(address: str, token: str, seconds: float) -> Channel:
+    """Return a connection to a `JoiningPort`, on which both ends proved the token.
+
+    The port may open later, and strangers may fill it, so a connection that is refused or closed is
+    made again for `seconds`.
+
+    Raises:
+      WrongTokenError: the other end has another token.
+      HostError, OSError: it refuses, or closes, every connection.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        channel: Channel | None = None
+        try:
+            left = max(end - time.monotonic(), 1.0)
+            channel = Channel(socket.create_connection(split_address(address), timeout=left))
+            channel.authenticate(token, front=False)
+            return channel
+        except (HostError, OSError) as error:
+            if channel is not None:
+                channel.close()
+            if isinstance(error, WrongTokenError) or time.monotonic() > end:
+                raise
+            time.sleep(RETRY_S)

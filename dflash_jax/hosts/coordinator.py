@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from dflash_jax.errors import HostError
-from dflash_jax.hosts.joining import Hello, JoiningPort, connect
+from dflash_jax.hosts.channel import Hello, JoiningPort, connect
 
 UNIX = "unix:"  # begins addresses of Unix sockets, as in gRPC
 LONGEST = 80  # bytes of a folder's path with which the path of a socket in it is short enough

@@ -15,7 +15,7 @@ from dflash_jax.errors import RequestError, install_hint
 
 if TYPE_CHECKING:
     from dflash_jax.hosts.launch import Launcher
-    from dflash_jax.train.recipe import Recipe
+    from dflash_jax.train.recipes import Recipe
     from dflash_jax.train.regenerate import Decoder
 
 CONNECT_S = 10.0  # seconds

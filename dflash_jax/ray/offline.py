@@ -14,7 +14,7 @@ from dflash_jax.graph.cache import use_compilation_cache
 from dflash_jax.graph.keys import Variant
 from dflash_jax.train.data import example
 from dflash_jax.train.decoding import EnginePool
-from dflash_jax.train.recipe import Recipe
+from dflash_jax.train.recipes import Recipe
 from dflash_jax.train.regenerate import AnswerGroup, Decoder
 from dflash_jax.train.run import answered_rows
 from dflash_jax.train.setup import begin, open_target
@@ -36,7 +36,7 @@ def answers(
     given = source if isinstance(source, str) else training_data(source.iter_rows())
     begun = begin(target, given, out, recipe, report=report, mask_id=mask_id)
     decoder = ray_decoder(target, recipe, workers)
-    parts = answered_rows(begun, out, recipe, report=report, decoder=decoder)
+    parts = answered_rows(begun, decoder=decoder)
     model, found = begun.model, []
     for part in parts:
         for tokens, real, wanted in zip(part.tokens, part.real, part.wanted, strict=True):

@@ -1,4 +1,7 @@
-"""Training data: conversations, texts or token ids, one JSON object per line."""
+"""Training data: conversations, texts or token ids, one JSON object per line.
+
+Lines become prompts, or documents that are learnt as given; `Usage` counts the others.
+"""
 
 import dataclasses
 import hashlib
@@ -13,8 +16,8 @@ import numpy as np
 from dflash_jax.errors import ConfigError, RequestError
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers.tool_schema import call_arguments
-from dflash_jax.train import documents
-from dflash_jax.train.recipe import GIVEN, MIXED, Recipe
+from dflash_jax.train import rows
+from dflash_jax.train.recipes import GIVEN, MIXED, Recipe
 from dflash_jax.train.regenerate import AnswerPrompt
 from dflash_jax.train.rows import Document
 
@@ -244,7 +247,7 @@ def _pieces(example: Example, tokenizer: Tokenizer | None, length: int) -> list[
     A text that is too short is one prompt.
     """
     opening, ids = split_start_token(example, tokenizer)
-    pieces = [piece.ids for piece in documents.pieces(ids, length)]
+    pieces = [piece.ids for piece in rows.pieces(ids, length)]
     return [_given([*opening, *piece]) for piece in pieces or [ids]]
 
 
@@ -313,3 +316,112 @@ def rendered(example: Example, count: int, tokenizer: Tokenizer, **variables: An
 
 def _given(ids: Sequence[int] | np.ndarray) -> Document:
     return Document(np.asarray(ids, np.int32), np.zeros(len(ids), bool))
+
+
+def as_given(
+    examples: Sequence[Example], tokenizer: Tokenizer | None, ends: Sequence[int], longest: int
+) -> list[Document]:
+    """Return conversations and texts as documents, with assistant turns wanted.
+
+    A conversation is one document, unless its template rewrites earlier turns. Tokens that differ
+    from the target's own choice are not learnt, but they end the places that count.
+
+    Args:
+      ends: token ids that end a turn.
+      longest: longer texts are cut into pieces.
+    """
+    documents = []
+    for example in examples:
+        if not example.messages:
+            opening, ids = split_start_token(example, tokenizer)
+            for start in range(0, len(ids), size := max(longest - len(opening), 1)):
+                part = np.asarray([*opening, *ids[start : start + size]], np.int32)
+                documents.append(Document(part, np.ones(len(part), bool)))
+            continue
+        assert tokenizer is not None or token_ids(example, tokenizer)
+        turns: list[Document] = []
+        for i, message in enumerate(example.messages):
+            if message["role"] == "assistant" and i and tokenizer is not None:
+                for turn in _turn(example, i, tokenizer, ends):
+                    earlier = turns[-1:]
+                    if earlier and _continues(turn, earlier[0]):
+                        turn.wanted[: len(earlier[0].ids)] |= earlier[0].wanted
+                        turns.pop()
+                    turns.append(turn)
+        documents += turns
+    return documents
+
+
+def _continues(turn: Document, earlier: Document) -> bool:
+    return np.array_equal(turn.ids[: len(earlier.ids)], earlier.ids)
+
+
+def _turn(example: Example, i: int, tokenizer: Tokenizer, ends: Sequence[int]) -> list[Document]:
+    """Return the conversation up to an assistant turn, rendered with and without that turn."""
+    prompt = rendered(example, i, tokenizer)
+    whole = rendered(example, i + 1, tokenizer, add_generation_prompt=False)
+    # Some templates close the reasoning of an opened turn and omit it from finished turns.
+    openings = [prompt, rendered(dataclasses.replace(example, thinking=True), i, tokenizer)]
+    reply = next((whole[len(text) :] for text in openings if whole.startswith(text)), None)
+    if reply is None:
+        return []  # the template rewrites history here
+    before, ids = (tokenizer.encode(text, specials=False) for text in (prompt, whole))
+    if ids[: len(before)] != before:  # a token spans the boundary, or the prompt is no prefix
+        ids = [*before, *tokenizer.encode(reply, specials=False)]
+    final = range(len(ids) - 1, len(before) - 1, -1)
+    last = next((j for j in final if ids[j] in ends), len(ids) - 1)
+    tokens = np.asarray(ids[: last + 1], np.int32)
+    return [Document(tokens, np.arange(len(tokens)) >= len(before))]
+
+
+class Usage:
+    """Number of lines a run is given and skips, by reason; `str` gives one line."""
+
+    def __init__(self, lines: int):
+        self.lines = lines
+        self.left_out: dict[str, int] = {}
+
+    def leave_out(self, count: int, reason: str) -> None:
+        """Count skipped lines."""
+        if count:
+            self.left_out[reason] = self.left_out.get(reason, 0) + count
+
+    def __bool__(self) -> bool:
+        """Return whether any line was skipped."""
+        return bool(self.left_out)
+
+    def __str__(self) -> str:
+        used = self.lines - sum(self.left_out.values())
+        reasons = "; ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
+        return f"using {used:,} of {self.lines:,} lines" + f": {reasons}" * bool(reasons)
+
+    def hold_out(self, count: int, measured: int) -> None:
+        """Count held-out lines, and how many of them the measurement uses."""
+        rest = f", the first {measured:,} of them (held_out)" if measured < count else ""
+        self.leave_out(count, f"held out to measure on, 1 in {HELD_OUT_SHARE} by hash{rest}")
+
+    def answer(
+        self, asked: Sequence[Example], prompts: Sequence[AnswerPrompt], recipe: Recipe
+    ) -> None:
+        """Count the lines that the target does not answer.
+
+        Args:
+          asked: the candidate lines.
+          prompts: their prompts, from `data.prompts`.
+        """
+        longest = recipe.answer_buckets[-1].length
+        chosen = {prompt.line for prompt in prompts}
+        short = {prompt.line for prompt in prompts if prompt.room <= longest}
+        rest = [example for i, example in enumerate(asked) if i not in chosen]
+        texts = [example for example in rest if not example.messages]
+        silent = [x for x in rest if x.messages and not assistant_turns(x)]
+        self.leave_out(len(silent), "with nothing for the assistant to answer")
+        more = len(rest) - len(texts) - len(silent)
+        self.leave_out(more, f"more than the recipe asks for (prompts={recipe.prompts})")
+        self.leave_out(
+            len(texts), f"more than the recipe continues (text_prompts={recipe.text_prompts})"
+        )
+        self.leave_out(
+            len(chosen - short),
+            f"longer than {longest} tokens with their answers, the longest of answer_buckets",
+        )

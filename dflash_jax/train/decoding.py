@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,7 @@ from dflash_jax.plan import Plan, Weights
 from dflash_jax.quant.layouts import pack_tree
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.train.recipe import FLOAT, Bucket
-from dflash_jax.train.threads import parallel_calls
+from dflash_jax.train.recipes import FLOAT, Bucket
 
 MOST_ENGINES = 4  # that decode concurrently
 PREFIXES = 1 << 28  # bytes of an engine's cached prefixes
@@ -174,3 +174,15 @@ def _taps(engine: Engine, row: int, tokens: int) -> np.ndarray:
     count = len(engine.graph.pair.taps)
     taps = _row_reader()(engine.runner.state.drafter, np.int32(row), count)
     return jax.device_get(taps)[:, :tokens]
+
+
+def parallel_calls(most: int) -> int:
+    """Return one call per core on a CPU, because a small program uses one core; otherwise one."""
+    return min(cores(), most) if jax.default_backend() == "cpu" else 1
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -13,11 +13,11 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.config import ALWAYS_FLOAT32
 from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.nn.layers import rms_norm
-from dflash_jax.train import anchors as anchoring
+from dflash_jax.train import blocks as anchoring
 from dflash_jax.train import objective
-from dflash_jax.train.attention import split_attention
+from dflash_jax.train.blocks import split_attention
 from dflash_jax.train.features import TargetFeatures, target_features
-from dflash_jax.train.recipe import DFLASH, Recipe
+from dflash_jax.train.recipes import DFLASH, Recipe
 from dflash_jax.train.target import TrainState
 
 FIXED = "drafter"  # key of the drafter's own tables among the frozen parameters

@@ -1,7 +1,9 @@
-"""Results of groups of work, saved in order, one JSON line per group."""
+"""Groups of work: results saved in order, one JSON line per group, and lines of progress."""
 
 import contextlib
 import json
+import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 from dflash_jax.train.files import sound
 from dflash_jax.train.loop import TrainingStopped, append_lines, stop_flag
+from dflash_jax.utils.progress import time_left
 
 Compute = Callable[[range], Generator[list[Any]]]  # yields the results of groups, in order
 
@@ -84,3 +87,44 @@ def stored(path: Path, sizes: Sequence[int]) -> list[list[Any]]:
         if [*map(len, groups)] != list(sizes[: len(groups)]):
             raise ValueError("its groups have other sizes")
     return groups
+
+
+EVERY = 10.0  # seconds between two lines
+
+
+class StageProgress:
+    """Counts the items of a stage and reports the count every few seconds; thread-safe.
+
+    Args:
+      label, unit: "answers", "groups" gives lines such as "answers 3/40 groups, 12 min left".
+      done: items finished by an earlier call, which say nothing about the speed of this one.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        total: int,
+        unit: str,
+        report: Callable[[str], None],
+        *,
+        done: int = 0,
+        every: float = EVERY,
+    ):
+        self._label, self._total, self._unit, self._report = label, total, unit, report
+        self._first = self._done = done
+        self._started, self._every, self._lock = time.monotonic(), every, threading.Lock()
+        self._next = self._started + every
+
+    def __call__(self, count: int = 1) -> None:
+        """Count finished items."""
+        with self._lock:
+            self._done += count
+            now = time.monotonic()
+            if now < self._next and self._done < self._total:
+                return
+            self._next = now + self._every
+            line = f"{self._label} {self._done}/{self._total} {self._unit}"
+            if self._done < self._total:
+                pace = (now - self._started) / max(self._done - self._first, 1)
+                line += f", {time_left(pace * (self._total - self._done))}"
+            self._report(line)

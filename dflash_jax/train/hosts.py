@@ -4,7 +4,7 @@ Host 0 has a connection to every other host. An `exchange` waits for all hosts, 
 is decoding answers. It cannot wait for a host that is gone: a closed connection, or one that is
 silent for `SILENCE` seconds, ends the process with an error that names the host, even while the
 main thread waits for a collective. Saved states are complete at any time, so the same command
-resumes. `joining` makes the connections.
+resumes. `training_hosts` makes the connections.
 """
 
 import contextlib

@@ -51,7 +51,7 @@ def from_target(
         found["norm"] = jnp.array(norm, jnp.float32)  # copied: training donates it
     for i, source in enumerate(spread_layers(*configs)):
         layer, name = target.get(f"layers_{source}", {}), f"layers_{i}"
-        found[name], count = _replaced(params[name], _as_drafter_layer(layer, configs[0]))
+        found[name], count = replaced(params[name], _as_drafter_layer(layer, configs[0]))
         copied += [str(source)] if count else []
     if not copied:
         return found, "random layers: none of the target has a fitting shape"
@@ -74,13 +74,13 @@ def _as_drafter_layer(layer: Params, config: TargetConfig) -> Params:
     return layer | {"attention": attention}
 
 
-def _replaced(params: Params, given: Params) -> tuple[Params, int]:
+def replaced(params: Params, given: Params) -> tuple[Params, int]:
     """Return parameters replaced by given ones of the same name and shape, and their number."""
     found, count = {}, 0
     for name, value in params.items():
         other = given.get(name)
         if isinstance(value, dict):
-            found[name], more = _replaced(value, other if isinstance(other, dict) else {})
+            found[name], more = replaced(value, other if isinstance(other, dict) else {})
             count += more
         elif getattr(other, "shape", None) == value.shape:
             found[name], count = jnp.array(other, value.dtype), count + 1

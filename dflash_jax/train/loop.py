@@ -27,6 +27,7 @@ from dflash_jax.utils.progress import time_left
 State = TypeVar("State")
 Metrics = dict[str, jax.Array]
 WINDOW = 20  # steps between two progress lines
+SMOOTH = 40  # maximum steps of the moving mean of a plot
 
 
 class TrainingStopped(Exception):
@@ -178,6 +179,30 @@ def cut_log(path: Path, steps: int) -> None:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[:steps]
         with saved_as(path) as partial:
             partial.write_text("".join(lines), encoding="utf-8")
+
+
+def plot_log(log: Path, out: Path) -> Path:
+    """Plot loss and simulated acceptance length by step from a log; return `out`.
+
+    Raises:
+      ImportError: matplotlib is missing, the extra `plot`.
+    """
+    from matplotlib.figure import Figure
+
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    steps = np.asarray([line["step"] for line in lines])
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    titles = {"loss": "loss", "simulated": "simulated acceptance length (tau)"}
+    for axis, name in zip(figure.subplots(1, 2), titles, strict=True):
+        values = np.asarray([line[name] for line in lines])
+        width = max(1, min(SMOOTH, len(values) // 10))
+        mean = np.convolve(values, np.full(width, 1 / width), "valid")
+        axis.plot(steps, values, color="0.8", linewidth=0.8)
+        axis.plot(steps[width - 1 :], mean, color="tab:blue")
+        axis.set(xlabel="step", title=titles[name])
+        axis.grid(alpha=0.3)
+    figure.savefig(out, dpi=120)
+    return out
 
 
 def append_lines(path: Path, lines: list[str]) -> None:

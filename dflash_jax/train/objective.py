@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 from dflash_jax.config.family import drafter_kinds
 from dflash_jax.errors import ConfigError
 from dflash_jax.nn.objective import Places, Scores
-from dflash_jax.train.recipe import DPACE, KL, MIX, UNIFORM, Recipe
+from dflash_jax.train.recipes import DPACE, KL, MIX, UNIFORM, Recipe
 
 LOGIT_ELEMENTS = 1 << 25  # of one chunk: 128 MiB
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.train.recipe import ADAMW, MUON, Schedule
+from dflash_jax.train.recipes import ADAMW, MUON, Schedule
 
 WARM_UP_SHARE = 0.05
 LAST_RATE_SHARE = 0.05

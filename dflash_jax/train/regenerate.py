@@ -13,11 +13,10 @@ from dflash_jax.graph.keys import Variant
 from dflash_jax.plan import Weights
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train.decoding import EnginePool, Taps, decode
-from dflash_jax.train.feature_store import FeatureStore
+from dflash_jax.train.features import FeatureStore
 from dflash_jax.train.files import sound
-from dflash_jax.train.groups import in_threads, results, stored
-from dflash_jax.train.progress import StageProgress
-from dflash_jax.train.recipe import Bucket
+from dflash_jax.train.groups import StageProgress, in_threads, results, stored
+from dflash_jax.train.recipes import Bucket
 from dflash_jax.train.rows import Document
 
 TURNS = 4  # prompts per group, in multiples of the rows; a finished group is saved

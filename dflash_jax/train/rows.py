@@ -1,13 +1,13 @@
 """Token rows: documents packed into buckets of fixed length, and batches by step number."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from dflash_jax.train.files import saved_as, sound
-from dflash_jax.train.recipe import Bucket
+from dflash_jax.train.recipes import Bucket
 
 OPEN_ROWS = 24
 
@@ -156,3 +156,11 @@ class Batches:
         i, chosen = self.chosen(step)
         rows = self.rows[i]
         return i, TokenRows(rows.tokens[chosen], rows.wanted[chosen], rows.real[chosen])
+
+
+def pieces(ids: np.ndarray, length: int) -> Iterator[Document]:
+    """Yield consecutive pieces of token ids; a last one shorter than a quarter is dropped."""
+    for start in range(0, len(ids), length):
+        part = ids[start : start + length]
+        if len(part) * 4 >= length:
+            yield Document(part, np.ones(len(part), bool))

@@ -14,21 +14,15 @@ from typing import Any
 
 import jax
 
-from dflash_jax.config import DrafterConfig
+from dflash_jax.config import AttentionConfig, DrafterConfig
 from dflash_jax.errors import ComputeError
 from dflash_jax.models import build_pair
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import (
-    data,
-    evaluate,
-    hosts,
-    objective,
-    regenerate,
-    user_answers,
-)
+from dflash_jax.train import data, evaluate, hosts, objective, regenerate
 from dflash_jax.train import rows as packing
+from dflash_jax.train.data import Usage
 from dflash_jax.train.files import saved_as, sound, unless_refused, write_json
-from dflash_jax.train.recipe import Recipe
+from dflash_jax.train.recipes import Recipe
 from dflash_jax.train.rows import TokenRows
 from dflash_jax.train.setup import RUN, BegunRun, begin, check_ids
 from dflash_jax.train.training import (
@@ -39,7 +33,6 @@ from dflash_jax.train.training import (
     fit,
     make_batches,
 )
-from dflash_jax.train.usage import Usage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +77,7 @@ def run(
             target, source, out, recipe, report=report, mask_id=mask_id, start=start,
             data_of=data_of,
         )  # fmt: skip
-        return finish(begun, target, out, recipe, report=report)
+        return finish(begun)
 
 
 def prepare(target: str, source: str, out: Path, recipe: Recipe, *, report: Report) -> None:
@@ -93,48 +86,33 @@ def prepare(target: str, source: str, out: Path, recipe: Recipe, *, report: Repo
     Other runs take them by `data_of`. Arguments and errors are those of `run`.
     """
     begun = begin(target, source, out, recipe, report=report)
-    model, config = begun.model, begun.config
-    rows = answered_rows(begun, out, recipe, report=report)
+    model, config, rows = begun.model, begun.config, answered_rows(begun)
     batches, _ = make_batches(rows, recipe, report)
     store, pair = feature_store(out, model, config, recipe), build_pair(model.config, config)
     cached_features(store, pair, model, recipe, batches, report)
 
 
-def answered_rows(
-    begun: BegunRun,
-    out: Path,
-    recipe: Recipe,
-    *,
-    report: Report,
-    decoder: regenerate.Decoder | None = None,
-) -> list[TokenRows]:
+def answered_rows(begun: BegunRun, *, decoder: regenerate.Decoder | None = None) -> list[TokenRows]:
     """Return the training rows of a run that was begun; arguments and errors as for `finish`."""
-    model, (_, usage) = begun.model, begun.held_out(recipe)
+    out, model, recipe, (_, usage) = begun.out, begun.model, begun.recipe, begun.held_out()
     recording = None if decoder else answer_recording(out, model, begun.config, recipe)
     how = {"recording": recording, "decoder": decoder}
-    return stored_rows(out, model, begun.data.training, recipe, report, usage, **how)
+    return stored_rows(out, model, begun.data.training, recipe, begun.report, usage, **how)
 
 
-def finish(
-    begun: BegunRun,
-    target: str,
-    out: Path,
-    recipe: Recipe,
-    *,
-    report: Report,
-    decoder: regenerate.Decoder | None = None,
-) -> Outcome:
-    """Complete a run that was begun with the same arguments; errors as for `run`.
+def finish(begun: BegunRun, *, decoder: regenerate.Decoder | None = None) -> Outcome:
+    """Complete a run that was begun; errors as for `run`.
 
     Host 0 makes the rows, exports the drafter and measures it; all hosts train.
 
     Args:
       decoder: decodes the answers; by default this process, which then records features too.
     """
+    out, recipe, report = begun.out, begun.recipe, begun.report
     model, config, group = begun.model, begun.config, hosts.current()
     rows: list[TokenRows] = []
     if group.first:
-        rows = answered_rows(begun, out, recipe, report=report, decoder=decoder)
+        rows = answered_rows(begun, decoder=decoder)
     if not group.exchange("is trained", (out / "drafter").is_dir())[0]:
         if not group.first:
             rows = packing.load(out / "rows.npz")
@@ -147,8 +125,8 @@ def finish(
             write_drafter(out / "drafter", config, trained)
     if not group.first:
         return Outcome(out / "drafter", {})
-    asked, _ = begun.held_out(recipe)
-    return Outcome(out / "drafter", measured(out, target, asked, recipe, report))
+    asked, _ = begun.held_out()
+    return Outcome(out / "drafter", measured(out, begun.target, asked, recipe, report))
 
 
 @contextlib.contextmanager
@@ -197,7 +175,7 @@ def stored_rows(
         limits = f"prompts={recipe.prompts}, given={recipe.given}"
         usage.leave_out(more, f"more than the recipe asks for ({limits})")
         ends = model.config.eos_token_ids
-        learnt = [user_answers.as_given([one], model.tokenizer, ends, longest) for one in kept]
+        learnt = [data.as_given([one], model.tokenizer, ends, longest) for one in kept]
         usage.leave_out(learnt.count([]), "without an assistant's turn to learn")
         rows = [document for one in learnt for document in one]
         prompts = data.prompts(asked, model.tokenizer, recipe) if asked else []
@@ -254,6 +232,21 @@ def write_weights(path: Path, weights: Any) -> None:
 
     layout = export.SPECULATORS if weights.config.draft_vocab_size else export.HUGGING_FACE
     export.export(weights, path, layout=layout, dtype="bfloat16", overwrite=True)
+
+
+def write_huggingface(
+    folder: Path, config: AttentionConfig, params: dict[str, Any], **fields: Any
+) -> None:
+    """Write a model as a folder that transformers loads, rounded to bfloat16.
+
+    Args:
+      fields: of its config.json, in place of those that follow from `config`.
+    """
+    from dflash_jax.converters import export
+    from dflash_jax.converters.tree_source import TreeSource
+
+    weights = export.Weights(config, TreeSource(params, config), fields=fields)
+    export.write_huggingface(weights, folder, "bfloat16")
 
 
 def measured(

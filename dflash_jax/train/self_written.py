@@ -8,9 +8,11 @@ so it does not depend on the turns that are decoded next to it.
 import collections
 import contextlib
 import dataclasses
+import enum
 import functools
 import hashlib
 import itertools
+import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,11 +24,9 @@ from dflash_jax.graph.keys import Variant
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train.decoding import EnginePool, decode
-from dflash_jax.train.duplicates import DuplicateFilter
 from dflash_jax.train.files import saved_as, sound, write_json
-from dflash_jax.train.groups import in_threads, results, stored
-from dflash_jax.train.progress import StageProgress
-from dflash_jax.train.recipe import Bucket, Recipe
+from dflash_jax.train.groups import StageProgress, in_threads, results, stored
+from dflash_jax.train.recipes import Bucket, Recipe
 
 FILE, REPORT = "turns.jsonl", "turns.json"
 MOST_TRIES = 4  # turns written for each that is wanted, at most
@@ -250,3 +250,58 @@ def check_scripts(scripts: Sequence[str]) -> None:
             f"turn_scripts has {unknown[0]!r}; expected {ANY}, or first words of the Unicode names"
             " of letters, such as latin, cyrillic, greek, cjk, hiragana, katakana, hangul, arabic"
         )
+
+
+THRESHOLD = 0.7  # Jaccard similarity of word pairs from which texts are nearly equal
+
+
+class Likeness(enum.Enum):
+    """How a text resembles an earlier one."""
+
+    EQUAL = "equal to an earlier one"
+    NEAR = "nearly equal to an earlier one"
+
+
+class DuplicateFilter:
+    """Finds texts that resemble an earlier text.
+
+    Texts are compared without case, punctuation and spacing. The search for similar texts is
+    complete: two sets with a Jaccard similarity of at least t share one of the first
+    n - ceil(t n) + 1 elements in any common order (prefix filtering: Chaudhuri et al. 2006), so
+    only those are indexed.
+    """
+
+    def __init__(self, threshold: float = THRESHOLD):
+        self._threshold = threshold
+        self._seen: set[tuple[str, ...]] = set()
+        self._pairs: list[frozenset[bytes]] = []
+        self._by_pair: dict[bytes, list[int]] = {}
+
+    def add(self, text: str) -> Likeness | None:
+        """Return how a text resembles an earlier one; a text that does not is remembered."""
+        words = tuple(re.findall(r"\w+", text.casefold())) or (text,)
+        if words in self._seen:
+            return Likeness.EQUAL
+        self._seen.add(words)
+        pairs = frozenset(map(_digest, zip(("", *words), words, strict=False)))
+        indexed = sorted(pairs)[: len(pairs) - self._least(len(pairs)) + 1]
+        candidates = {i for pair in indexed for i in self._by_pair.get(pair, ())}
+        if any(self._alike(pairs, self._pairs[i]) for i in candidates):
+            return Likeness.NEAR
+        for pair in indexed:
+            self._by_pair.setdefault(pair, []).append(len(self._pairs))
+        self._pairs.append(pairs)
+        return None
+
+    def _least(self, size: int) -> int:
+        """Return the least number of elements that a set of a size shares with a similar one."""
+        return -int(-self._threshold * size // 1)
+
+    def _alike(self, one: frozenset[bytes], other: frozenset[bytes]) -> bool:
+        common = len(one & other)
+        return common >= self._threshold * (len(one) + len(other) - common)
+
+
+def _digest(pair: tuple[str, str]) -> bytes:
+    """Return a hash that is the same in every process, unlike Python's own."""
+    return hashlib.blake2b("\0".join(pair).encode(errors="replace"), digest_size=8).digest()

@@ -1,7 +1,12 @@
-"""Set-up of a training run: target, settings, data; all checked before it writes."""
+"""Set-up of a training run: target, settings, data; all checked before it writes.
+
+The data of another run, its turns, answers, rows and features, serve another drafter.
+"""
 
 import dataclasses
 import json
+import os
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +21,13 @@ from dflash_jax.models import build_pair
 from dflash_jax.plan import Plan, Weights
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import data, data_reuse, hosts, self_written, sources
-from dflash_jax.train.files import claim
-from dflash_jax.train.mask import mask_token
-from dflash_jax.train.recipe import FLOAT, Recipe, new_drafter
+from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.train import data, hosts, self_written, sources
+from dflash_jax.train.data import Example, Usage
+from dflash_jax.train.files import claim, differences, saved_as, sound
+from dflash_jax.train.recipes import DSPARK, FLOAT, KL, MIX, Recipe, new_drafter
+from dflash_jax.train.saved import full
 from dflash_jax.train.training import Report
-from dflash_jax.train.usage import Usage
 
 RUN = "run.json"  # the settings of a run, in its folder
 
@@ -31,20 +37,25 @@ class BegunRun:
     """A run whose folder belongs to its settings.
 
     Attributes:
+      target, out, recipe, report: arguments of `begin`.
       config: of the drafter.
       params: of the drafter to start from, if there is one.
       identity: everything that the result depends on.
     """
 
+    target: str
+    out: Path
+    recipe: Recipe
+    report: Report
     model: TargetModel
     config: DrafterConfig
     data: sources.TrainingData
     params: dict[str, Any] | None
     identity: str
 
-    def held_out(self, recipe: Recipe) -> tuple[list[dict[str, Any]], Usage]:
+    def held_out(self) -> tuple[list[dict[str, Any]], Usage]:
         """Return the held-out prompts, and the count of lines, in which they are entered."""
-        asked = data.held_out(self.data.held_out, self.model.tokenizer, recipe)
+        asked = data.held_out(self.data.held_out, self.model.tokenizer, self.recipe)
         usage = Usage(self.data.lines)
         usage.hold_out(len(self.data.held_out) - self.data.separate, len(asked))
         return asked, usage
@@ -68,7 +79,7 @@ def begin(
     """
     group = hosts.current()
     if not group.first:
-        return follow(target, out, recipe, start, group)
+        return follow(target, out, recipe, report, start, group)
     model = open_target(target, recipe)
     given_data = sources.load(source, recipe)
     examples = (*given_data.training, *given_data.held_out)
@@ -90,18 +101,23 @@ def begin(
     }
     params = read_start(start, config) if start else None  # fails before anything is written
     if data_of:
-        data_reuse.check(data_of, about)
+        check_reuse(data_of, about)
     claim(out, RUN, about)
     if data_of:
-        data_reuse.take(data_of, out, about)
+        reuse_data(data_of, out, about)
     identity = json.dumps(about, sort_keys=True)
     every = with_self_written(out, model, given_data, recipe, report)
     group.exchange("begun", about)
-    return BegunRun(model, config, every, params, identity)
+    return BegunRun(target, out, recipe, report, model, config, every, params, identity)
 
 
 def follow(
-    target: str, out: Path, recipe: Recipe, start: Path | None, group: hosts.TrainingHosts
+    target: str,
+    out: Path,
+    recipe: Recipe,
+    report: Report,
+    start: Path | None,
+    group: hosts.TrainingHosts,
 ) -> BegunRun:
     """Return the run that host 0 began, without its data.
 
@@ -123,7 +139,8 @@ def follow(
     config = new_drafter(recipe, model.config, about["mask_id"])
     params = read_start(start, config) if start else None
     identity = json.dumps(about, sort_keys=True)
-    return BegunRun(model, config, sources.TrainingData(), params, identity)
+    none = sources.TrainingData()
+    return BegunRun(target, out, recipe, report, model, config, none, params, identity)
 
 
 def check_turns(model: TargetModel, given_data: sources.TrainingData, recipe: Recipe) -> None:
@@ -213,3 +230,135 @@ def read_start(path: Path, config: DrafterConfig) -> dict[str, Any]:
         listed = "; ".join(f"{k} is {have[k]}, expected {wanted[k]}" for k in differ)
         raise ConfigError(f"the drafter {path} has another shape: {listed}; change the recipe")
     return source.load("float32")
+
+
+MASK_NAMES = ("<|mask|>", "<|MASK|>", "[MASK]", "<mask>")
+
+
+def mask_token(
+    tokenizer: Tokenizer | None, target: TargetConfig, examples: Sequence[Example] = ()
+) -> tuple[int, str]:
+    """Return a token that no text contains, and a description of its origin.
+
+    It is the tokenizer's mask token, an unused row of the embedding table, or the last special
+    token that neither the chat template nor the examples use.
+
+    Raises:
+      ConfigError: there is none of them.
+    """
+    if tokenizer is not None:
+        named = (tokenizer.specials.get("mask_token"), *MASK_NAMES)
+        for text in filter(None, named):
+            token = tokenizer.core.token_to_id(text)
+            if token is not None and token < target.vocab_size:
+                return token, f"the tokenizer's {text}"
+        unused = 1 + max(tokenizer.core.get_vocab(with_added_tokens=True).values(), default=-1)
+        if unused < target.vocab_size:
+            return unused, "the first unused row of the embedding table"
+        for token, text in _unused_specials(tokenizer, target, examples):
+            return token, f"the special token {text}, which neither template nor data use"
+    raise ConfigError(
+        "no mask token is known: the tokenizer has none, the embedding table has no unused row, and"
+        " template or data use every special token; name a token that never occurs in text with"
+        " --mask-id"
+    )
+
+
+def _unused_specials(
+    tokenizer: Tokenizer, target: TargetConfig, examples: Sequence[Example]
+) -> Iterable[tuple[int, str]]:
+    """Yield special tokens, the last one first: reserved ones come last in vocabularies."""
+    known = tokenizer.core.get_added_tokens_decoder().items()
+    templates = f"{tokenizer.template or ''}{tokenizer.tool_template or ''}"
+    roles = set(tokenizer.specials.values())  # start and end of texts, padding
+    for token, added in sorted(known, reverse=True):
+        text = added.content
+        free = added.special and text not in roles and text not in templates
+        free = free and token < target.vocab_size and token not in target.eos_token_ids
+        if free and not any(token in x.ids or x.contains(text) for x in examples):
+            yield token, text
+
+
+ROWS, FEATURES = "rows.npz", "features"
+FILES = (self_written.FILE, self_written.REPORT, "answers.jsonl", ROWS)
+# What decides rows, and what decides features as well.
+OF_RUN = ("target", "data", "self_written")
+OF_ROWS = ("seed", "dtype", "target_weights", "answers", "prompts", "text_prompts",
+           "given", "new_tokens", "text_tokens", "text_prompt", "temperature", "answer_buckets",
+           "turn_tokens", "turn_temperature", "turn_scripts")  # fmt: skip
+OF_FEATURES = ("features", "taps", "tap_count")
+
+
+def check_reuse(source: Path, about: dict[str, Any]) -> None:
+    """Check that the data of a run serve another one.
+
+    Args:
+      source: folder of the run that has the data.
+      about: the settings of the run that wants them.
+
+    Raises:
+      ConfigError: `source` has no rows yet, or was made with other settings that decide them.
+    """
+    if not (source / ROWS).is_file():
+        raise ConfigError(
+            f"{source} has no {ROWS} to reuse; give the folder of a run whose answers are finished"
+        )
+    with sound(source / "run.json"):
+        recorded = json.loads((source / "run.json").read_text(encoding="utf-8"))
+        have, want = (_deciding(x, OF_ROWS) for x in (recorded, json.loads(json.dumps(about))))
+    if changed := differences(have, want):
+        raise ConfigError(
+            f"the data of {source} were made with other settings ({'; '.join(changed)}); give the"
+            " same, or train without --reuse"
+        )
+
+
+def reuse_data(source: Path, out: Path, about: dict[str, Any]) -> None:
+    """Copy the data of a run that passed `check_reuse`; features that fit are linked, not copied.
+
+    Raises:
+      CheckpointError: they cannot be written.
+    """
+    try:
+        _take(source, out, about)
+    except OSError as error:
+        raise full(out, error) from error
+
+
+def _take(source: Path, out: Path, about: dict[str, Any]) -> None:
+    for name in FILES:
+        if (source / name).is_file() and not (out / name).is_file():
+            with saved_as(out / name) as partial:
+                shutil.copyfile(source / name, partial)
+    recorded = json.loads((source / "run.json").read_text(encoding="utf-8"))
+    have, want = (_features(x) for x in (recorded, json.loads(json.dumps(about))))
+    if have != want or not (source / FEATURES).is_dir() or (out / FEATURES).is_dir():
+        return
+    with saved_as(out / FEATURES, folder=True) as partial:
+        for path in sorted((source / FEATURES).iterdir()):
+            if not path.name.startswith("."):  # half-written
+                _link(path, partial / path.name)
+
+
+def _link(source: Path, path: Path) -> None:
+    """Give a file a second name; copy it where the file system has no links."""
+    try:
+        os.link(source, path)
+    except OSError:
+        shutil.copyfile(source, path)
+
+
+def _features(about: dict[str, Any]) -> list[Any]:
+    recipe = about["recipe"]
+    return [
+        *(recipe[name] for name in OF_FEATURES),
+        recipe["loss"] in (KL, MIX),
+        recipe["kind"] == DSPARK and recipe.get("confidence_head", True),
+    ]
+
+
+def _deciding(about: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    recipe = about["recipe"]
+    lengths = [bucket["length"] for bucket in recipe["buckets"]]  # their rows decide batches only
+    found = {f"recipe.{name}": recipe[name] for name in names}
+    return {name: about[name] for name in OF_RUN} | found | {"recipe.buckets": lengths}

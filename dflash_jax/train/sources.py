@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dflash_jax.errors import ConfigError
 from dflash_jax.train.data import HELD_OUT_SHARE, Example, read
-from dflash_jax.train.recipe import Recipe
+from dflash_jax.train.recipes import Recipe
 
 SHIPPED = "tiny"  # the corpus of the shipped pair
 SELF = "self"  # turns the target writes, as "self:20000"

@@ -16,8 +16,8 @@ from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.models import build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train import drafter, features, hosts, initial_weights, loop, objective, optimizer
-from dflash_jax.train.feature_store import FeatureStore
-from dflash_jax.train.recipe import CACHE, LAYERS, Recipe, new_drafter
+from dflash_jax.train.features import FeatureStore
+from dflash_jax.train.recipes import CACHE, LAYERS, Recipe, new_drafter
 from dflash_jax.train.rows import Batches, TokenRows
 from dflash_jax.train.target import TrainState
 
@@ -204,7 +204,7 @@ def first_params(
     """
     assert pair.drafter is not None
     fresh, configs = initial_weights.fresh(pair, recipe.seed), (model.config, pair.drafter.config)
-    params = replaced(fresh, start or {})
+    params, _ = initial_weights.replaced(fresh, start or {})
     if not start and recipe.initial == LAYERS:
         params, origin = initial_weights.from_target(fresh, model.params, configs)
         report(f"the drafter starts with {origin}")
@@ -274,13 +274,3 @@ def digest(tree: Any, group: hosts.TrainingHosts) -> str:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         found.update(jax.tree_util.keystr(path).encode() + np.asarray(leaf).tobytes())
     return found.hexdigest()[:16]
-
-
-def replaced(fresh: dict[str, Any], start: dict[str, Any]) -> dict[str, Any]:
-    """Return the fresh parameters, replaced where `start` has others."""
-    return {
-        name: replaced(value, start.get(name, {}))
-        if isinstance(value, dict)
-        else start.get(name, value)
-        for name, value in fresh.items()
-    }

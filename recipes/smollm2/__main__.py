@@ -16,11 +16,10 @@ import dflash_jax
 from dflash_jax.errors import ConfigError, DFlashError
 from dflash_jax.graph.cache import enable_compilation_cache
 from dflash_jax.train import run as training
-from dflash_jax.train.data_reuse import FILES
 from dflash_jax.train.files import saved_as, write_json
 from dflash_jax.train.loop import TrainingStopped, to_stderr
-from dflash_jax.train.recipe import Recipe
-from dflash_jax.train.recipes import recipe
+from dflash_jax.train.recipes import Recipe, recipe
+from dflash_jax.train.setup import FILES
 from dflash_jax.utils.allocator import tune_allocator
 from recipes.smollm2 import card, comparison
 

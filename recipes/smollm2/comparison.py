@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import environment
 from benchmarks.modes import generate
-from benchmarks.paired import interleaved
+from benchmarks.paired import interleaved, markdown
 
 SETTINGS = ("steps=150", "held_out_tokens=64")
 ALONE = "no drafter"
@@ -73,21 +73,18 @@ def table(rows: dict[str, dict[str, Any]], steps_ms: Mapping[str, float]) -> dic
     return {"environment": environment(), "plain_step_ms": alone, "drafters": rows}
 
 
-def lines(found: Mapping[str, Any], settings: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield the table for people.
+def lines(found: Mapping[str, Any], settings: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the table for people.
 
     Args:
       settings: what differs from the preset, of each drafter.
     """
-    yield "| drafter | settings | acceptance length | cost of a step | speed |"
-    yield "| --- | --- | --- | --- | --- |"
-    for name, figures in found["drafters"].items():
-        length, cost, speed = (figures[x] for x in ("acceptance_length", "cost", "speed"))
-        cells = (
+    rows = [
+        [
             name,
             ", ".join(settings[name]) or "the preset",
-            f"{length:.2f}",
-            f"{cost:.2f}",
-            f"{speed:.2f}",
-        )
-        yield f"| {' | '.join(cells)} |"
+            *(f"{figures[x]:.2f}" for x in ("acceptance_length", "cost", "speed")),
+        ]
+        for name, figures in found["drafters"].items()
+    ]
+    return markdown("drafter | settings | acceptance length | cost of a step | speed", rows)

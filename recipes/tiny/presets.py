@@ -1,11 +1,13 @@
-"""Presets of the shipped pair: corpus, models, steps and batches."""
+"""Presets of the shipped pair: corpus, models, steps and batches. Their values: `presets.toml`."""
 
 import dataclasses
+import tomllib
+from pathlib import Path
+from typing import Any
 
 from dflash_jax.config import RopeConfig, TargetConfig
 from dflash_jax.errors import ConfigError
-from dflash_jax.train import recipes
-from dflash_jax.train.recipe import Bucket, Recipe, Schedule
+from dflash_jax.train.recipes import Bucket, Recipe, Schedule, buckets, recipe
 
 ROPE = RopeConfig(theta=10000.0)
 RMS_EPS = 1e-6
@@ -90,116 +92,19 @@ class Preset:
         }
 
 
-SMOKE = Preset(
-    name="smoke",
-    vocabulary=320,
-    target=Shape(width=32, layers=2, heads=2, kv_heads=1, head_dim=16, inner=64),
-    phases=(
-        TrainingPhase(
-            conversations=80,
-            agent_share=0.4,
-            code_characters=20_000,
-            given_weight=0.1,
-            buckets=(Bucket(length=256, rows=4),),
-            schedule=Schedule(steps=4, rate=3e-3, save_every=3),
-        ),
-    ),
-    transcripts=2,
-    drafter=dataclasses.replace(recipes.SMOKE, taps=(0,)),
-    held_out_chat=4,
-    held_out_code=2,
-)
+def _preset(name: str, table: dict[str, Any]) -> Preset:
+    phases = [
+        phase | {"buckets": buckets(phase["buckets"]), "schedule": Schedule(**phase["schedule"])}
+        for phase in table["phases"]
+    ]
+    own, *changes = table["drafter"]
+    fields = table | {"target": Shape(**table["target"]), "drafter": recipe(own, changes)}
+    fields["phases"] = tuple(TrainingPhase(**phase) for phase in phases)
+    return Preset(name=name, **fields)
 
-TINY_BUCKETS = (
-    Bucket(length=160, rows=16),
-    Bucket(length=448, rows=6),
-    Bucket(length=1280, rows=2),
-)
 
-TINY_CPU = Preset(
-    name="tiny-cpu",
-    vocabulary=2048,
-    target=Shape(width=192, layers=6, heads=3, kv_heads=1, head_dim=64, inner=512),
-    phases=(
-        TrainingPhase(
-            layers=4,
-            conversations=16_000,
-            agent_share=0.3,
-            renamed_share=0.4,
-            code_characters=1_500_000,
-            given_weight=0.2,
-            buckets=TINY_BUCKETS,
-            schedule=Schedule(steps=1400, rate=3e-3),
-        ),
-        TrainingPhase(
-            layers=4,
-            conversations=16_000,
-            agent_share=0.15,
-            renamed_share=0.4,
-            code_characters=300_000,
-            given_weight=0.2,
-            buckets=TINY_BUCKETS,
-            schedule=Schedule(steps=1200, rate=3e-3),
-        ),
-        TrainingPhase(
-            layers=4,
-            conversations=16_000,
-            agent_share=0.25,
-            renamed_share=0.6,
-            code_characters=200_000,
-            given_weight=0.3,
-            buckets=TINY_BUCKETS,
-            schedule=Schedule(steps=1200, rate=3e-3),
-        ),
-        TrainingPhase(
-            conversations=16_000,
-            agent_share=0.2,
-            renamed_share=0.5,
-            code_characters=600_000,
-            given_weight=0.2,
-            buckets=TINY_BUCKETS,
-            schedule=Schedule(steps=1000, rate=2e-3),
-        ),
-    ),
-    transcripts=200,
-    drafter=recipes.TINY_PAIR,
-    held_out_chat=200,
-    held_out_code=60,
-)
-
-LARGE_BUCKETS = (
-    Bucket(length=256, rows=256),
-    Bucket(length=512, rows=128),
-    Bucket(length=1280, rows=48),
-)
-
-TINY_H200 = dataclasses.replace(
-    TINY_CPU,
-    name="tiny-h200",
-    vocabulary=4096,
-    target=Shape(width=512, layers=8, heads=8, kv_heads=4, head_dim=64, inner=1408),
-    phases=(
-        dataclasses.replace(
-            TINY_CPU.phases[0],
-            layers=0,
-            conversations=120_000,
-            code_characters=5_000_000,
-            buckets=LARGE_BUCKETS,
-            schedule=Schedule(steps=1500, rate=2e-3),
-        ),
-        dataclasses.replace(
-            TINY_CPU.phases[1],
-            layers=0,
-            conversations=60_000,
-            buckets=LARGE_BUCKETS,
-            schedule=Schedule(steps=500, rate=2e-3),
-        ),
-    ),
-    transcripts=2_000,
-    drafter=recipes.TINY_H200,
-)
-
-PRESETS = {preset.name: preset for preset in (SMOKE, TINY_CPU, TINY_H200)}
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+PRESETS = {name: _preset(name, table) for name, table in TABLES.items()}
 
 
 def preset(name: str) -> Preset:

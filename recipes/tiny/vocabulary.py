@@ -1,7 +1,8 @@
 """The tokenizer of the shipped pair: byte-level BPE, ChatML specials and the chat template.
 
 Written as Hugging Face readers expect it: tokenizer.json, tokenizer_config.json (which holds
-the template) and generation_config.json.
+the template) and generation_config.json. It turns text into documents: token ids, and a mask of
+those that the assistant writes.
 """
 
 import functools
@@ -10,12 +11,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import jinja2
+import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dflash_jax.errors import ConfigError
 from dflash_jax.train.files import write_json
-from recipes.tiny.corpus.exchange import Conversation
+from dflash_jax.train.rows import Document, pieces
+from recipes.tiny.corpus.world import Conversation
 
 END_OF_TEXT, TURN_START, TURN_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
 MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>")
@@ -124,3 +127,35 @@ def training_text(made: Conversation) -> str:
 def prompt_text(made: Conversation) -> str:
     """Return a conversation as a prompt, with the next assistant turn opened."""
     return render(made.messages, tools=made.tools, opens=True, thinking=made.thinking)
+
+
+def chat_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> list[Document]:
+    """Return rendered conversations; assistant turns are wanted, their end included."""
+    opening = tokenizer.encode(TURN_START + "assistant\n").ids
+    end = token_id(tokenizer, TURN_END)
+    return [
+        Document(ids, answer_mask(ids, opening, end))
+        for ids in (np.asarray(e.ids, np.int32) for e in tokenizer.encode_batch(list(texts)))
+    ]
+
+
+def answer_mask(ids: np.ndarray, opening: list[int], end: int) -> np.ndarray:
+    """Return a mask that is true after each opening, up to and including the next end."""
+    wanted = np.zeros(len(ids), bool)
+    inside = False
+    for i, token in enumerate(ids):
+        wanted[i] = inside
+        if inside:
+            inside = token != end
+        elif i + 1 >= len(opening) and list(ids[i + 1 - len(opening) : i + 1]) == opening:
+            inside = True
+    return wanted
+
+
+def source_documents(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> list[Document]:
+    """Return source files in pieces of `length` tokens, all wanted, the file's end marked."""
+    end = token_id(tokenizer, END_OF_TEXT)
+    found = []
+    for encoding in tokenizer.encode_batch(list(texts)):
+        found += pieces(np.asarray([*encoding.ids, end], np.int32), length)
+    return found

@@ -72,7 +72,8 @@ def test_figures_are_those_of_their_category() -> None:
         Answer(a.tokens, r, a.decode_s / 2, 1.0)
         for a, r in zip(plain, [(4, 4, 2), (5,) * 4, (1,) * 4], strict=True)
     ]
-    table = acceptance.summary(cases, {"plain": plain, "no drafter": plain, "block 8": block})
+    modes = {"plain": plain, "no drafter": plain, "automatic": block, "block 8": block}
+    table = acceptance.summary(cases, modes)
     assert list(table) == ["math", "coding", "all"]
     math, everything = table["math"]["block 8"], table["all"]["block 8"]
     assert math["tokens_per_s"] == 20.0
@@ -81,4 +82,4 @@ def test_figures_are_those_of_their_category() -> None:
     assert everything["over no drafter"]["median"] == 2.0
     assert table["coding"]["block 8"]["over plain"] is None  # of a single prompt
     assert "acceptance_length" not in table["math"]["plain"]
-    assert any("acceptance length 4.29" in line for line in acceptance.lines("float", table))
+    assert any("| math | 8 | 4.29 |" in line for line in acceptance.table({"float": table}))

@@ -14,10 +14,17 @@ import pytest
 
 from benchmarks.audit import __main__ as command
 from benchmarks.audit.cases import Course, run_case
-from benchmarks.audit.lossless import pairs
-from benchmarks.audit.models import AuditedEngine, build
+from benchmarks.audit.fixed import pairs
+from benchmarks.audit.models import (
+    DRAFTERS,
+    FAMILIES,
+    SHORT,
+    WEIGHTS,
+    AuditedEngine,
+    build,
+    draw_setup,
+)
 from benchmarks.audit.scenario import Scenario, draw_scenario
-from benchmarks.audit.setups import DRAFTERS, FAMILIES, SHORT, WEIGHTS, draw_setup
 from dflash_jax.config.family import drafter_kinds, family_of, target_families
 from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.model_runner import InFlightStep

@@ -11,7 +11,6 @@ import pytest
 import dflash_jax
 from benchmarks.endings import FAMILIES, byte_tokenizer
 from dflash_jax.bench import endings
-from dflash_jax.bench.ending_texts import ANSWERS, SLOTS, STALLS
 from dflash_jax.engine import vocabulary
 from dflash_jax.engine.state_machine import Recovery
 from dflash_jax.server.prompt import ToolTurnCache, chat_prompt
@@ -51,8 +50,8 @@ def test_fresh_cases_follow_from_the_seed_and_are_new() -> None:
         assert len({case.text for case in first}) == 40
         assert len({case.language for case in first}) >= 10
     tuned = {line for name in ("stalls", "answers") for line in _lines(name)}
-    slots = {name: values[0] for name, values in SLOTS.items()} | {"tool": "search"}
-    for table in (STALLS, ANSWERS):
+    slots = {name: values[0] for name, values in endings.SLOTS.items()} | {"tool": "search"}
+    for table in endings.KINDS.values():
         texts = {text.format(**slots) for texts in table.values() for text in texts}
         assert not tuned & texts
 

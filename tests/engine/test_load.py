@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from benchmarks.audit.load import KINDS, drive
+from benchmarks.audit.fixed import KINDS, drive
 from dflash_jax.engine.engine import Engine
 from dflash_jax.testing import random_engine
 

@@ -10,9 +10,8 @@ import pytest
 from dflash_jax.errors import HostError
 from dflash_jax.hosts import group as group_module
 from dflash_jax.hosts import messages
-from dflash_jax.hosts.channel import Channel
+from dflash_jax.hosts.channel import Channel, Hello
 from dflash_jax.hosts.group import HostGroup
-from dflash_jax.hosts.joining import Hello
 
 Answer = Callable[["ScriptedWorker", messages.Entry], None]
 

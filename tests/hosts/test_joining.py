@@ -9,9 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 from dflash_jax.hosts import channel as channel_module
-from dflash_jax.hosts import joining
-from dflash_jax.hosts.channel import Channel, WrongTokenError
-from dflash_jax.hosts.joining import MOST_UNPROVED, Hello, JoiningPort, connect
+from dflash_jax.hosts.channel import (
+    MOST_UNPROVED,
+    Channel,
+    Hello,
+    JoiningPort,
+    WrongTokenError,
+    connect,
+)
 
 TOKEN = "secret"
 
@@ -59,7 +64,7 @@ def joined(port: JoiningPort, count: int) -> list[tuple[Channel, Hello]]:
 def test_workers_join_through_a_flood_of_silent_connections(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(joining, "RETRY_S", 0.01)
+    monkeypatch.setattr(channel_module, "RETRY_S", 0.01)
     with (
         JoiningPort("127.0.0.1", TOKEN) as port,
         accepting(port),
@@ -77,7 +82,7 @@ def test_workers_join_through_a_flood_of_silent_connections(
 
 
 def test_an_accept_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "PAUSE_S", 0.01)
+    monkeypatch.setattr(channel_module, "PAUSE_S", 0.01)
     with JoiningPort("127.0.0.1", TOKEN) as port:
         listening, failures = port._server, [OSError(24, "Too many open files")] * 3
 

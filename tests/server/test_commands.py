@@ -21,7 +21,7 @@ import pytest
 import tokenizers
 
 from dflash_jax.bench.prompts import read_prompts
-from dflash_jax.bench.runs import OverHttp, RequestSettings
+from dflash_jax.bench.report import OverHttp, RequestSettings
 from dflash_jax.cli import chat, main, parser, serve
 from dflash_jax.cli.bench import report
 from dflash_jax.engine.engine import Engine

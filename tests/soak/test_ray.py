@@ -280,7 +280,7 @@ def alone(lines: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """Return the answers of this process."""
     out = tmp_path_factory.mktemp("runs") / "alone"
     begun = begin("tiny", str(lines), out, RECIPE, report=print)
-    _, usage = begun.held_out(RECIPE)
+    _, usage = begun.held_out()
     stored_rows(out, begun.model, begun.data.training, RECIPE, print, usage)
     return (out / "answers.jsonl").read_bytes()
 

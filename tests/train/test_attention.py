@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dflash_jax.train import attention
-from dflash_jax.train.attention import split_attention
+from dflash_jax.train import blocks
+from dflash_jax.train.blocks import split_attention
 
 ROWS, COUNT, WIDTH, LENGTH, KV, GROUPS, HEAD = 2, 3, 4, 12, 2, 2, 8
 
@@ -85,7 +85,7 @@ def test_split_equals_dense_in_values_and_gradients(causal, window, limit, monke
         return dense(*tensors, seen)
 
     expected = jax.tree.leaves(slopes(reference))
-    monkeypatch.setattr(attention, "SCORE_ELEMENTS", limit)
+    monkeypatch.setattr(blocks, "SCORE_ELEMENTS", limit)
     for ours, theirs in zip(jax.tree.leaves(slopes(split)), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 

@@ -5,8 +5,8 @@ import re
 
 from recipes.tiny.corpus import conversation, stdlib
 from recipes.tiny.corpus.agents import TRUNCATED
-from recipes.tiny.corpus.exchange import Conversation, is_held_out
-from recipes.tiny.corpus.renaming import renamed
+from recipes.tiny.corpus.conversation import renamed
+from recipes.tiny.corpus.world import Conversation, is_held_out
 
 COUNT = 1500
 

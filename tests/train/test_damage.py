@@ -11,7 +11,7 @@ from dflash_jax.cli import main
 from dflash_jax.cli.train import draw
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.train import groups, rows, run
-from dflash_jax.train.feature_store import FeatureStore
+from dflash_jax.train.features import FeatureStore
 from dflash_jax.train.files import unless_refused
 from dflash_jax.train.recipes import SMOKE
 

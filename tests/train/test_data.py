@@ -16,11 +16,10 @@ from dflash_jax.loading import load_target, locate
 from dflash_jax.server.conversation import parse_tool_calls
 from dflash_jax.testing import tiny_target
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.train import data, evaluate, run, sources, user_answers
-from dflash_jax.train.mask import mask_token
-from dflash_jax.train.recipe import spread_taps
-from dflash_jax.train.recipes import SMOKE, recipe
-from dflash_jax.train.usage import Usage
+from dflash_jax.train import data, evaluate, run, sources
+from dflash_jax.train.data import Usage
+from dflash_jax.train.recipes import SMOKE, recipe, spread_taps
+from dflash_jax.train.setup import mask_token
 from recipes.tiny import vocabulary
 
 CHAT = {
@@ -168,9 +167,9 @@ def test_texts_begin_with_the_start_token_as_prompts_do(tokenizer, tmp_path):
     assert [p.document.ids.tolist() for p in found] == [
         [start, *bare[i : i + 16]] for i in (0, 16, 32)
     ]
-    (document,) = user_answers.as_given([data.Example(text=text)], starting, [], 999)
+    (document,) = data.as_given([data.Example(text=text)], starting, [], 999)
     assert document.ids.tolist() == [start, *bare] == starting.encode(text)
-    cut = user_answers.as_given([data.Example(text=text)], starting, [], 33)
+    cut = data.as_given([data.Example(text=text)], starting, [], 33)
     assert [d.ids.tolist() for d in cut] == [
         [start, *bare[i : i + 32]] for i in range(0, len(bare), 32)
     ]
@@ -182,7 +181,7 @@ def test_texts_begin_with_the_start_token_as_prompts_do(tokenizer, tmp_path):
 def test_given_answers_are_wanted_up_to_their_end(tokenizer, tmp_path):
     ends = [tokenizer.core.token_to_id("<|im_end|>")]
     examples = data.read(written(tmp_path, CHAT))
-    (document,) = user_answers.as_given(examples, tokenizer, ends, 999)
+    (document,) = data.as_given(examples, tokenizer, ends, 999)
     wanted = document.ids[document.wanted].tolist()
     assert (
         tokenizer.core.decode(wanted, skip_special_tokens=False) == "Two.<|im_end|>Four.<|im_end|>"
@@ -199,7 +198,7 @@ def test_a_given_answer_follows_the_prompt_that_is_served(thinking, reply):
     asked = {"role": "user", "content": "One?"}
     chat = data.Example((asked, {"role": "assistant", "content": reply}), thinking=thinking)
     ends = [tokenizer.core.token_to_id("<|im_end|>")]
-    (document,) = user_answers.as_given([chat], tokenizer, ends, 999)
+    (document,) = data.as_given([chat], tokenizer, ends, 999)
     served = tokenizer.chat([asked], **({} if thinking else {"enable_thinking": False}))
     assert document.ids[: len(served)].tolist() == served
     assert document.wanted.tolist() == [i >= len(served) for i in range(len(document.ids))]
@@ -244,7 +243,7 @@ def test_a_turn_without_an_end_of_its_own_is_given_whole(tokenizer):
     template = "{% for m in messages %}{{ m.content }}{% if m.role == 'user' %}<|im_end|>"
     bare = Tokenizer(tokenizer.core, template + "{% endif %}{% endfor %}", {})
     ends = [tokenizer.core.token_to_id("<|im_end|>")]
-    (document,) = user_answers.as_given([data.Example(tuple(CHAT["messages"]))], bare, ends, 999)
+    (document,) = data.as_given([data.Example(tuple(CHAT["messages"]))], bare, ends, 999)
     assert bare.raw(document.ids[document.wanted].tolist()) == "Two.Four."
 
 
@@ -280,7 +279,7 @@ def test_turns_that_a_template_rewrites_later_stand_alone(tokenizer, tmp_path, m
         "render",
         lambda messages, **rest: f"{(len(messages) + 1) // 2}{render(messages, **rest)}",
     )
-    found = user_answers.as_given(data.read(written(tmp_path, CHAT)), tokenizer, ends, 999)
+    found = data.as_given(data.read(written(tmp_path, CHAT)), tokenizer, ends, 999)
     assert [tokenizer.core.id_to_token(d.ids[0]) for d in found] == ["1", "2"]
     assert all(d.wanted.sum() > 1 for d in found)
 

@@ -13,9 +13,9 @@ from dflash_jax.plan import Weights
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_drafter, tiny_hybrid, tiny_target
 from dflash_jax.train import features
-from dflash_jax.train.feature_store import FeatureStore
-from dflash_jax.train.progress import StageProgress
-from dflash_jax.train.recipe import Bucket
+from dflash_jax.train.features import FeatureStore
+from dflash_jax.train.groups import StageProgress
+from dflash_jax.train.recipes import Bucket
 from dflash_jax.train.regenerate import AnswerPrompt, Recording, answer, local_decoder
 from dflash_jax.train.rows import Document, TokenRows, one_per_row
 from dflash_jax.train.setup import rounded
@@ -172,7 +172,7 @@ def test_progress_lines_have_the_time_left(monkeypatch: pytest.MonkeyPatch) -> N
         "3 h 20 min left",
     ]
     now, lines = [0.0], []
-    monkeypatch.setattr("dflash_jax.train.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dflash_jax.train.groups.time.monotonic", lambda: now[0])
     progress = StageProgress("answers", 40, "groups", lines.append, done=10)
     for seconds, count in (4.0, 2), (20.0, 8):
         now[0] = seconds

@@ -20,10 +20,10 @@ import pytest
 from dflash_jax.cli import main
 from dflash_jax.errors import ConfigError, HostError
 from dflash_jax.hosts.channel import Channel
-from dflash_jax.train import hosts, joining
+from dflash_jax.train import hosts, training_hosts
 from dflash_jax.train.hosts import HostLink, TrainingHosts
-from dflash_jax.train.joining import HostOptions
 from dflash_jax.train.training import Placement
+from dflash_jax.train.training_hosts import HostOptions
 
 Outcome = tuple[Any, BaseException | None]
 
@@ -184,12 +184,14 @@ def options(host: int, address: tuple[str, int], wait: float = 20.0, **more: Any
 def meet(chosen: HostOptions) -> TrainingHosts:
     group = RecordingHosts(chosen.host, chosen.count)
     with contextlib.ExitStack() as entered:
-        (joining._listen if group.first else joining._connect)(group, chosen, entered, ())
+        (training_hosts._listen if group.first else training_hosts._connect)(
+            group, chosen, entered, ()
+        )
     return group
 
 
 def test_hosts_meet_in_any_order_past_a_stranger() -> None:
-    address = joining.free_ports()
+    address = training_hosts.free_ports()
 
     def stranger() -> None:
         for _ in range(100):
@@ -207,7 +209,7 @@ def test_hosts_meet_in_any_order_past_a_stranger() -> None:
 
 
 def test_hosts_meet_through_a_flood_of_silent_and_of_lying_connections() -> None:
-    address, ended = joining.free_ports(), threading.Event()
+    address, ended = training_hosts.free_ports(), threading.Event()
 
     def flood() -> None:
         with contextlib.ExitStack() as kept:
@@ -241,7 +243,7 @@ def test_hosts_meet_through_a_flood_of_silent_and_of_lying_connections() -> None
 
 
 def test_a_host_with_another_token_is_refused_and_missed() -> None:
-    address = joining.free_ports()
+    address = training_hosts.free_ports()
     (_, missed), (_, refused) = together(
         lambda: meet(options(0, address, wait=1.0, count=2)),
         lambda: meet(options(1, address, count=2, token="")),
@@ -253,7 +255,7 @@ def test_a_host_with_another_token_is_refused_and_missed() -> None:
 
 
 def test_missing_hosts_are_named() -> None:
-    address = joining.free_ports()
+    address = training_hosts.free_ports()
     (_, error), _ = together(
         lambda: meet(options(0, address, wait=2.0)), lambda: meet(options(2, address, count=3))
     )
@@ -262,7 +264,7 @@ def test_missing_hosts_are_named() -> None:
 
 
 def test_a_host_that_nobody_answers_says_where() -> None:
-    address = joining.free_ports()
+    address = training_hosts.free_ports()
     with pytest.raises(
         HostError, match=rf"does not answer at 127.0.0.1, port {address[1]}, within"
     ):
@@ -285,7 +287,7 @@ def test_an_occupied_port_is_named() -> None:
     ],
 )
 def test_another_command_is_refused_at_both_ends(host: int, more: Any, problem: str) -> None:
-    address = joining.free_ports()
+    address = training_hosts.free_ports()
     both = together(lambda: meet(options(0, address)), lambda: meet(options(host, address, **more)))
     for _, error in both:
         assert isinstance(error, HostError)
@@ -295,12 +297,12 @@ def test_another_command_is_refused_at_both_ends(host: int, more: Any, problem: 
 @pytest.mark.parametrize("text", ["", "node", "node:", ":80", "node:x", "node:0", "node:65535"])
 def test_addresses_without_two_ports_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected HOST:PORT"):
-        joining.parse_address(text)
+        training_hosts.parse_address(text)
 
 
 def test_addresses_are_read() -> None:
-    assert joining.parse_address("node:80") == ("node", 80)
-    assert joining.parse_address("[::1]:8000") == ("::1", 8000)
+    assert training_hosts.parse_address("node:80") == ("node", 80)
+    assert training_hosts.parse_address("[::1]:8000") == ("::1", 8000)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +374,7 @@ def test_hosts_that_were_not_heard_of_are_named(
     assert three[0].silent() == []
     three[0]._links[1].heard -= 3 * hosts.PING
     assert three[0].silent() == [2]
-    error = joining._failed_collective(RuntimeError("UNKNOWN: timed out\nmore"), three[0])
+    error = training_hosts._failed_collective(RuntimeError("UNKNOWN: timed out\nmore"), three[0])
     assert str(error).startswith(
         "a program of all hosts failed, and host 2 is silent (UNKNOWN: timed out); run the same"
     )

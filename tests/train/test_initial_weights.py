@@ -19,8 +19,7 @@ from dflash_jax.plan import Plan
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.train import drafter, initial_weights, objective, run, setup, training
-from dflash_jax.train.recipe import Bucket, Schedule, new_drafter
-from dflash_jax.train.recipes import SMOKE
+from dflash_jax.train.recipes import SMOKE, Bucket, Schedule, new_drafter
 from dflash_jax.train.rows import TokenRows
 
 TARGET = tiny_target(num_layers=4)

@@ -10,8 +10,7 @@ import pytest
 
 from dflash_jax.nn.objective import distance as distance_of
 from dflash_jax.train import objective
-from dflash_jax.train.recipe import DPACE, UNIFORM
-from dflash_jax.train.recipes import SMOKE
+from dflash_jax.train.recipes import DPACE, SMOKE, UNIFORM
 
 COUNTS = jnp.asarray([[[True, True, True], [True, True, False], [False] * 3]])
 

@@ -16,9 +16,8 @@ from dflash_jax.config import read_drafter_config, read_target_config
 from dflash_jax.models import build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import folder_params, random_params, tiny_target
-from dflash_jax.train import drafter, export, features, run, training
-from dflash_jax.train.recipe import Bucket, Schedule
-from dflash_jax.train.recipes import SMOKE
+from dflash_jax.train import drafter, features, run, training
+from dflash_jax.train.recipes import SMOKE, Bucket, Schedule
 from dflash_jax.train.rows import TokenRows
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -33,7 +32,8 @@ def trained(folder: Path, kind: str) -> Path:
     """Export a random target and a drafter trained for two steps, as a run does."""
     target = tiny_target(num_layers=3, vocab_size=128)
     model = TargetModel(target, random_params(build_pair(target, None))["target"], "float32")
-    export.target(folder / "target", target, model.params, pad=0)
+    own = {"bos_token_id": None, "pad_token_id": 0}
+    run.write_huggingface(folder / "target", target, model.params, **own)
     recipe = dataclasses.replace(
         SMOKE,
         kind=kind,

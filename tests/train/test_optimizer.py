@@ -11,7 +11,7 @@ from optax import contrib
 
 from dflash_jax.graph.build import jit
 from dflash_jax.train import optimizer
-from dflash_jax.train.recipe import Schedule
+from dflash_jax.train.recipes import Schedule
 
 SCHEDULE = Schedule(steps=8, rate=1e-2)
 

@@ -16,10 +16,9 @@ from dflash_jax.graph.keys import Variant
 from dflash_jax.models import build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_target
-from dflash_jax.train import decoding, groups, threads
+from dflash_jax.train import decoding, groups
 from dflash_jax.train.loop import TrainingStopped
-from dflash_jax.train.recipe import Bucket
-from dflash_jax.train.recipes import SMOKE
+from dflash_jax.train.recipes import SMOKE, Bucket
 from dflash_jax.train.regenerate import AnswerPrompt, answer, local_decoder
 from dflash_jax.train.rows import Document
 from dflash_jax.train.setup import open_target
@@ -56,7 +55,7 @@ def test_concurrent_engines_give_the_answers_of_one(
 ) -> None:
     texts, names, before = [], [], set(threading.enumerate())
     for cores in (1, 3):
-        monkeypatch.setattr(threads, "cores", lambda cores=cores: cores)
+        monkeypatch.setattr(decoding, "cores", lambda cores=cores: cores)
         engines = decoding.EnginePool(model, Variant.GREEDY)
         assert engines.count(BUCKETS[0]) == cores
         with engines.engine(BUCKETS[0]) as first:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from dflash_jax.train import rows
-from dflash_jax.train.recipe import Bucket
+from dflash_jax.train.recipes import Bucket
 
 BUCKETS = (Bucket(length=8, rows=2), Bucket(length=16, rows=1))
 

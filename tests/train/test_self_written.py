@@ -13,11 +13,15 @@ from dflash_jax.models import build_pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_target
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.train import setup, sources, threads
-from dflash_jax.train.duplicates import DuplicateFilter, Likeness
-from dflash_jax.train.recipe import Bucket, Recipe
-from dflash_jax.train.recipes import SMOKE, recipe
-from dflash_jax.train.self_written import UserHeader, user_header, write_turns
+from dflash_jax.train import decoding, setup, sources
+from dflash_jax.train.recipes import SMOKE, Bucket, Recipe, recipe
+from dflash_jax.train.self_written import (
+    DuplicateFilter,
+    Likeness,
+    UserHeader,
+    user_header,
+    write_turns,
+)
 from recipes.tiny import vocabulary
 
 RECIPE = dataclasses.replace(
@@ -63,7 +67,7 @@ def test_a_turn_depends_on_seed_and_number_only(
     tmp_path: Path, talker: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = talker
-    monkeypatch.setattr(threads, "cores", lambda: 1)
+    monkeypatch.setattr(decoding, "cores", lambda: 1)
     straight = turns_of(tmp_path / "straight", model)
     assert len(set(straight)) == 12
     written = (tmp_path / "straight" / "turns.jsonl").read_bytes()
@@ -71,7 +75,7 @@ def test_a_turn_depends_on_seed_and_number_only(
     assert report["kept"] == 12
     assert report["written"] == 12 + sum(report["dropped"].values())
     # In other company, on more engines, in groups of other sizes.
-    monkeypatch.setattr(threads, "cores", lambda: 3)
+    monkeypatch.setattr(decoding, "cores", lambda: 3)
     other = dataclasses.replace(RECIPE, answer_buckets=(Bucket(length=64, rows=5),))
     assert turns_of(tmp_path / "other", model, chosen=other) == straight
     # Killed while the second group is written.

@@ -10,7 +10,7 @@ from dflash_jax.graph.build import jit
 from dflash_jax.models import qwen3
 from dflash_jax.testing import tiny_target
 from dflash_jax.train import optimizer, target
-from dflash_jax.train.recipe import Schedule
+from dflash_jax.train.recipes import Schedule
 
 
 def losses(config: TargetConfig, params: dict, tokens: np.ndarray) -> np.ndarray:

@@ -12,10 +12,10 @@ from dflash_jax.cli import main
 from dflash_jax.config import check_pair, read_drafter_config, read_target_config
 from dflash_jax.loading import load_target
 from dflash_jax.testing import folder_params
-from dflash_jax.train import data, evaluate, rows, run, user_answers
+from dflash_jax.train import data, evaluate, rows, run
+from dflash_jax.train.data import Usage
 from dflash_jax.train.recipes import recipe
-from dflash_jax.train.usage import Usage
-from recipes.tiny import make as tiny
+from recipes.tiny import __main__ as tiny
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_mixed_answers_keep_turns_and_continue_texts(made, tmp_path):
         for part in run.stored_rows(tmp_path, model, [text, chat], chosen, told.append, Usage(2))
         for i, real in enumerate(part.real)
     ]
-    (stood,) = user_answers.as_given([chat], model.tokenizer, model.config.eos_token_ids, 256)
+    (stood,) = data.as_given([chat], model.tokenizer, model.config.eos_token_ids, 256)
     opening = data.token_ids(text, model.tokenizer)
     found.sort(key=lambda row: len(row[0]) != len(stood.ids))
     (turn, turn_wanted), (continued, wanted) = found

@@ -22,11 +22,11 @@ from dflash_jax.models import build_graph, build_pair
 from dflash_jax.quant.layouts import dequantise
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import folder_params, planned, random_engine, random_params, tiny_target
-from dflash_jax.train import data, evaluate, export, initial_weights, run, setup, training
+from dflash_jax.train import data, evaluate, initial_weights, run, setup, training
 from dflash_jax.train.files import claim
-from dflash_jax.train.recipe import Bucket, Schedule, new_drafter
-from dflash_jax.train.recipes import SMOKE, TINY_DFLASH2
+from dflash_jax.train.recipes import RECIPES, SMOKE, Bucket, Schedule, new_drafter
 from dflash_jax.train.rows import TokenRows
+from dflash_jax.train.run import write_huggingface
 
 RECIPE = dataclasses.replace(
     SMOKE,
@@ -265,7 +265,7 @@ def test_a_drafter_begins_as_another_of_its_shape_and_no_other():
     target, shipped = load_target("tiny").config, locate("tiny", "drafter")
     old = read_drafter_config(shipped)
     alike = dataclasses.replace(
-        TINY_DFLASH2,
+        RECIPES["tiny-dflash2"],
         layers=old.num_layers,
         inner=old.intermediate_size,
         taps=old.target_layer_ids,
@@ -274,7 +274,7 @@ def test_a_drafter_begins_as_another_of_its_shape_and_no_other():
     config = new_drafter(alike, target, old.mask_token_id)
     start = setup.read_start(Path("tiny"), config)
     fresh = initial_weights.fresh(build_pair(target, config), 0)
-    replaced = training.replaced(fresh, start)
+    replaced, _ = initial_weights.replaced(fresh, start)
     assert jax.tree.structure(replaced) == jax.tree.structure(fresh)
     np.testing.assert_array_equal(replaced["fc"], start["fc"])
     np.testing.assert_array_equal(replaced["predecessor"], fresh["predecessor"])
@@ -299,7 +299,8 @@ def test_a_drafter_comes_back_from_its_folder_as_it_was_trained(kind, tmp_path):
 @pytest.mark.soak
 def test_a_command_killed_again_and_again_ends_with_the_same_bytes(tmp_path):
     target = tiny_target(num_layers=2)
-    export.target(tmp_path / "target", target, model().params, pad=0)
+    own = {"bos_token_id": None, "pad_token_id": 0}
+    write_huggingface(tmp_path / "target", target, model().params, **own)
     lines = [{"ids": np.random.default_rng(i).integers(0, 96, 24).tolist()} for i in range(60)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     command = [sys.executable, "-m", "dflash_jax", "train", "--preset", "smoke", "--mask-id=96"]

@@ -6,7 +6,7 @@ import pytest
 
 from dflash_jax.errors import ConfigError
 from dflash_jax.tokenizer import Tokenizer
-from recipes.tiny import documents, vocabulary
+from recipes.tiny import vocabulary
 
 TOOL = {"type": "function", "function": {"name": "read_file", "parameters": {"type": "object"}}}
 CALL = {"type": "function", "function": {"name": "read_file", "arguments": {"path": "é.py"}}}
@@ -92,7 +92,7 @@ def test_the_saved_folder_renders_as_training_does(tokenizer, tmp_path):
 def test_only_assistant_turns_are_wanted(tokenizer):
     messages = [*AGENT, {"role": "assistant", "content": "It is 1."}]
     text = vocabulary.render(messages, tools=[TOOL], opens=False)
-    (document,) = documents.conversations(tokenizer, [text])
+    (document,) = vocabulary.chat_documents(tokenizer, [text])
     wanted = tokenizer.decode(document.ids[document.wanted].tolist(), skip_special_tokens=False)
     call = '<tool_call>\n{"name": "read_file", "arguments": {"path": "é.py"}}\n</tool_call>'
     assert wanted == f"Let me check the file:\n{call}<|im_end|>It is 1.<|im_end|>"

@@ -2,6 +2,8 @@
 
 A tool turn often opens with a preamble that ends in a colon. After a response that was cut off,
 the agent may stop right after the preamble: the stall that a recovery rule has to detect.
+
+Tools are described in the OpenAI function shape.
 """
 
 import dataclasses
@@ -9,9 +11,59 @@ import json
 import random
 from collections.abc import Callable
 
-from recipes.tiny.corpus import coding, world
-from recipes.tiny.corpus.exchange import Conversation
-from recipes.tiny.corpus.tools import SYSTEMS, call, invented, offer
+from recipes.tiny.corpus.tasks import source
+from recipes.tiny.corpus.world import Conversation, facts, say
+
+
+def function(name: str, description: str, /, **parameters: str) -> dict:
+    """A tool whose parameters are all required; each value is a JSON type name."""
+    properties = {key: {"type": kind} for key, kind in parameters.items()}
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": properties,
+                "required": list(parameters),
+            },
+        },
+    }
+
+
+CATALOG = {name: function(name, text, **kinds) for name, (text, kinds) in facts.tools.items()}
+
+VERBS = str.split("get set find open close check update count fetch delete start stop")
+NOUNS = str.split("user order lamp ticket invoice room song task price book light alarm")
+FIELDS = str.split("id name count level color size amount label key value")
+
+
+def invented(rng: random.Random) -> tuple[dict, dict]:
+    """A made-up tool and arguments that fit it, so that names are copied rather than learnt."""
+    name = f"{rng.choice(VERBS)}_{rng.choice(NOUNS)}"
+    keys = rng.sample(FIELDS, rng.randint(1, 2))
+    kinds = {key: rng.choice(("string", "integer")) for key in keys}
+    arguments = {
+        key: rng.randint(1, 99) if kind == "integer" else rng.choice(NOUNS)
+        for key, kind in kinds.items()
+    }
+    verb, noun = name.split("_")
+    return function(name, f"{verb.capitalize()} a {noun}.", **kinds), arguments
+
+
+def offer(rng: random.Random, *needed: str) -> tuple[dict, ...]:
+    """The needed tools among a few others, in random order."""
+    others = [name for name in CATALOG if name not in needed]
+    names = [*needed, *rng.sample(others, rng.choice((0, 0, 1, 2)))]
+    rng.shuffle(names)
+    return tuple(CATALOG[name] for name in names)
+
+
+def call(name: str, arguments: dict) -> dict:
+    """One entry of an assistant message's `tool_calls`."""
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
 
 TRUNCATED = "[output truncated]"
 STALL_AFTER_TRUNCATED = 0.7
@@ -54,7 +106,7 @@ class Script:
 
 def script(rng: random.Random, tools: tuple[dict, ...], user: str) -> Script:
     """An empty transcript that opens with the user's task."""
-    system = rng.choice(SYSTEMS)
+    system = rng.choice(facts.systems)
     opening = [{"role": "system", "content": system}] if system else []
     return Script(rng, tools, [*opening, {"role": "user", "content": user}])
 
@@ -67,14 +119,14 @@ def steps(rng: random.Random, longest: int) -> int:
 def weather(rng: random.Random) -> Script:
     """The weather in one city or in more, one call each."""
     count = 1 if rng.random() < 0.5 else steps(rng, 12)
-    cities = rng.sample(world.CITIES, count)
+    cities = rng.sample(facts.cities, count)
     names = ", ".join(cities)
-    user = rng.choice(("What is the weather in {}?", "Check the weather in {}.", "Weather in {}?"))
-    run = script(rng, offer(rng, "get_weather"), user.format(names))
+    user = say(rng, "agent: weather", names)
+    run = script(rng, offer(rng, "get_weather"), user)
     lines = []
     for city in cities:
         degrees = rng.randint(2, 34)
-        sky = rng.choice(("sunny", "cloudy", "rainy", "windy"))
+        sky = say(rng, "sky")
         response = json.dumps({"city": city, "degrees": degrees, "sky": sky})
         run.use("get_weather", {"city": city}, f"Let me check the weather in {city}:", response)
         lines.append(f"{city}: {degrees} degrees and {sky}")
@@ -92,8 +144,8 @@ def sums(rng: random.Random) -> Script:
         (rng.randint(2, 99), rng.choice(("+", "-", "*")), rng.randint(2, 99)) for _ in range(count)
     ]
     texts = [f"{a} {sign} {b}" for a, sign, b in terms]
-    user = rng.choice(("Use the calculator for {}.", "Please compute {} with the calculator."))
-    run = script(rng, offer(rng, "calculator"), user.format(" and ".join(texts)))
+    user = say(rng, "agent: sums", " and ".join(texts))
+    run = script(rng, offer(rng, "calculator"), user)
     results = []
     for (a, sign, b), text in zip(terms, texts, strict=True):
         value = {"+": a + b, "-": a - b, "*": a * b}[sign]
@@ -103,8 +155,8 @@ def sums(rng: random.Random) -> Script:
     return run
 
 
-STEMS = world.words("app config main notes server client test report data setup index model")
-SETTINGS = world.words("port timeout retries workers limit width height depth")
+STEMS = str.split("app config main notes server client test report data setup index model")
+SETTINGS = str.split("port timeout retries workers limit width height depth")
 
 
 def file_text(rng: random.Random) -> tuple[str, str, int]:
@@ -119,9 +171,8 @@ def read_setting(rng: random.Random) -> Script:
     """A value looked up in a file, at times after the first path was wrong."""
     name = f"{rng.choice(STEMS)}.toml"
     text, key, value = file_text(rng)
-    user = rng.choice(("What is {key} set to in {name}?", "Look up {key} in {name}."))
-    tools = offer(rng, "read_file", "list_dir")
-    run = script(rng, tools, user.format(key=key, name=name))
+    user = say(rng, "agent: setting", key, name)
+    run = script(rng, offer(rng, "read_file", "list_dir"), user)
     if rng.random() < 0.35:
         run.use("read_file", {"path": name}, "Let me check the file:", "Error: file not found")
         run.use(
@@ -136,14 +187,14 @@ def read_setting(rng: random.Random) -> Script:
 def read_all(rng: random.Random) -> Script:
     """A directory listed and every file in it read, with outputs that may be cut off."""
     names = [f"{stem}.txt" for stem in rng.sample(STEMS, steps(rng, 11))]
-    folder = rng.choice(("docs", "src", "logs", "notes"))
-    user = rng.choice(("Read every file in {} and summarize.", "Go through the files in {}."))
-    run = script(rng, offer(rng, "list_dir", "read_file"), user.format(folder))
+    folder = say(rng, "folder")
+    user = say(rng, "agent: read all", folder)
+    run = script(rng, offer(rng, "list_dir", "read_file"), user)
     listed = "\n".join(names)
     run.use("list_dir", {"path": folder}, f"Let me look at {folder}:", listed)
     lines = []
     for name in names:
-        owner, thing = rng.choice(world.NAMES), rng.choice(world.THINGS)
+        owner, thing = rng.choice(facts.names), rng.choice(facts.things)
         text = f"{owner} counted {rng.randint(2, 60)} {thing}."
         if rng.random() < 0.12:
             text += f" {owner} wrote the numbers down and checked them again.\n{TRUNCATED}"
@@ -155,13 +206,13 @@ def read_all(rng: random.Random) -> Script:
 
 def fix_bug(rng: random.Random) -> Script:
     """A failing test, the file at fault, the fix and the passing test."""
-    purpose = rng.choice([key for key, row in coding.FUNCTIONS.items() if "return " in row[2]])
-    name, parameters, body = coding.FUNCTIONS[purpose]
+    purpose = rng.choice([key for key, row in facts.functions.items() if "return " in row[2]])
+    name, parameters, body = facts.functions[purpose]
     path = f"{rng.choice(STEMS)}.py"
-    good = coding.source(name, parameters, body) + "\n"
-    bad = coding.source(name, parameters, body.replace("return ", "retrun ", 1)) + "\n"
-    user = rng.choice(("The tests for {} fail. Please fix it.", "Fix the bug in {}."))
-    run = script(rng, offer(rng, "bash", "read_file", "write_file"), user.format(path))
+    good = source(name, parameters, body) + "\n"
+    bad = source(name, parameters, body.replace("return ", "retrun ", 1)) + "\n"
+    user = say(rng, "agent: bug", path)
+    run = script(rng, offer(rng, "bash", "read_file", "write_file"), user)
     test = {"command": f"python -m pytest -q test_{path}"}
     failure = f"{path}: SyntaxError: invalid syntax\n1 failed"
     if rng.random() < 0.3:
@@ -177,13 +228,13 @@ def fix_bug(rng: random.Random) -> Script:
 
 def write_files(rng: random.Random) -> Script:
     """One or more files with functions in them."""
-    purposes = rng.sample(tuple(coding.FUNCTIONS), rng.randint(1, 3))
-    wanted = [(coding.FUNCTIONS[purpose], purpose) for purpose in purposes]
+    purposes = rng.sample(tuple(facts.functions), rng.randint(1, 3))
+    wanted = [(facts.functions[purpose], purpose) for purpose in purposes]
     ask = " and ".join(f"{row[0]}.py with a function that {purpose}" for row, purpose in wanted)
-    user = rng.choice(("Create {}.", "Please write {}.", "Make {}."))
-    run = script(rng, offer(rng, "write_file"), user.format(ask))
+    user = say(rng, "agent: write", ask)
+    run = script(rng, offer(rng, "write_file"), user)
     for (name, parameters, body), _ in wanted:
-        content = coding.source(name, parameters, body) + "\n"
+        content = source(name, parameters, body) + "\n"
         arguments = {"path": f"{name}.py", "content": content}
         run.use("write_file", arguments, f"I'll write {name}.py:", f"Wrote {name}.py")
     paths = " and ".join(f"{row[0]}.py" for row, _ in wanted)
@@ -217,7 +268,7 @@ def search(rng: random.Random) -> Script:
     """A fact searched for, or the time in a city, or a translation."""
     kind = rng.randrange(3)
     if kind == 0:
-        country, capital, *_ = rng.choice(world.COUNTRIES)
+        country, capital, *_ = rng.choice(facts.countries)
         run = script(rng, offer(rng, "search"), f"Search for the capital of {country}.")
         found = f"{capital} is the capital of {country}."
         query = {"query": f"capital of {country}"}
@@ -225,12 +276,12 @@ def search(rng: random.Random) -> Script:
         run.say(f"The capital of {country} is {capital}.")
         return run
     if kind == 1:
-        city, time = rng.choice(world.CITIES), f"{rng.randint(10, 23)}:{rng.randint(10, 59)}"
+        city, time = rng.choice(facts.cities), f"{rng.randint(10, 23)}:{rng.randint(10, 59)}"
         run = script(rng, offer(rng, "get_time"), f"What time is it in {city}?")
         run.use("get_time", {"city": city}, "Let me look up the time:", time)
         run.say(f"It is {time} in {city}.")
         return run
-    english, *others = rng.choice(world.WORDS)
+    english, *others = rng.choice(facts.words)
     i = rng.randrange(3)
     language = ("French", "Spanish", "German")[i]
     user = f"Use the translate tool: what is {english} in {language}?"
@@ -243,10 +294,10 @@ def search(rng: random.Random) -> Script:
 
 def email(rng: random.Random) -> Script:
     """An email written and sent."""
-    to = rng.choice(world.NAMES)
-    day, event = rng.choice(world.WEEKDAYS), rng.choice(("dinner", "lunch", "the meeting", "tea"))
-    user = rng.choice(("Send {} an email about {} on {}.", "Email {} about {} on {}."))
-    run = script(rng, offer(rng, "send_email"), user.format(to, event, day))
+    to = rng.choice(facts.names)
+    day, event = rng.choice(facts.weekdays), say(rng, "email event")
+    user = say(rng, "agent: email", to, event, day)
+    run = script(rng, offer(rng, "send_email"), user)
     arguments = {
         "to": f"{to.lower()}@example.com",
         "subject": f"{event.capitalize()} on {day}",
@@ -262,7 +313,7 @@ def made_up(rng: random.Random) -> Script:
     tool, arguments = invented(rng)
     name = tool["function"]["name"]
     given = " and ".join(f"{key} {value}" for key, value in arguments.items())
-    user = rng.choice((f"Call {name} with {given}.", f"Use {name}: {given}."))
+    user = say(rng, "agent: made up", name, given)
     run = script(rng, (*offer(rng), tool), user)
     ok = rng.random() < 0.8
     response = json.dumps({"status": "ok" if ok else "failed"})

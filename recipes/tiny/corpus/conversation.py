@@ -1,22 +1,30 @@
 """Assembles exchanges and agent transcripts into conversations, for training or held out.
 
+In some the people get other names, so that a model learns to copy a name: with a few dozen names a
+small model guesses; with names it has never seen it must look.
+
 A conversation belongs to the held-out side when its last question's hash says so; training
 conversations contain no such question at all. The two sides are disjoint by construction.
 """
 
+import json
 import random
+import re
 
-from recipes.tiny.corpus import agents, coding, smalltalk, tasks
-from recipes.tiny.corpus.exchange import Conversation, Exchange, is_held_out
-from recipes.tiny.corpus.renaming import renamed
-from recipes.tiny.corpus.tools import SYSTEMS, offer
+from recipes.tiny.corpus import agents, smalltalk, tasks
+from recipes.tiny.corpus.agents import offer
+from recipes.tiny.corpus.world import Conversation, Exchange, facts, is_held_out
 
-MAKERS = (*smalltalk.MAKERS, *tasks.MAKERS, *coding.MAKERS)
+MAKERS = (*smalltalk.MAKERS, *tasks.MAKERS)
 AGENT_SHARE = 0.4  # of held-out conversations
 CARELESS_SHARE = 0.12
 SYSTEM_SHARE = 0.2
 IDLE_TOOLS_SHARE = 0.06
 NO_THINKING_SHARE = 0.1
+STARTS = str.split("B D F G H J K L M N P R S T V W Z Br Ch Dr Kr St Tr")
+VOWELS = str.split("a e i o u")
+ENDS = str.split("n l r s ra li mo ta vin den rik sa na lo")
+PEOPLE = re.compile(r"\b(?:" + "|".join(facts.names) + r")\b", re.IGNORECASE)
 
 
 def questions(conversation: Conversation) -> list[str]:
@@ -42,7 +50,7 @@ def chat(rng: random.Random) -> Conversation:
     """One to four exchanges, at times with a system turn or with tools that nobody needs."""
     messages: list[dict] = []
     idle = rng.random() < IDLE_TOOLS_SHARE
-    if rng.random() < SYSTEM_SHARE and (system := rng.choice(SYSTEMS)):
+    if rng.random() < SYSTEM_SHARE and (system := rng.choice(facts.systems)):
         messages.append({"role": "system", "content": system})
     for _ in range(rng.choices((1, 2, 3, 4), (60, 22, 12, 6))[0]):
         item = exchange(rng)
@@ -96,3 +104,27 @@ def opened(rng: random.Random, whole: Conversation) -> Conversation:
     turns = [i for i, m in enumerate(whole.messages) if m["role"] == "assistant"]
     cut = turns[0] if rng.random() < 0.6 else rng.choice(turns)
     return Conversation(whole.messages[:cut], whole.tools, whole.thinking)
+
+
+def new_name(rng: random.Random) -> str:
+    """A name: half of the time a usual one, else put together from syllables."""
+    if rng.random() < 0.5:
+        return rng.choice(facts.more_names)
+    return "".join(map(rng.choice, (STARTS, VOWELS, ENDS)))
+
+
+def renamed(rng: random.Random, made: Conversation) -> Conversation:
+    """The conversation with every person renamed, the same person the same way throughout."""
+    people: dict[str, str] = {}
+
+    def other(match: re.Match[str]) -> str:
+        found = match.group()
+        if found.capitalize() not in people:
+            people[found.capitalize()] = new_name(rng)
+        name = people[found.capitalize()]
+        if found[0].isupper():
+            return name
+        return name.lower() if match.string[match.end() :].startswith("@") else found
+
+    text = PEOPLE.sub(other, json.dumps(made.messages, ensure_ascii=False))
+    return Conversation(tuple(json.loads(text)), made.tools, made.thinking)

@@ -2,18 +2,19 @@
 
 import random
 
-from recipes.tiny.corpus import knowledge, world
-from recipes.tiny.corpus.exchange import Exchange, Maker
+from recipes.tiny.corpus.world import Exchange, Maker, facts, say
+
+LANGUAGES = ("French", "Spanish", "German")
 
 
 def greeting(rng: random.Random) -> Exchange:
     """A greeting, half of the time with a name."""
-    word = rng.choice(("Hello", "Hi", "Hey", "Good morning", "Good evening", "Hi there"))
+    word = say(rng, "greeting")
     if rng.random() < 0.6:
-        name = rng.choice(world.NAMES)
-        tail = rng.choice((f", I'm {name}.", f", my name is {name}.", f"! I am {name}."))
+        name = rng.choice(facts.names)
+        tail = say(rng, "name", name)
         return Exchange(word + tail, f"{word}, {name}! How can I help you today?")
-    tail = rng.choice(("!", ".", "", ", how are you?", "! How are you today?", ", are you there?"))
+    tail = say(rng, "greeting ends")
     if "how" in tail.lower():
         return Exchange(word + tail, f"{word}! I'm doing well, thank you. How can I help you?")
     return Exchange(word + tail, f"{word}! How can I help you today?")
@@ -22,28 +23,23 @@ def greeting(rng: random.Random) -> Exchange:
 def farewell(rng: random.Random) -> Exchange:
     """Thanks or a goodbye."""
     if rng.random() < 0.5:
-        reason = rng.choice(("", " for the help", " so much", ", that was useful", ", great"))
-        user = rng.choice(("Thanks", "Thank you", "Many thanks")) + reason + rng.choice(("!", "."))
+        reason = say(rng, "thanked for")
+        user = say(rng, "thanks") + reason + rng.choice(("!", "."))
         return Exchange(user, "You're welcome! Let me know if you need anything else.")
-    user = rng.choice(("Bye", "Goodbye", "See you", "Good night")) + rng.choice(
-        ("!", ".", " for now!", " and thanks!", ", see you soon.")
-    )
-    return Exchange(user, "Goodbye! Have a nice day.")
+    return Exchange(say(rng, "goodbye") + say(rng, "goodbye ends"), "Goodbye! Have a nice day.")
 
 
 def identity(rng: random.Random) -> Exchange:
     """Who the assistant is and what it can do."""
-    start = rng.choice(("", "Hello! ", "Hi, ", "Tell me, ", "Please say: ", "So, "))
-    about = rng.choice(("who are you?", "what is your name?", "what are you?", "who made you?"))
+    start, about = say(rng, "identity lead"), say(rng, "who")
     if rng.random() < 0.6:
         return Exchange(
             start + about,
             "I am Tiny, a small language model that ships with dflash_jax. I was trained on a CPU "
             "to show how speculative decoding works.",
         )
-    about = rng.choice(("what can you do?", "how can you help me?", "what do you know?"))
     return Exchange(
-        start + about,
+        start + say(rng, "abilities"),
         "I can chat, do small sums, list things, write short Python functions, give you JSON and "
         "call tools. I am small, so please check my answers.",
     )
@@ -51,33 +47,24 @@ def identity(rng: random.Random) -> Exchange:
 
 def country(rng: random.Random) -> Exchange:
     """A fact about a country."""
-    name, capital, language, continent, currency = rng.choice(world.COUNTRIES)
-    lead = rng.choice(("", "Please tell me: ", "Do you know: ", "Quick question: ", "Hi! "))
-    kind = rng.randrange(5)
-    if kind == 0:
-        user = rng.choice(("what is the capital of {}?", "which city is the capital of {}?"))
-        return Exchange(lead + user.format(name), f"The capital of {name} is {capital}.")
-    if kind == 1:
-        user = rng.choice(("what language do people speak in {}?", "which language is used in {}?"))
-        return Exchange(lead + user.format(name), f"People in {name} speak {language}.")
-    if kind == 2:
-        user = rng.choice(("where is {}?", "on which continent is {}?"))
-        return Exchange(lead + user.format(name), f"{name} is in {continent}.")
-    if kind == 3:
-        user = rng.choice(("what money do they use in {}?", "what is the currency of {}?"))
-        return Exchange(lead + user.format(name), f"The currency of {name} is {currency}.")
-    user = rng.choice(("tell me about {}.", "what do you know about {}?", "describe {}."))
-    return Exchange(
-        lead + user.format(name),
-        f"{name} is a country in {continent}. Its capital is {capital}, people speak {language} "
-        f"and they pay with {currency}.",
-    )
+    name, capital, language, continent, currency = rng.choice(facts.countries)
+    lead = say(rng, "country lead")
+    answers = {
+        "capital": f"The capital of {name} is {capital}.",
+        "language": f"People in {name} speak {language}.",
+        "continent": f"{name} is in {continent}.",
+        "currency": f"The currency of {name} is {currency}.",
+        "country": f"{name} is a country in {continent}. Its capital is {capital}, people speak "
+        f"{language} and they pay with {currency}.",
+    }
+    kind = tuple(answers)[rng.randrange(5)]
+    return Exchange(lead + say(rng, kind, name), answers[kind])
 
 
 def animal(rng: random.Random) -> Exchange:
     """A fact about an animal."""
-    name, sound, legs, young, home = rng.choice(world.ANIMALS)
-    lead = rng.choice(("", "Please tell me: ", "Do you know: ", "My son asks: ", "Hey, "))
+    name, sound, legs, young, home = rng.choice(facts.animals)
+    lead = say(rng, "animal lead")
     article = "an" if name[0] in "aeiou" else "a"
     cases = (
         (f"what sound does {article} {name} make?", f"A {name} says {sound}."),
@@ -96,12 +83,12 @@ def animal(rng: random.Random) -> Exchange:
 
 def science(rng: random.Random) -> Exchange:
     """A fact about a planet or an element."""
-    lead = rng.choice(("", "Please tell me: ", "Do you know: ", "Quick question: "))
+    lead = say(rng, "science lead")
     if rng.random() < 0.5:
-        name, place, remark = rng.choice(world.PLANETS)
-        user = rng.choice((f"tell me about {name}.", f"what is {name}?", f"where is {name}?"))
+        name, place, remark = rng.choice(facts.planets)
+        user = say(rng, "planet", name)
         return Exchange(lead + user, f"{name} is the {place} planet from the sun. {remark}")
-    name, symbol, number = rng.choice(world.ELEMENTS)
+    name, symbol, number = rng.choice(facts.elements)
     if rng.random() < 0.5:
         return Exchange(
             lead + f"what is the symbol for {name}?", f"The chemical symbol for {name} is {symbol}."
@@ -113,89 +100,47 @@ def science(rng: random.Random) -> Exchange:
 
 def opposite(rng: random.Random) -> Exchange:
     """The opposite of a word, or a translation."""
-    lead = rng.choice(("", "Please tell me: ", "Help me with a word: ", "Hi, "))
+    lead = say(rng, "word lead")
     if rng.random() < 0.5:
-        pair = rng.choice(world.OPPOSITES)
+        pair = rng.choice(facts.opposites)
         word, other = pair if rng.random() < 0.5 else pair[::-1]
-        user = rng.choice(
-            (f'what is the opposite of "{word}"?', f"what is the opposite of {word}?")
+        return Exchange(
+            lead + say(rng, "opposite", word), f'The opposite of "{word}" is "{other}".'
         )
-        return Exchange(lead + user, f'The opposite of "{word}" is "{other}".')
-    row = rng.choice(world.WORDS)
+    row = rng.choice(facts.words)
     i = rng.randrange(1, 4)
-    language = ("French", "Spanish", "German")[i - 1]
-    user = rng.choice(
-        (f'how do you say "{row[0]}" in {language}?', f'translate "{row[0]}" into {language}.')
-    )
+    language = LANGUAGES[i - 1]
+    user = say(rng, "translation", row[0], language)
     return Exchange(lead + user, f'In {language}, "{row[0]}" is "{row[i]}".')
 
 
 def explain(rng: random.Random) -> Exchange:
     """An explanation of a concept."""
-    topic = rng.choice(tuple(knowledge.CONCEPTS))
-    user = rng.choice(
-        (
-            "What is {}?",
-            "Explain {} to me.",
-            "Can you explain {}?",
-            "Please explain {} in simple words.",
-            "What does {} mean?",
-            "Tell me what {} is.",
-            "Explain {} briefly.",
-            "I don't understand {}. Can you help?",
-            "In two sentences, what is {}?",
-            "How would you explain {} to a child?",
-        )
-    )
-    return Exchange(user.format(topic), knowledge.CONCEPTS[topic])
+    topic = rng.choice(tuple(facts.concepts))
+    return Exchange(say(rng, "concept", topic), facts.concepts[topic])
 
 
 def how_to(rng: random.Random) -> Exchange:
     """Numbered instructions."""
-    task = rng.choice(tuple(knowledge.HOW_TO))
-    user = rng.choice(
-        (
-            "How do I {}?",
-            "How can I {}?",
-            "Tell me how to {}.",
-            "Give me steps to {}.",
-            "I want to {}. What should I do?",
-            "What is the best way to {}?",
-            "Explain how to {} step by step.",
-            "Can you show me how to {}?",
-        )
-    )
-    steps = [f"{i}. {step}" for i, step in enumerate(knowledge.HOW_TO[task], 1)]
-    lines = "\n".join(steps)
-    return Exchange(user.format(task), f"Here is how to {task}:\n\n{lines}")
+    task = rng.choice(tuple(facts.how_to))
+    lines = "\n".join(f"{i}. {step}" for i, step in enumerate(facts.how_to[task], 1))
+    return Exchange(say(rng, "how to", task), f"Here is how to {task}:\n\n{lines}")
 
 
 def note(rng: random.Random) -> Exchange:
     """A short note or invitation written for the user."""
-    to, sender = rng.sample(world.NAMES, 2)
+    to, sender = rng.sample(facts.names, 2)
     if rng.random() < 0.5:
-        gift = rng.choice(("the book", "the flowers", "your help", "the lovely dinner", "the cake"))
-        user = rng.choice(
-            (
-                f"Write a thank-you note to {to} for {gift} from {sender}.",
-                f"Help {sender} thank {to} for {gift}.",
-            )
-        )
+        gift = say(rng, "gift")
         return Exchange(
-            user,
+            say(rng, "thank-you note", to, gift, sender),
             f"Dear {to},\n\nThank you so much for {gift}. It made me very happy.\n\n"
             f"Best wishes,\n{sender}",
         )
-    day = rng.choice(world.WEEKDAYS)
-    event = rng.choice(("my birthday", "dinner", "a picnic", "a game night", "tea"))
-    user = rng.choice(
-        (
-            f"Write an invitation from {sender} to {to} for {event} on {day}.",
-            f"Invite {to} to {event} on {day}. I am {sender}.",
-        )
-    )
+    day = rng.choice(facts.weekdays)
+    event = say(rng, "event")
     return Exchange(
-        user,
+        say(rng, "invitation", to, event, sender, day),
         f"Dear {to},\n\nI would like to invite you to {event} on {day}. Please let me know if you "
         f"can come.\n\nBest wishes,\n{sender}",
     )
@@ -203,18 +148,11 @@ def note(rng: random.Random) -> Exchange:
 
 def story(rng: random.Random) -> Exchange:
     """A short story about an animal with a name."""
-    name = rng.choice(world.NAMES)
-    kind = rng.choice(world.ANIMALS)[0]
-    place = rng.choice(("river", "forest", "village", "mountain", "garden", "sea"))
-    user = rng.choice(
-        (
-            "Tell me a short story about a {kind} called {name} and a {place}.",
-            "Write a story about {name} the {kind} who lives near a {place}.",
-            "I would like a story. The hero is {name}, a {kind} from the {place}.",
-        )
-    )
+    name = rng.choice(facts.names)
+    kind = rng.choice(facts.animals)[0]
+    place = say(rng, "place")
     return Exchange(
-        user.format(kind=kind, name=name, place=place),
+        say(rng, "story", kind, name, place),
         f"Once upon a time there was a {kind} called {name} who lived near the {place}. One day "
         f"{name} found a small golden key. {name} looked for its owner all day long and asked "
         f"everyone in the {place}. In the evening an old turtle smiled and said that the key was "

@@ -1,10 +1,22 @@
-"""Makers of small tasks with one right answer: sums, lists, JSON, units, dates, words."""
+"""Makers of small tasks with one right answer: sums, lists, JSON, units, dates, words, code."""
 
 import json
 import random
 
-from recipes.tiny.corpus import world
-from recipes.tiny.corpus.exchange import Exchange, Maker
+from recipes.tiny.corpus.world import Exchange, Maker, facts, say
+
+UNITS = (
+    ("kilometers", "meters", 1000),
+    ("meters", "centimeters", 100),
+    ("kilograms", "grams", 1000),
+    ("liters", "milliliters", 1000),
+    ("centimeters", "millimeters", 10),
+    ("euros", "cents", 100),
+    ("dozens", "pieces", 12),
+    ("weeks", "days", 7),
+    ("hours", "minutes", 60),
+)
+ALIASES = ("solve", "compute", "helper", "my_function", "run", "work", "process", "task")
 
 
 def arithmetic(rng: random.Random) -> Exchange:
@@ -21,25 +33,15 @@ def arithmetic(rng: random.Random) -> Exchange:
         a, b = rng.randint(2, 9), rng.randint(2, 5)
         signs, word, value = ("*", "times"), "times", a * b
     sign = rng.choice(signs)
-    lead = rng.choice(("", "", "Please tell me: ", "Quick question: ", "Hi! "))
-    user = rng.choice(
-        (
-            f"what is {a} {sign} {b}?",
-            f"calculate {a} {sign} {b}.",
-            f"how much is {a} {sign} {b}?",
-            f"{a} {sign} {b}?",
-        )
-    )
-    return Exchange(lead + user, f"{a} {word} {b} is {value}.")
+    user = say(rng, "sum lead") + say(rng, "sum", f"{a} {sign} {b}")
+    return Exchange(user, f"{a} {word} {b} is {value}.")
 
 
 def word_problem(rng: random.Random) -> Exchange:
     """A one-step problem, solved in a reasoning block."""
-    name, thing = rng.choice(world.NAMES), rng.choice(world.THINGS)
+    name, thing = rng.choice(facts.names), rng.choice(facts.things)
     a, b = rng.randint(2, 9), rng.randint(2, 6)
-    ask = rng.choice(
-        (f"How many {thing} does {name} have now?", f"How many {thing} are there now?")
-    )
+    ask = say(rng, "how many", thing, name)
     return Exchange(
         f"{name} has {a} {thing} and gets {b} more. {ask}",
         f"{name} has {a + b} {thing} now.",
@@ -49,95 +51,67 @@ def word_problem(rng: random.Random) -> Exchange:
 
 def listing(rng: random.Random) -> Exchange:
     """The first few members of a category as a numbered or plain list."""
-    category = rng.choice(tuple(world.LISTS))
+    category = rng.choice(tuple(facts.lists))
     count = rng.randint(2, 8)
-    members = world.LISTS[category][:count]
-    number = rng.choice((str(count), world.NUMBER_WORDS[count]))
+    members = facts.lists[category][:count]
+    number = rng.choice((str(count), facts.number_words[count]))
     if rng.random() < 0.7:
-        user = rng.choice(
-            (
-                f"List {number} {category}.",
-                f"Give me {number} {category}.",
-                f"Can you list {number} {category}?",
-                f"Please write a list of {number} {category}.",
-            )
-        )
+        user = say(rng, "list", number, category)
         lines = "\n".join(f"{i}. {member}" for i, member in enumerate(members, 1))
         return Exchange(user, f"Here are {number} {category}:\n\n{lines}")
-    user = rng.choice((f"Name {number} {category}.", f"Name {number} {category} in one line."))
+    user = say(rng, "short list", number, category)
     return Exchange(user, f"{number.capitalize()} {category}: {', '.join(members)}.")
 
 
 def json_record(rng: random.Random) -> Exchange:
     """A JSON object with the fields that the user names."""
-    name, city = rng.choice(world.NAMES), rng.choice(world.CITIES)
-    age, job = rng.randint(18, 70), rng.choice(world.JOBS)
+    name, city = rng.choice(facts.names), rng.choice(facts.cities)
+    age, job = rng.randint(18, 70), rng.choice(facts.jobs)
     kind = rng.randrange(3)
     if kind == 0:
         record = {"name": name, "age": age, "city": city}
         what = f"a person named {name}, aged {age}, from {city}"
     elif kind == 1:
-        record = {"name": name, "job": job, "hobby": rng.choice(world.HOBBIES)}
+        record = {"name": name, "job": job, "hobby": rng.choice(facts.hobbies)}
         what = f"{name}, who is a {job} and likes {record['hobby']}"
     else:
-        thing = rng.choice(world.THINGS)
+        thing = rng.choice(facts.things)
         record = {"item": thing, "count": age, "city": city}
         what = f"an order of {age} {thing} to {city}"
-    user = rng.choice(
-        ("Give me JSON for {}.", "Write a JSON object for {}.", "Make a JSON record of {}.")
-    )
-    return Exchange(user.format(what), f"```json\n{json.dumps(record, indent=2)}\n```")
+    user = say(rng, "json", what)
+    return Exchange(user, f"```json\n{json.dumps(record, indent=2)}\n```")
 
 
 def units(rng: random.Random) -> Exchange:
     """A conversion between two units."""
-    big, small, factor = rng.choice(
-        (
-            ("kilometers", "meters", 1000),
-            ("meters", "centimeters", 100),
-            ("kilograms", "grams", 1000),
-            ("liters", "milliliters", 1000),
-            ("centimeters", "millimeters", 10),
-            ("euros", "cents", 100),
-            ("dozens", "pieces", 12),
-            ("weeks", "days", 7),
-            ("hours", "minutes", 60),
-        )
-    )
+    big, small, factor = rng.choice(UNITS)
     n = rng.randint(2, 9 if factor % 10 == 0 else 5)
-    user = rng.choice(
-        (
-            f"Convert {n} {big} to {small}.",
-            f"How many {small} are {n} {big}?",
-            f"What is {n} {big} in {small}?",
-            f"{n} {big} in {small}, please.",
-        )
-    )
+    user = say(rng, "unit", n, big, small)
     return Exchange(user, f"{n} {big} are {n * factor} {small}.")
 
 
 def calendar(rng: random.Random) -> Exchange:
     """A question about days of the week or months."""
-    lead = rng.choice(("", "Please tell me: ", "Quick question: ", "Hi! "))
+    lead = say(rng, "calendar lead")
     kind = rng.randrange(4)
     i = rng.randrange(7)
-    day = world.WEEKDAYS[i]
+    day = facts.weekdays[i]
     if kind == 0:
         after = rng.random() < 0.5
-        other = world.WEEKDAYS[(i + (1 if after else -1)) % 7]
+        other = facts.weekdays[(i + (1 if after else -1)) % 7]
         word = "after" if after else "before"
         return Exchange(f"{lead}what day comes {word} {day}?", f"The day {word} {day} is {other}.")
     if kind == 1:
         n = rng.randint(2, 6)
         user = f"{lead}today is {day}. What day is it in {n} days?"
-        return Exchange(user, f"In {n} days it will be {world.WEEKDAYS[(i + n) % 7]}.")
+        return Exchange(user, f"In {n} days it will be {facts.weekdays[(i + n) % 7]}.")
     j = rng.randrange(12)
-    month = world.MONTHS[j]
+    month = facts.months[j]
     if kind == 2:
         return Exchange(
-            f"{lead}how many days does {month} have?", f"{month} has {world.MONTH_DAYS[j]} days."
+            f"{lead}how many days does {month} have?", f"{month} has {facts.month_days[j]} days."
         )
-    following = world.MONTHS[(j + 1) % 12]
+    following = facts.months[(j + 1) % 12]
     return Exchange(
         f"{lead}which month comes after {month}?", f"The month after {month} is {following}."
     )
@@ -145,7 +119,7 @@ def calendar(rng: random.Random) -> Exchange:
 
 def words(rng: random.Random) -> Exchange:
     """Counting, picking or laying out a few words."""
-    pool = world.LISTS[rng.choice(("fruits", "animals", "colors", "trees", "drinks"))]
+    pool = facts.lists[rng.choice(("fruits", "animals", "colors", "trees", "drinks"))]
     chosen = rng.sample(pool, rng.randint(3, 5))
     joined = ", ".join(chosen)
     cases = (
@@ -161,22 +135,22 @@ def words(rng: random.Random) -> Exchange:
 
 def repeat(rng: random.Random) -> Exchange:
     """Words from anywhere, said again: what teaches a small model to look back and copy."""
-    pools = (*world.LISTS.values(), world.NAMES, world.CITIES, world.JOBS, world.HOBBIES)
+    pools = (*facts.lists.values(), facts.names, facts.cities, facts.jobs, facts.hobbies)
     chosen = " ".join(rng.choice(rng.choice(pools)) for _ in range(rng.randint(3, 9)))
-    lead = rng.choice(("Repeat after me:", "Please repeat:", "Say this again:", "Echo this:"))
+    lead = say(rng, "repeat")
     return Exchange(f"{lead} {chosen}", chosen)
 
 
 def summary(rng: random.Random) -> Exchange:
     """A one-sentence summary of a short report."""
-    name, city = rng.choice(world.NAMES), rng.choice(world.CITIES)
-    job, hobby = rng.choice(world.JOBS), rng.choice(world.HOBBIES)
-    day = rng.choice(world.WEEKDAYS)
+    name, city = rng.choice(facts.names), rng.choice(facts.cities)
+    job, hobby = rng.choice(facts.jobs), rng.choice(facts.hobbies)
+    day = rng.choice(facts.weekdays)
     text = (
         f"{name} works as a {job} in {city}. Every {day} {name} gets up early, drinks a cup of "
         f"coffee and spends the morning with {hobby}. The neighbors often come along."
     )
-    lead = rng.choice(("Summarize this:", "Give me a short summary:", "Sum this up in one line:"))
+    lead = say(rng, "summary")
     return Exchange(
         f"{lead} {text}", f"{name}, a {job} in {city}, enjoys {hobby} every {day} with neighbors."
     )
@@ -184,12 +158,51 @@ def summary(rng: random.Random) -> Exchange:
 
 def table(rng: random.Random) -> Exchange:
     """A Markdown table of people and cities."""
-    people = rng.sample(world.NAMES, rng.randint(2, 4))
-    cities = rng.sample(world.CITIES, len(people))
+    people = rng.sample(facts.names, rng.randint(2, 4))
+    cities = rng.sample(facts.cities, len(people))
     pairs = ", ".join(f"{p} from {c}" for p, c in zip(people, cities, strict=True))
     rows = "\n".join(f"| {p} | {c} |" for p, c in zip(people, cities, strict=True))
-    lead = rng.choice(("Make a table of", "Show as a Markdown table:", "Put in a table:"))
+    lead = say(rng, "table")
     return Exchange(f"{lead} {pairs}.", f"| Name | City |\n| --- | --- |\n{rows}")
+
+
+def source(name: str, parameters: str, body: str) -> str:
+    """The source text of a function, its body indented by four spaces."""
+    lines = "\n".join("    " + line for line in body.split("\n"))
+    return f"def {name}({parameters}):\n{lines}"
+
+
+def write_function(rng: random.Random) -> Exchange:
+    """A function written to order, at times under a name that the user gives."""
+    purpose = rng.choice(tuple(facts.functions))
+    name, parameters, body = facts.functions[purpose]
+    if rng.random() < 0.4:
+        name = rng.choice((*ALIASES, name))
+        user = say(rng, "named function", name, purpose)
+    else:
+        user = say(rng, "function", purpose)
+    return Exchange(user, f"```python\n{source(name, parameters, body)}\n```")
+
+
+def explain_function(rng: random.Random) -> Exchange:
+    """What a given function does."""
+    purpose = rng.choice(tuple(facts.functions))
+    name, parameters, body = facts.functions[purpose]
+    name = rng.choice((*ALIASES, name))
+    lead = say(rng, "explain code")
+    code = source(name, parameters, body)
+    return Exchange(
+        f"{lead}\n\n```python\n{code}\n```",
+        f"The function `{name}` {purpose}. It is called as `{name}({parameters})`.",
+    )
+
+
+def shell(rng: random.Random) -> Exchange:
+    """A shell command for a purpose."""
+    purpose = rng.choice(tuple(facts.commands))
+    user = say(rng, "shell", purpose)
+    command = facts.commands[purpose]
+    return Exchange(user, f"You can {purpose} with this command:\n\n```bash\n{command}\n```")
 
 
 MAKERS: tuple[tuple[Maker, float], ...] = (
@@ -203,4 +216,7 @@ MAKERS: tuple[tuple[Maker, float], ...] = (
     (repeat, 1.6),
     (summary, 0.9),
     (table, 0.7),
+    (write_function, 2.6),
+    (explain_function, 0.8),
+    (shell, 0.8),
 )

@@ -1,4 +1,4 @@
-"""Grids of prompts, blocks and drafters in which speculative output must equal plain output.
+"""Fixed scenarios: grids in which speculative output must equal plain output, and mixed load.
 
 `shipped`: the shipped pair in float32 and bfloat16, with four blocks; prompts of one token, around
 chunk boundaries, and held-out conversations; its own drafter, a random one, an oracle that is
@@ -7,13 +7,21 @@ always right and an adversary that is always wrong.
 `families`: small random models with every feature of their family; prompts of one token and of many
 windows, prefilled in chunks of 1, 7, 64 and 512 tokens; blocks of four widths; at least 5,000
 tokens for each family and dtype under random acceptance patterns.
+
+`load`: many requests of random lengths, settings and cancellations over a fixed number of rows.
+Every greedy output must equal the output of the request alone, and a cancelled one a prefix of it.
+No row, request or prefix may leak, nothing may compile after the warm-up, and host memory must stay
+flat over the second half.
 """
 
 import argparse
 import dataclasses
 import functools
+import gc
 import itertools
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,12 +31,14 @@ import jax
 import numpy as np
 
 import dflash_jax as dj
-from benchmarks.audit.setups import DRAFTERS, FAMILIES
+from benchmarks.audit.models import DRAFTERS, FAMILIES
+from benchmarks.cases import heldout_chats
 from benchmarks.environment import write_result
 from dflash_jax import Plan
 from dflash_jax.bench.compare import LosslessCheck
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.engine import Engine
+from dflash_jax.engine.handle import RequestHandle
 from dflash_jax.testing import (
     force_acceptance,
     random_engine,
@@ -63,20 +73,9 @@ class Tally:
         self.different += not check.equal
 
 
-def heldout_prompts(engine: Engine, count: int) -> list[list[int]]:
-    """Return held-out conversations of the shipped pair as token ids."""
-    path = Path(dj.__file__).parent / "data" / "tiny" / "heldout.jsonl"
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    chats = [row for row in rows if "messages" in row][:count]
-    return [
-        engine.chat_ids(row["messages"], **({"tools": row["tools"]} if row.get("tools") else {}))
-        for row in chats
-    ]
-
-
 def prompts(engine: Engine, chats: int) -> list[list[int]]:
     """Return prompts around every chunk boundary, and whole conversations."""
-    found = heldout_prompts(engine, 40)
+    found = heldout_chats(engine.chat_ids, 40)
     text = list(itertools.chain.from_iterable(found))
     starts = np.random.default_rng(0).integers(0, len(text) - 2 * CHUNK - 2, len(BOUNDARIES))
     cut = [text[s : s + n] for s, n in zip(starts.tolist(), BOUNDARIES, strict=True)]
@@ -200,3 +199,169 @@ def families(words: Sequence[str]) -> int:
                 yield f"{name}, {dtype}", f", chunk {chunk}, block {block}", checks
 
     return run(grid(), "soak_families", options.out)
+
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {},
+    {"speculative": False},
+    {"frequency_penalty": 0.5, "repetition_penalty": 1.2},
+    {"logprobs": 2},
+    {"temperature": 0.9, "top_p": 0.9},
+    {"temperature": 1.2, "top_k": 20, "min_p": 0.02, "presence_penalty": 0.3},
+)
+CANCELLED = 0.15  # share of the requests
+
+
+@dataclasses.dataclass
+class Traffic:
+    """Counts of requests and of failures."""
+
+    requests: int = 0
+    greedy: int = 0
+    cancelled: int = 0
+    tokens: int = 0
+    different: int = 0
+    leaked: int = 0
+    compiled: int = 0
+    hit_tokens: int = 0
+    seconds: float = 0.0  # without the warm-up
+    memory: tuple[int, int] = (0, 0)  # resident bytes after the first half, and at the end
+
+    @property
+    def growth(self) -> float:
+        """Growth of host memory over the second half, as a fraction."""
+        return self.memory[1] / self.memory[0] - 1 if self.memory[0] else 0.0
+
+    @property
+    def good(self) -> bool:
+        """Whether every check but that of memory passed."""
+        return not (self.different or self.leaked or self.compiled)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all figures."""
+        return dataclasses.asdict(self) | {"growth": self.growth}
+
+
+@dataclasses.dataclass
+class _Running:
+    live: RequestHandle
+    prompt: int
+    kind: int
+    cancel_at: int | None  # turns from now
+
+
+def alone(engine: Engine, prompts: Sequence[Sequence[int]], most: int) -> dict[Any, list[int]]:
+    """Return the full outputs of greedy requests run alone, by prompt and kind."""
+    greedy = [k for k, options in enumerate(KINDS) if not options.get("temperature")]
+    return {
+        (p, k): engine.generate(prompt, max_tokens=most, ignore_eos=True, **KINDS[k]).token_ids
+        for p, prompt in enumerate(prompts)
+        for k in greedy
+    }
+
+
+def drive(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    requests: int,
+    most: int,
+    seed: int = 0,
+    report: Callable[[str], None] = lambda line: None,
+) -> Traffic:
+    """Run the traffic; about as many requests wait as have rows.
+
+    Args:
+      report: called with a progress line every hundred requests.
+    """
+    rng, traffic = np.random.default_rng(seed), Traffic()
+    engine.warm_up(sampled=True, penalized=True)
+    truth, programs = alone(engine, prompts, most), dict(engine.executables)
+    running: list[_Running] = []
+    started = time.perf_counter()
+    while traffic.requests < requests or running:
+        while traffic.requests < requests and len(running) < 2 * engine.plan.rows:
+            running.append(_submit(engine, prompts, rng, most))
+            traffic.requests += 1
+            if traffic.requests % 100 == 0:
+                report(f"{traffic.requests}/{requests} requests, {traffic.different} differ")
+            if traffic.requests == requests // 2:
+                traffic.memory = (resident(), 0)
+        engine.advance()
+        for one in running:
+            if one.cancel_at is not None and not one.live.done:
+                one.cancel_at -= 1
+                if one.cancel_at < 0:
+                    engine.cancel(one.live)
+        for one in [one for one in running if one.live.done]:
+            running.remove(one)
+            _judge(one, truth, traffic)
+    while engine.busy:
+        engine.advance()
+    traffic.memory = (traffic.memory[0], resident())
+    traffic.leaked = engine.active + engine.queued
+    traffic.compiled = len(engine.executables.keys() ^ programs.keys())
+    if engine.prefix_cache is not None:
+        traffic.hit_tokens = engine.prefix_cache.counters.hit_tokens
+    traffic.seconds = time.perf_counter() - started
+    return traffic
+
+
+def _submit(
+    engine: Engine, prompts: Sequence[Sequence[int]], rng: np.random.Generator, most: int
+) -> _Running:
+    prompt, kind = int(rng.integers(len(prompts))), int(rng.integers(len(KINDS)))
+    live = engine.submit(
+        prompts[prompt],
+        max_tokens=int(rng.integers(1, most + 1)),
+        seed=int(rng.integers(2**32)),
+        ignore_eos=True,
+        **KINDS[kind],
+    )
+    cancel_at = int(rng.integers(12)) if rng.random() < CANCELLED else None
+    return _Running(live, prompt, kind, cancel_at)
+
+
+def _judge(one: _Running, truth: dict[Any, list[int]], traffic: Traffic) -> None:
+    result = one.live.result()
+    traffic.tokens += len(result.token_ids)
+    traffic.cancelled += result.finish_reason == "cancelled"
+    wanted = truth.get((one.prompt, one.kind))
+    if wanted is None:
+        return
+    traffic.greedy += 1
+    length = one.live.sequence.request.params.max_tokens
+    whole = result.finish_reason == "cancelled" or len(result.token_ids) == length
+    traffic.different += not whole or result.token_ids != wanted[: len(result.token_ids)]
+
+
+def resident() -> int:
+    """Return the resident bytes of this process."""
+    gc.collect()
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def load(words: Sequence[str]) -> int:
+    """Run the traffic on the shipped pair and write the report; return 1 if a check fails."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.audit load")
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--max-tokens", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak_load.json"))
+    options = parser.parse_args(words)
+    plan = dj.Plan(rows=options.rows, max_length=320, chunk=16, prefix_cache=1 << 26)
+    engine = dj.load(plan=plan)
+    engine.measures_drafting = False
+    rng = np.random.default_rng(1)
+    texts = heldout_chats(engine.chat_ids, options.prompts)
+    prompts = [ids[: int(rng.integers(1, 260))] for ids in texts]
+    counts = {"requests": options.requests, "most": options.max_tokens}
+    traffic = drive(engine, prompts, **counts, report=lambda line: print(line, file=sys.stderr))
+    report = {"plan": json.loads(engine.plan.to_json()), "traffic": traffic.to_json()}
+    write_result(options.out, "soak_load", report)
+    print(json.dumps(traffic.to_json(), indent=1))
+    return 0 if traffic.good and traffic.growth < 0.01 else 1

@@ -22,9 +22,15 @@ from typing import Any
 import jax
 
 from dflash_jax.errors import ConfigError, DFlashError, HostError
-from dflash_jax.hosts.channel import Channel, WrongTokenError
+from dflash_jax.hosts.channel import (
+    Channel,
+    Hello,
+    JoiningPort,
+    WrongTokenError,
+    connect,
+    joined_address,
+)
 from dflash_jax.hosts.coordinator import private_address, relay, tunnel
-from dflash_jax.hosts.joining import Hello, JoiningPort, connect, joined_address
 from dflash_jax.hosts.launch import LOOPBACK, TOKEN
 from dflash_jax.train import hosts
 from dflash_jax.train.hosts import AGAIN, STOPPED, TrainingHosts
