@@ -1,7 +1,7 @@
 """Audit: random interleavings of everything an engine does, compared with plain decoding.
 
 A seed and a case number determine a setup (models and a plan, `models.py`) and a scenario (requests
-and events, `scenario.py`). `runner.py` decodes every greedy request alone without drafting and then
+and events, `scenario.py`). `runner.py` decodes every request alone without drafting and then
 runs the scenario, and `cases.py` compares the answers.
 `python -m benchmarks.audit` runs many cases.
 

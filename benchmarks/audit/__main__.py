@@ -9,7 +9,7 @@
     python -m benchmarks.audit serve [--minutes 20] [--fuzz 10] [--only-load]  # to a server
 
 Scenarios combine rows, prefix caches and folders, cancellations, failed steps, recovery, structured
-output, penalties, block sizes and sampled neighbours. Every greedy answer must have the tokens,
+output, penalties, block sizes and sampled neighbours. Every answer must have the tokens,
 text, finish reason and recovery statistics of its request decoded alone, without drafting, with the
 same plan. Exits with 1 if an answer differs, after printing the command that repeats the case.
 `fixed.py` and `server.py` describe the fixed scenarios; they exit with 1 if a check
@@ -125,7 +125,7 @@ class Audit:
         self.case = case + 1
         if time.perf_counter() > self._said + EVERY:
             self._said = time.perf_counter()
-            tokens, wrong = self._counts["greedy tokens"], self._counts["differences"]
+            tokens, wrong = self._counts["tokens"], self._counts["differences"]
             print(
                 f"case {case}: {tokens:,} tokens, {wrong} differences", file=sys.stderr, flush=True
             )
@@ -144,7 +144,7 @@ class Audit:
         if options.short:
             return done >= SHORT_CASES * len(SHORT)
         covered = self._family or self._counts["setups"] + within >= ALL
-        return bool(covered) and self._counts["greedy tokens"] >= options.tokens
+        return bool(covered) and self._counts["tokens"] >= options.tokens
 
     def _command(self, case: int) -> str:
         """Return the command that repeats a case."""
@@ -162,10 +162,10 @@ class Audit:
         counts = self._counts
         print(json.dumps(dict(sorted(counts.items())), indent=1))
         print(
-            f"{counts['greedy tokens']:,} tokens of {counts['greedy answers']:,} greedy answers"
+            f"{counts['tokens']:,} tokens of {counts['answers']:,} answers"
             f" compared in {counts['cases']} cases: {counts['differences']} differences"
         )
-        return 1 if counts["differences"] or not counts["greedy answers"] else 0
+        return 1 if counts["differences"] or not counts["answers"] else 0
 
     def _write(self) -> None:
         options = self._options
@@ -201,7 +201,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.audit", description=text[0])
     parser.epilog = f"Fixed scenarios, with options of their own: {', '.join(FIXED)}."
     parser.add_argument("--seed", type=int, default=0, help="of all cases; 0 by default")
-    parser.add_argument("--tokens", type=int, default=100_000, help="greedy tokens to compare")
+    parser.add_argument("--tokens", type=int, default=100_000, help="tokens to compare")
     parser.add_argument("--cases", type=int, help="number of cases to run, instead of --tokens")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="case to begin with")
     parser.add_argument("--resume", action="store_true", help="go on where --out ended")

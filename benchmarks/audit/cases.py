@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.audit.models import SHORT, AuditedEngine, Setup, draw_setup
 from benchmarks.audit.runner import Answer, Outcome, run_scenario
-from benchmarks.audit.scenario import Scenario
+from benchmarks.audit.scenario import AuditRequest, Scenario
 from dflash_jax.engine.result import TokenLogprob
 
 CASES = 60  # per setup, whose compilation takes about as long
@@ -73,9 +73,10 @@ def _counted(outcome: Outcome) -> Counts:
     found: Counts = collections.Counter({"requests": 1, "answers": len(outcome.answers)})
     found["structured answers"] = len(outcome.answers) * ("structured" in options)
     for answer in outcome.answers:
-        stats, kind = answer.stats, "greedy" if outcome.reference else "sampled"
+        stats, kind = answer.stats, "greedy" if outcome.request.greedy else "sampled"
         found[f"{kind} answers"] += 1
         found[f"{kind} tokens"] += len(answer.token_ids)
+        found["tokens"] += len(answer.token_ids)
         found[f"ended by {answer.finish_reason}"] += 1
         found["rounds"] += stats.rounds
         found["drafts"] += stats.drafted
@@ -117,7 +118,8 @@ def differences(outcomes: list[Outcome]) -> Iterator[Difference]:
     """Return the first difference of each answer that has one."""
     for number, outcome in enumerate(outcomes):
         for place, answer in enumerate(outcome.answers):
-            found = _first(outcome, answer)
+            alone = outcome.references[0 if outcome.request.greedy else place]
+            found = _first(outcome.request, alone, answer)
             if found is not None:
                 what, expected, got = found
                 yield Difference(
@@ -128,17 +130,14 @@ def differences(outcomes: list[Outcome]) -> Iterator[Difference]:
 Found = tuple[str, Any, Any]
 
 
-def _first(outcome: Outcome, answer: Answer) -> Found | None:
+def _first(request: AuditRequest, alone: Answer, answer: Answer) -> Found | None:
     if answer.pieces[0] != answer.token_ids:
         return "the ids of its pieces", answer.token_ids, answer.pieces[0]
     if answer.text is not None and answer.pieces[1] != answer.text:
         return "the text of its pieces", answer.text, answer.pieces[1]
     if answer.traced not in (None, answer.token_ids):
         return "the ids of its trace", answer.token_ids, answer.traced
-    alone = outcome.reference
-    if alone is None:
-        return None
-    cut = outcome.request.cancellation is not None and answer.finish_reason == "cancelled"
+    cut = request.cancellation is not None and answer.finish_reason == "cancelled"
     cut = cut or (answer.error is not None and answer.failures > 1)
     if (difference := _tokens(alone.token_ids, answer.token_ids, cut)) or cut:
         return difference

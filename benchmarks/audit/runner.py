@@ -1,4 +1,4 @@
-"""Execution of scenarios: greedy requests alone without drafting, then the whole scenario."""
+"""Execution of scenarios: each request alone without drafting, then the whole scenario."""
 
 import collections
 import concurrent.futures
@@ -58,10 +58,10 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A request's reference answer, if it is greedy, and its answers."""
+    """A request's answers alone, one if it is greedy, and its answers."""
 
     request: AuditRequest
-    reference: Answer | None
+    references: list[Answer]
     answers: list[Answer]
 
 
@@ -79,7 +79,7 @@ def run_scenario(
     """
     alone = audited.opened()
     alone.core.scheduler.pacer = ScriptedPacer((alone.plan.steps_per_call,))
-    references = [_reference(alone, request) for request in scenario.requests]
+    references = [_references(alone, request) for request in scenario.requests]
     lives: dict[int, list[RequestHandle]] = {}
     for session in range(scenario.sessions):
         lives |= _Session(audited, scenario, session, folder, references, counts).run()
@@ -89,11 +89,16 @@ def run_scenario(
     ]
 
 
-def _reference(engine: Engine, request: AuditRequest) -> Answer | None:
-    """Return the answer to a greedy request alone, without drafting; None if it samples."""
-    if not request.greedy:
-        return None
+def _references(engine: Engine, request: AuditRequest) -> list[Answer]:
+    """Return the answers to a request alone, without drafting; greedy ones are all alike."""
     options = _options(request) | {"speculative": False, "block_size": None}
+    if request.greedy:
+        return [_reference(engine, request, options)]
+    seeds = (options["seed"] + i for i in range(request.answers))
+    return [_reference(engine, request, options | {"seed": seed}) for seed in seeds]
+
+
+def _reference(engine: Engine, request: AuditRequest, options: dict[str, Any]) -> Answer:
     live = engine.submit(request.prompt, **cast(Any, options))
     for _ in range(MOST_TURNS):
         if live.done:
@@ -141,7 +146,7 @@ class _Session:
         scenario: Scenario,
         number: int,
         folder: Path,
-        references: list[Answer | None],
+        references: list[list[Answer]],
         counts: collections.Counter[str],
     ):
         self._scenario, self._references, self._counts = scenario, references, counts
@@ -246,7 +251,7 @@ class _Session:
             self._lives[number] = lives
             if request.cancellation:
                 self._ends[number] = self._turn + request.cancellation.turns
-            if script := _script(request, self._references[number], engine.target.vocab_size):
+            if script := _script(request, self._references[number][0], engine.target.vocab_size):
                 self._scripts |= {live.number: script for live in lives}
 
     def _cancel(self) -> None:
@@ -276,9 +281,9 @@ def end_request(engine: Engine, live: RequestHandle, how: str) -> None:
         pieces.close()
 
 
-def _script(request: AuditRequest, reference: Answer | None, vocab: int) -> list[float]:
+def _script(request: AuditRequest, reference: Answer, vocab: int) -> list[float]:
     """Return the scripted drafts by position; empty for the drafter's own."""
-    if reference is None or not request.accepted:
+    if not request.accepted:
         return []
     truth = [*request.prompt, *reference.token_ids]
     start = len(request.prompt)
