@@ -118,6 +118,7 @@ def family_checks(
 ) -> Iterator[tuple[str, LosslessCheck]]:
     """Decode `tokens` tokens of a random pair with one plan, under random acceptance patterns."""
     rng, vocab = np.random.default_rng(plan.chunk), target.vocab_size
+    target = dataclasses.replace(target, max_length=max(target.max_length, plan.max_length))
     real = random_engine(target, drafter, plan, seed=plan.chunk)
     scripted = scripted_engine(real)
     for length in (1, 130, 530):
