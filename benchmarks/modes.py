@@ -50,7 +50,7 @@ def generate(engine: Engine, prompt: list[int], **options: Any) -> Run:
     live = engine.submit(prompt, **options)
     while live.num_fed < len(prompt):
         engine.advance()
-    jax.block_until_ready(engine.runner.state)
+    jax.block_until_ready(engine.core.runner.state)
     ready, busy = time.perf_counter(), time.process_time()
     while not live.done:
         engine.advance()
@@ -66,10 +66,12 @@ class BareLoop:
     def __init__(self, engine: Engine):
         engine.warm_up()
         self._engine, self._plan = engine, engine.plan
-        pair = build_pair(engine.target, engine.drafter)
+        pair = build_pair(engine.graph.config, engine.graph.drafter_config)
         self._pair = dataclasses.replace(pair, block=engine.plan.block)
         self._state = jit(
-            lambda: planned(engine.target, engine.drafter, engine.plan).empty_state()
+            lambda: planned(
+                engine.graph.config, engine.graph.drafter_config, engine.plan
+            ).empty_state()
         )()
         self._loop = jit(self._rounds, donate=(1, 4))
 
@@ -101,7 +103,7 @@ class BareLoop:
         each = self._engine.core.scheduler.pacer.num_steps
         count = jax.device_put(np.int32(each)) if self._plan.steps_per_call > 1 else None
         ahead = self._plan.lookahead if each == 1 else 0
-        step = self._engine.executables[ProgramKey(Step.SPECULATIVE, Variant.GREEDY)]
+        step = self._engine.core.runner.executables[ProgramKey(Step.SPECULATIVE, Variant.GREEDY)]
         params = self._engine.params
 
         def decode(rules: RowRules) -> list[list[int]]:
@@ -167,7 +169,7 @@ class BareLoop:
             tokens = np.zeros((1, chunk), np.int32)
             tokens[0, : len(part)] = part
             count, fresh = np.array([len(part)], np.int32), np.array([at == 0])
-            program = self._engine.executables[ProgramKey(Step.PREFILL, Variant.GREEDY)]
+            program = self._engine.core.runner.executables[ProgramKey(Step.PREFILL, Variant.GREEDY)]
             inputs = PrefillInputs(tokens, count, fresh, rules)
             self._state, _, out = program(self._engine.params, self._state, None, inputs)
         return int(out.tokens[0, 0])

@@ -99,7 +99,7 @@ def shipped_checks(plan: Plan, max_tokens: int, chats: int) -> Checks:
         real.params = trained | {"drafter": drafter}
         yield "random", LosslessCheck(tuple(prompt), real.generate(prompt, **options), plain)
         truth = [*prompt, *plain.token_ids]
-        wrong = [(t + 1) % real.target.vocab_size for t in truth]
+        wrong = [(t + 1) % real.graph.config.vocab_size for t in truth]
         for name, script in (("oracle", truth), ("adversarial", wrong)):
             set_script(scripted, script)
             yield name, LosslessCheck(tuple(prompt), scripted.generate(prompt, **options), plain)

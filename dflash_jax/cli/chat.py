@@ -115,7 +115,8 @@ def _load(options: argparse.Namespace) -> Any:
     if engine.tokenizer is None or engine.tokenizer.template is None:
         raise RequestError("this model ships no chat template; use `dflash-jax generate --raw`")
     with report_progress("compiling", quiet=False):
-        engine.warm_up(sampled=options.temperature > 0, measure=True)
+        engine.warm_up("sampled" if options.temperature > 0 else "greedy")
+        engine.time_drafting()
     return engine
 
 
@@ -161,7 +162,7 @@ class ChatSession:
             raise
         print(flush=True)
         if self._stream is not None:
-            self._last, self._stream = self._stream.result, None
+            self._last, self._stream = self._stream.result(), None
             if self._options.show_drafts:
                 print(legend(self._last.stats, colours=has_colours()), flush=True)
         answer = "".join(parts)
@@ -187,7 +188,7 @@ class ChatSession:
         output = Detokenizer(showing) if showing.shown else None
         parser = OutputParser(self._syntax, thinking=opens_thought(tokenizer, prompt))
         room = self.engine.plan.max_length - len(prompt)
-        self._stream = self.engine.stream(
+        self._stream = self.engine.submit(
             prompt,
             max_tokens=max(1, min(options.max_tokens, room)),
             temperature=options.temperature,
@@ -234,7 +235,7 @@ class ChatSession:
             return "[no answer yet]"
         from dflash_jax.cli.generate import statistics
 
-        return statistics(self._last, self.engine.compile_s)
+        return statistics(self._last, self.engine.core.runner.compiled.seconds)
 
 
 def _print(event: Any, *, shown: bool = True) -> str:

@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     }
 
     def check_fits(engine: Any, prompts: list[list[int]]) -> None:
-        if options.compare and engine.drafter is None:
+        if options.compare and engine.graph.drafter_config is None:
             raise RequestError("--compare needs a drafter; give --drafter")
         if options.compare and options.temperature > 0:
             raise RequestError("--compare is for greedy decoding; leave --temperature at 0")
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     if options.compare:
         return _compare(engine, prompt, options)
     more = {"speculative": not options.plain, "trace": options.show_drafts}
-    stream = engine.stream(prompt, **request, **more)
+    stream = engine.submit(prompt, **request, **more)
     code = 0
     try:
         for piece in stream:
@@ -107,13 +107,13 @@ def run(options: argparse.Namespace) -> int:
         stream.close()
         code = INTERRUPTED
     if options.json:
-        print(json.dumps(stream.result.to_json()))
+        print(json.dumps(stream.result().to_json()))
     else:
         print()
         if options.show_drafts:
-            print(legend(stream.result.stats, colours=has_colours()))
+            print(legend(stream.result().stats, colours=has_colours()))
         if not options.quiet:
-            note(statistics(stream.result, engine.compile_s))
+            note(statistics(stream.result(), engine.core.runner.compiled.seconds))
     return code
 
 
@@ -162,7 +162,7 @@ def _compare(engine: Any, prompt: list[int], options: argparse.Namespace) -> int
         f" {labels[comparison.baseline]!r}, {precision(engine.plan)}"
     )
     if not options.quiet:
-        note(statistics(result, engine.compile_s, timed=False))
+        note(statistics(result, engine.core.runner.compiled.seconds, timed=False))
     return 0 if comparison.check.equal else 1
 
 

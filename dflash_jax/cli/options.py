@@ -246,7 +246,7 @@ def load_engine(
       prompts: encodes the prompts, given the tokenizer.
       quiet: report no progress.
       check: raises before compiling if the engine cannot run these prompts.
-      sampled: compile the sampling programs as well.
+      sampled: compile the sampling programs instead of the greedy ones.
       measure: stop drafting where it does not pay off, as engines of `dflash_jax.load` do.
     """
     with report_progress("loading", quiet=quiet):
@@ -263,7 +263,7 @@ def load_engine(
         engine.measures_drafting = measure
         check(engine, ids)
     with report_progress("compiling", quiet=quiet):
-        engine.warm_up(sampled=sampled)
+        engine.warm_up("sampled" if sampled else "greedy")
     return engine, ids
 
 

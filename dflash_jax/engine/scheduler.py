@@ -169,7 +169,7 @@ def variants_of(sequence: RunningRequest) -> list[Variant]:
     """Return all variants of programs that a request may need."""
     request = sequence.request
     forces, scores = request.recovery != OFF, request.params.prompt_logprobs is not None
-    others = [Variant.FORCED_TOKENS] * forces + [Variant.PROMPT_LOGPROBS] * scores
+    others = [Variant.RECOVERY] * forces + [Variant.PROMPT] * scores
     return [variant_of(sequence), *others]
 
 

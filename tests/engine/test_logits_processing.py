@@ -41,7 +41,7 @@ def process_by_hand(logits: np.ndarray, output: list[int], options: dict[str, An
 
 @pytest.fixture(scope="module")
 def model(tiny: Engine) -> TargetModel:
-    return TargetModel(tiny.target, tiny.params["target"], "float32")
+    return TargetModel(tiny.graph.config, tiny.params["target"], "float32")
 
 
 def logits_after(model: TargetModel, output: list[int]) -> np.ndarray:
@@ -132,7 +132,7 @@ def test_log_probabilities_are_the_targets_own(
     tiny: Engine, model: TargetModel, speculative: bool
 ) -> None:
     options = {"speculative": speculative, "frequency_penalty": 1.0}
-    stream = tiny.stream(PROMPT, max_tokens=20, logprobs=3, **options)
+    stream = tiny.submit(PROMPT, max_tokens=20, logprobs=3, **options)
     given = [x for piece in stream for x in piece.logprobs]
     result = stream.result
     assert given == result.logprobs
@@ -160,12 +160,12 @@ def test_several_answers_share_one_prefill(tiny3: Engine) -> None:
     tiny3.generate(prompt, **options)  # compiles the variant
     calls = []
     key = ProgramKey(Step.PREFILL, Variant.SAMPLED)
-    run = tiny3.executables[key]
-    tiny3.executables[key] = lambda *a: (calls.append(1), run(*a))[1]  # type: ignore[assignment]
+    run = tiny3.core.runner.executables[key]
+    tiny3.core.runner.executables[key] = lambda *a: (calls.append(1), run(*a))[1]  # type: ignore[assignment]
     try:
         results = tiny3.generate_many([prompt], n=3, **options)
     finally:
-        tiny3.executables[key] = run
+        tiny3.core.runner.executables[key] = run
     assert len(calls) == 2 + 3  # chunks of 16
     assert len({tuple(r.token_ids) for r in results}) == 3
     for i, result in enumerate(results):  # answer i is the output of seed + i
