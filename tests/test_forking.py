@@ -64,7 +64,7 @@ uses = {
     "prepare": lambda: made.prepare([1]),
     "check": lambda: made.check([1]),
     "advance": made.advance,
-    "result": handle.result,
+    "close a request": handle.close,
     "iterate": lambda: next(pieces),
     "close a stream": stream.close,
     "busy": lambda: made.core.busy,

@@ -58,12 +58,12 @@ class Engine:
           ForkedProcessError: JAX runs in the parent of this process. Other methods raise it, too.
         """
         forking.check_not_forked()
-        self.graph, self.plan = graph, graph.plan
+        self.graph, self.plan, self._target = graph, graph.plan, graph.config
         self.tokenizer, self._progress = tokenizer, progress
         runner = ModelRunner(graph, executor or LocalExecutor(graph, params))
         self.core = EngineCore(runner)
         self._driver = TurnDriver(self.core)
-        grammars = Grammars(tokenizer, graph.config.vocab_size, graph.stop_tokens)
+        grammars = Grammars(tokenizer, self._target.vocab_size, graph.stop_tokens)
         self._call_grammars = CallGrammars(
             grammars, lambda missing: runner.compiled.compile(missing, workers=1), tokenizer
         )
@@ -357,7 +357,7 @@ class Engine:
     def _requests(self, prompt: Prompt, params: SamplingParams, n: int) -> list[Request]:
         if forking.parent:
             forking.check_not_forked()
-        parts, drafts = (self.plan, self.graph.config, self.tokenizer), self.graph.pair.drafter
+        parts, drafts = (self.plan, self._target, self.tokenizer), self.graph.pair.drafter
         return make_requests(prompt, params, n, *parts, drafts=drafts is not None)
 
     def _sequence(self, request: Request, cancel: CancelCell | None) -> RunningRequest:

@@ -14,7 +14,7 @@ from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.background import in_thread, read_body
 from dflash_jax.server.connection import json_response
 from dflash_jax.server.conversation import parse_messages
-from dflash_jax.server.fields import ENGINE_OPTIONS
+from dflash_jax.server.fields import SERVED
 from dflash_jax.server.generation import prepare
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Handler, Middleware, Settings
@@ -319,7 +319,7 @@ def _default_model(model: ServedModel) -> dict[str, Any]:
         "speculative_mode": "dflash" if drafter else "off",
         "speculative": {"drafter": getattr(drafter, "kind", None), "block_size": plan.block},
         "reasoning": {"supported": thinks, "efforts": list(EFFORTS) if thinks else []},
-        "sampling": {"capabilities": [*ENGINE_OPTIONS, "seed", "logit_bias", "logprobs"]},
+        "sampling": {"capabilities": [*SERVED, "seed", "logprobs"]},
         "prefix_cache": {"bytes": plan.prefix_cache, "on_disk": bool(plan.prefix_folder)},
         "tool_replay": {"turns": len(model.tool_turns)},
         "capabilities": {"chat": template is not None, "tools": syntax is not None},
