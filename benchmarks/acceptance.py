@@ -68,7 +68,9 @@ class Measurement:
         self.engines[AUTOMATIC] = self._like(plan)
         self.engines[ALONE] = dj.load(options.target, None, plan=alone)
         for name, engine in self.engines.items():
-            engine.warm_up(measure=name == AUTOMATIC, sampled=max(options.temperatures) > 0)
+            engine.warm_up("greedy", *["sampled"][: max(options.temperatures) > 0])
+            if name == AUTOMATIC:
+                engine.time_drafting()
 
     def _like(self, plan: Any) -> Any:
         import dflash_jax as dj

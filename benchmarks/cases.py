@@ -50,8 +50,10 @@ class Case:
         """Return the case as JSON values."""
         engine = self.engine
         return {
-            "target": engine.target.to_json(),
-            "drafter": engine.drafter.to_json() if engine.drafter else None,
+            "target": engine.graph.config.to_json(),
+            "drafter": engine.graph.drafter_config.to_json()
+            if engine.graph.drafter_config
+            else None,
             "target_parameters": count(engine.params["target"]),
             "drafter_parameters": count(engine.params["drafter"]),
             "plan": json.loads(engine.plan.to_json()),
@@ -174,7 +176,7 @@ def _shipped(max_length: int, prompts: int, rounds: int, max_tokens: int = 128) 
     engine.measures_drafting = False
     chats = heldout_chats(engine.chat_ids)
     fitting = [Work(ids, None) for ids in chats if len(ids) + max_tokens <= max_length]
-    stops = tuple(sorted(engine.target.eos_token_ids))
+    stops = tuple(sorted(engine.graph.config.eos_token_ids))
     return Case("tiny", engine, fitting[:prompts], max_tokens, stops, "real")
 
 

@@ -29,7 +29,7 @@ def measure(rows: int, pairs: int, options: argparse.Namespace) -> dict[str, Any
     plan = dj.Plan(**shape, weights=options.weights)
     engine = dj.load(plan=plan)
     engine.measures_drafting = False
-    cache = engine.prefix_cache
+    cache = engine.core.prefix_cache
     assert cache is not None
     texts = heldout_chats(engine.chat_ids, 40)
     system = [token for text in texts for token in text][: options.shared]

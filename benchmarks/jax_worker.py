@@ -86,7 +86,7 @@ class JaxWorker:
 
     def describe(self) -> dict[str, Any]:
         """Return the first line: phases of start-up, compilation, plan and programs."""
-        programs, plan = self.engine.executables, json.loads(self.engine.plan.to_json())
+        programs, plan = self.engine.core.runner.executables, json.loads(self.engine.plan.to_json())
         return {
             "ready": True,
             "phases_s": self.phases,
@@ -126,7 +126,7 @@ class JaxWorker:
         if key not in self._truth:
             plain = self.engine.generate(prompt, speculative=False, **options)
             self._truth[key] = [*prompt, *plain.token_ids]
-        truth, size = self._truth[key], self.engine.target.vocab_size
+        truth, size = self._truth[key], self.engine.graph.config.vocab_size
         set_script(self.engine, force_acceptance(truth, len(prompt), accepted, size))
 
     def _logits(self, path: Path, ids: list[int]) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class JaxWorker:
         from dflash_jax.target_model import TargetModel
 
         engine = self.engine
-        model = TargetModel(engine.target, engine.params["target"], engine.plan.dtype)
+        model = TargetModel(engine.graph.config, engine.params["target"], engine.plan.dtype)
         logits = np.asarray(model.forward([ids]).logits[0], np.float32)
         logits.tofile(path)
         return {"rows": len(logits)}

@@ -49,7 +49,7 @@ def generate(engine: Engine, prompt: list[int], **options: Any) -> Run:
     live = engine.submit(prompt, **options)
     while live.num_fed < len(prompt):
         engine.advance()
-    jax.block_until_ready(engine.runner.state)
+    jax.block_until_ready(engine.core.runner.state)
     ready, busy = time.perf_counter(), time.process_time()
     while not live.done:
         engine.advance()
@@ -66,7 +66,7 @@ class BareLoop:
         engine.warm_up()
         self._engine, self._plan = engine, engine.plan
         graph = engine.graph
-        self._programs = GraphPrograms(graph, engine.executables)
+        self._programs = GraphPrograms(graph, engine.core.runner.executables)
         self._pair = dataclasses.replace(graph.pair, block=graph.plan.block)
         self._state = graph.init_state()
         self._loop = jit(self._rounds, donate=(1, 4))
@@ -99,7 +99,7 @@ class BareLoop:
         each = self._engine.core.scheduler.pacer.num_steps
         count = jax.device_put(np.int32(each)) if self._plan.steps_per_call > 1 else None
         ahead = self._plan.lookahead if each == 1 else 0
-        step = self._engine.executables[ProgramKey(Step.SPECULATIVE, Variant.GREEDY)]
+        step = self._engine.core.runner.executables[ProgramKey(Step.SPECULATIVE, Variant.GREEDY)]
         params = self._engine.params
 
         def decode(rules: RowRules) -> list[list[int]]:

@@ -31,7 +31,7 @@ class Official:
         self.device, kind = device, getattr(torch, dtype)
         package._cuda_time = self._clock
         self._busy: list[float] = []
-        config, drafter = _config(engine.target), engine.drafter
+        config, drafter = _config(engine.graph.config), engine.graph.drafter_config
         if isinstance(drafter, ScriptedConfig):
             drafter = drafter.overruled
         torch.set_default_dtype(kind)
@@ -39,7 +39,7 @@ class Official:
             self.target = Qwen3ForCausalLM(config).to(kind).eval()
             self.drafter = _Forced(_config(drafter)).to(kind).eval()
         torch.set_default_dtype(torch.float32)
-        _fill(self.target, engine.params["target"], engine.target, prefix="model.")
+        _fill(self.target, engine.params["target"], engine.graph.config, prefix="model.")
         _fill(self.drafter, engine.params["drafter"], drafter, prefix="")
 
     def generate(

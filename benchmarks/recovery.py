@@ -164,7 +164,7 @@ def main() -> None:
     turns = [turn for turn in read_turns(SHIPPED) if turn.kind == "chat"]
     engine = dj.load("tiny", plan=dj.Plan(max_length=1024))
     engine.measures_drafting = False
-    engine.warm_up(recovery=True)
+    engine.warm_up("greedy", "recovery")
     costs = rules(engine, turns, repeats=60)
     print(table(costs), flush=True)
     if options.rules_only:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dflash_jax.config import DrafterConfig, TargetConfig
     from dflash_jax.config.family import register
     from dflash_jax.engine.engine import Engine
-    from dflash_jax.engine.handle import AsyncStream, RequestHandle, Stream
+    from dflash_jax.engine.handle import RequestHandle
     from dflash_jax.engine.request import CancelCell
     from dflash_jax.engine.result import Piece, Result, RoundTrace, Stats
     from dflash_jax.engine.sampling_params import SamplingParams
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from dflash_jax.target_model import ForwardOutput, TargetModel
 
 __all__ = [
-    "AsyncStream",
     "CancelCell",
     "CheckpointError",
     "ComputeError",
@@ -60,7 +59,6 @@ __all__ = [
     "RoundTrace",
     "SamplingParams",
     "Stats",
-    "Stream",
     "TargetConfig",
     "TargetModel",
     "__version__",
@@ -76,7 +74,7 @@ _MODULES = {
     "config.family": ("register",),
     "plan": ("Plan",),
     "engine.engine": ("Engine",),
-    "engine.handle": ("AsyncStream", "RequestHandle", "Stream"),
+    "engine.handle": ("RequestHandle",),
     "engine.state_machine": ("Recovery",),
     "engine.request": ("CancelCell",),
     "engine.result": ("Piece", "Result", "RoundTrace", "Stats"),

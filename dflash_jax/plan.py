@@ -12,15 +12,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from dflash_jax.declared import Field, documentation, plain_value, tuples
 from dflash_jax.errors import PlanError
-from dflash_jax.plan_fields import (
-    PlanField,
-    check_field,
-    documentation,
-    plain_value,
-    plan_field,
-    tuples,
-)
 from dflash_jax.quant.formats import Stored
 from dflash_jax.show import plan_html, plan_text
 
@@ -32,6 +25,28 @@ Activations = Literal["auto", "int8", "float"]
 KvDtype = Literal["auto", "int8"]
 WeightLayout = Literal["auto", "row_major", "column_major", "tiled", "interleaved"]
 TapsAt = Literal["auto", "early", "late", "upstream"]
+
+
+Scope = Literal["cache", "program", "host"]
+MAX_LOGPROBS = 20  # alternatives that programs report for a token
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanField(Field):
+    """Declaration of a field of a plan.
+
+    Attributes:
+      scope: "cache" if the contents of a row's caches depend on the field, and so do programs;
+        "program" if only programs depend on it; "host" if neither does.
+    """
+
+    scope: Scope
+
+
+def plan_field(default: Any, help: str, scope: Scope, **options: Any) -> Any:
+    """Return a dataclass field with a default and the `PlanField` of the other arguments."""
+    info = PlanField(help=help, scope=scope, **options)
+    return dataclasses.field(default=default, metadata={"plan": info})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,7 +244,9 @@ class Plan:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, plain_value(getattr(self, field.name)))
         for field in dataclasses.fields(self):
-            check_field(field.name, getattr(self, field.name), field.type, FIELDS[field.name])
+            value = getattr(self, field.name)
+            if expected := FIELDS[field.name].mismatch(value, field.type):
+                raise PlanError(f"{field.name} is {value!r}; expected {expected}")
         if self.prefix_folder and not self.prefix_cache:
             raise PlanError(
                 f"prefix_folder is {self.prefix_folder!r} and prefix_cache {self.prefix_cache};"

@@ -29,6 +29,7 @@ from dflash_jax.bench import compare
 from dflash_jax.cli import main, parser, probe, terminal, verify
 from dflash_jax.cli.generate import statistics
 from dflash_jax.cli.options import chosen_plan, open_pair, prompt_ids
+from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result, Stats
 from dflash_jax.graph.build import CompiledPrograms
@@ -312,15 +313,15 @@ def test_compare_times_the_modes_and_says_that_tokens_are_equal(
 
 def interrupted_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C during the nth step of the engine."""
-    advance, seen = Engine.advance, []
+    step, seen = EngineCore.step, []
 
-    def pressed(self: Engine) -> None:
+    def pressed(self: EngineCore) -> None:
         seen.append(1)
         if len(seen) == calls:
             raise KeyboardInterrupt
-        advance(self)
+        step(self)
 
-    monkeypatch.setattr(Engine, "advance", pressed)
+    monkeypatch.setattr(EngineCore, "step", pressed)
 
 
 def test_an_interrupt_ends_with_the_text_so_far(

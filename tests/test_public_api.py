@@ -60,7 +60,7 @@ def test_an_engine_with_random_weights_is_made_of_a_configuration(tmp_path: Path
     first, again, other = (
         dj.random_engine(target, drafter, plan=plan, seed=seed) for seed in (3, 3, 4)
     )
-    assert (first.target, first.plan.block) == (target, 4)
+    assert (first.graph.config, first.plan.block) == (target, 4)
     sums = [float(abs(engine.params["drafter"]["norm"]).sum()) for engine in (first, again, other)]
     assert sums[0] == sums[1] != sums[2]
 
@@ -69,8 +69,8 @@ def test_the_configuration_may_be_a_folder(oracle: Path) -> None:
     folder = oracle / "targets" / "llama3"
     for given in (folder, str(folder / "config.json")):
         engine = dj.random_engine(given, plan=dj.Plan(max_length=32))
-        assert engine.target.model_type == "llama"
-        assert engine.drafter is None
+        assert engine.graph.config.model_type == "llama"
+        assert engine.graph.drafter_config is None
 
 
 def test_what_is_no_configuration_is_refused(oracle: Path, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_auto_takes_the_drafter_published_for_the_target(made: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         engine = dj.load(made, "auto", layer_ids="zero-based")
-    assert engine.drafter is not None
+    assert engine.graph.drafter_config is not None
 
 
 def test_a_target_without_a_drafter_says_which_one_was_published(made: Path) -> None:

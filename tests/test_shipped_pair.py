@@ -65,12 +65,12 @@ def test_lengths_around_chunks_decode_alike(engine: Engine) -> None:
 
 def test_streamed_text_is_the_whole_text(engine: Engine) -> None:
     prompt = engine.chat_ids([{"role": "user", "content": "What can you do for me?"}])
-    stream = engine.stream(prompt, max_tokens=NEW)
+    stream = engine.submit(prompt, max_tokens=NEW)
     pieces = list(stream)
-    assert "".join(piece.text for piece in pieces) == stream.result.text
-    assert len(pieces) < stream.result.stats.output_tokens  # more than one token per step
-    assert stream.result.text
-    assert "<|" not in stream.result.text
+    assert "".join(piece.text for piece in pieces) == stream.result().text
+    assert len(pieces) < stream.result().stats.output_tokens  # more than one token per step
+    assert stream.result().text
+    assert "<|" not in stream.result().text
 
 
 def early(engine: Engine, turn: Turn) -> None:

@@ -143,13 +143,15 @@ def test_statistics_plans_and_explanations_are_tables(tiny: Engine) -> None:
     plan = Page(dj.Plan(rows=3)._repr_html_())
     assert plan.tags["tr"] == len(json.loads(dj.Plan().to_json())) + 1
     assert "requests decoded in parallel" in plan.text
-    found = explain(planned(tiny.target, tiny.drafter, tiny.plan), DEVICES["H200"])
+    found = explain(
+        planned(tiny.graph.config, tiny.graph.drafter_config, tiny.plan), DEVICES["H200"]
+    )
     page = Page(found._repr_html_())
     assert page.tags["table"] == 2
     for part in ("speculative[greedy]", "memory", "roofline"):
         assert part in page.text
     assert repr(found) == str(found)
-    assert repr(tiny.explain()).splitlines()[0] == repr(found).splitlines()[0]
+    assert repr(tiny.graph.explain()).splitlines()[0] == repr(found).splitlines()[0]
 
 
 def test_a_trace_is_part_of_a_result_as_json() -> None:

@@ -98,7 +98,7 @@ def shipped_checks(plan: Plan, max_tokens: int, chats: int) -> Checks:
         real.params = trained | {"drafter": drafter}
         yield "random", LosslessCheck(tuple(prompt), real.generate(prompt, **options), plain)
         truth = [*prompt, *plain.token_ids]
-        wrong = [(t + 1) % real.target.vocab_size for t in truth]
+        wrong = [(t + 1) % real.graph.config.vocab_size for t in truth]
         for name, script in (("oracle", truth), ("adversarial", wrong)):
             set_script(scripted, script)
             yield name, LosslessCheck(tuple(prompt), scripted.generate(prompt, **options), plain)
@@ -276,8 +276,8 @@ def drive(
       report: called with a progress line every hundred requests.
     """
     rng, traffic = np.random.default_rng(seed), Traffic()
-    engine.warm_up(sampled=True, penalized=True)
-    truth, programs = alone(engine, prompts, most), dict(engine.executables)
+    engine.warm_up("greedy", "sampled", "penalized")
+    truth, programs = alone(engine, prompts, most), dict(engine.core.runner.executables)
     running: list[_Running] = []
     started = time.perf_counter()
     while traffic.requests < requests or running:
@@ -293,17 +293,17 @@ def drive(
             if one.cancel_at is not None and not one.live.done:
                 one.cancel_at -= 1
                 if one.cancel_at < 0:
-                    engine.cancel(one.live)
+                    one.live.close()
         for one in [one for one in running if one.live.done]:
             running.remove(one)
             _judge(one, truth, traffic)
-    while engine.busy:
+    while engine.core.busy:
         engine.advance()
     traffic.memory = (traffic.memory[0], resident())
-    traffic.leaked = engine.active + engine.queued
-    traffic.compiled = len(engine.executables.keys() ^ programs.keys())
-    if engine.prefix_cache is not None:
-        traffic.hit_tokens = engine.prefix_cache.counters.hit_tokens
+    traffic.leaked = engine.core.active + engine.core.queued
+    traffic.compiled = len(engine.core.runner.executables.keys() ^ programs.keys())
+    if engine.core.prefix_cache is not None:
+        traffic.hit_tokens = engine.core.prefix_cache.counters.hit_tokens
     traffic.seconds = time.perf_counter() - started
     return traffic
 

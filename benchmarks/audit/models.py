@@ -228,7 +228,7 @@ class AuditedEngine:
           segments: capacity of its prefix cache in prompt chunks.
           folder: prefix folder.
         """
-        cache = self.engine.prefix_cache
+        cache = self.engine.core.prefix_cache
         assert cache is not None
         plan = dataclasses.replace(
             self.engine.plan,
@@ -240,7 +240,7 @@ class AuditedEngine:
             self.engine.params,
             tokenizer=self.engine.tokenizer,
         )
-        made.compiled.executables = dict(self.engine.executables)
+        made.core.runner.compiled.executables = dict(self.engine.core.runner.executables)
         return made
 
 
@@ -256,15 +256,14 @@ def build(setup: Setup, *, target: str = "tiny", drafter: str | None = "own") ->
         engine.measures_drafting = False  # each case has a break-even of its own, to be repeatable
     else:
         engine = scripted_engine(_random_engine(setup, plan))
-    wanted = {variant: True for variant in setup.variants}
-    engine.warm_up(recovery=True, **wanted)
-    engine.compile([Variant.PROMPT_LOGPROBS] if setup.prompt_logprobs else [])
+    wanted = [*setup.variants, *[Variant.PROMPT][: setup.prompt_logprobs]]
+    engine.warm_up(Variant.GREEDY, Variant.RECOVERY, *wanted)
     return AuditedEngine(setup, engine, _limits(setup, engine))
 
 
 def _limits(setup: Setup, engine: Engine) -> Limits:
     plan, scripted = engine.plan, setup.family not in (SHIPPED, GIVEN)
-    pool, texts = tuple(range(engine.target.vocab_size)), ()
+    pool, texts = tuple(range(engine.graph.config.vocab_size)), ()
     if engine.tokenizer is not None:
         texts = ("e", " ", ":", "\n", "a", "the", "1")
     if not scripted and engine.tokenizer is not None:
@@ -275,7 +274,7 @@ def _limits(setup: Setup, engine: Engine) -> Limits:
         block=plan.block,
         max_length=plan.max_length,
         rounds=plan.steps_per_call,
-        stop_tokens=plan.stop_slots - len(engine.target.eos_token_ids),
+        stop_tokens=plan.stop_slots - len(engine.graph.config.eos_token_ids),
         pool=pool,
         ordered=not scripted and engine.tokenizer is not None,
         open_thought=(TOKENS.index(THOUGHT[0]),) if scripted else (),
@@ -284,7 +283,7 @@ def _limits(setup: Setup, engine: Engine) -> Limits:
         variants=setup.variants,
         prompt_logprobs=setup.prompt_logprobs,
         scripted=scripted,
-        structured=bool(engine.target.eos_token_ids),
+        structured=bool(engine.graph.config.eos_token_ids),
     )
 
 

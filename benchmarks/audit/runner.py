@@ -14,7 +14,7 @@ import dflash_jax as dj
 from benchmarks.audit.models import AuditedEngine
 from benchmarks.audit.scenario import AuditRequest, Failure, Scenario
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.handle import RequestHandle, Stream
+from dflash_jax.engine.handle import RequestHandle
 from dflash_jax.engine.result import Stats, TokenLogprob
 from dflash_jax.engine.scheduler import StepPacer
 from dflash_jax.engine.state_machine.speculation import BreakEven
@@ -184,13 +184,13 @@ class _Session:
         scenario = self._scenario
         engine = audited.opened(segments=scenario.segments, folder=self._folder)
         engine.core.scheduler.pacer = ScriptedPacer(scenario.rounds)
-        engine.break_even = BreakEven((0,), (scenario.break_even if engine.plan.exact else 0.0,))
+        engine.core.meter.use(BreakEven((0,), (scenario.break_even if engine.plan.exact else 0.0,)))
         wanted = (session, number)
         failures = [x for x in scenario.failures if (x.session, x.engine) == wanted]
         calls = InterceptedCalls(failures, self._counts)
-        engine.compiled.executables = {
+        engine.core.runner.compiled.executables = {
             key: calls.intercepting(str(key), program)
-            for key, program in engine.executables.items()
+            for key, program in engine.core.runner.executables.items()
         }
         if self._folder is not None:
             self._reads.append(DelayedReads(engine, scenario.disk_turns))
@@ -211,18 +211,18 @@ class _Session:
     def _close(self, number: int, engine: Engine) -> None:
         for _ in range(4):  # in-flight steps of finished requests are still read
             self._advance(number, engine)
-        if engine.busy or engine.active or engine.queued:
+        if engine.core.busy or engine.core.active or engine.core.queued:
             raise StalledError(
-                f"after its requests ended, an engine has {engine.active} in rows and"
-                f" {engine.queued} in its queue; busy: {engine.busy}"
+                f"after its requests ended, an engine has {engine.core.active} in rows and"
+                f" {engine.core.queued} in its queue; busy: {engine.core.busy}"
             )
         engine.close()
-        if engine.prefix_cache is not None:
-            found = engine.prefix_cache.counters
+        if engine.core.prefix_cache is not None:
+            found = engine.core.prefix_cache.counters
             self._counts["prefix hits"] += found.hits
             self._counts["prefix tokens restored"] += found.hit_tokens
             self._counts["prefix evictions"] += found.evictions
-        disk = engine.runner.prefixes.disk if engine.runner.prefixes else None
+        disk = engine.core.runner.prefixes.disk if engine.core.runner.prefixes else None
         if disk is not None:
             for name in ("read", "written", "spoiled", "failed", "skipped"):
                 self._counts[f"prefix segments {name}, disk"] += getattr(disk.counters, name)
@@ -251,7 +251,9 @@ class _Session:
             self._lives[number] = lives
             if request.cancellation:
                 self._ends[number] = self._turn + request.cancellation.turns
-            if script := _script(request, self._references[number][0], engine.target.vocab_size):
+            if script := _script(
+                request, self._references[number][0], engine.graph.config.vocab_size
+            ):
                 self._scripts |= {live.number: script for live in lives}
 
     def _cancel(self) -> None:
@@ -259,24 +261,20 @@ class _Session:
             del self._ends[number]
             request, lives = self._scenario.requests[number], self._lives[number]
             assert request.cancellation is not None
-            how, engine = request.cancellation.how, self._engines[request.engine]
+            how = request.cancellation.how
             self._counts[f"cancelled by {how}"] += sum(not live.done for live in lives)
             if how == "cell":
                 self._cells[number].cancel()
             for live in lives if how != "cell" else ():
-                end_request(engine, live, how)
+                end_request(live, how)
 
 
-def end_request(engine: Engine, live: RequestHandle, how: str) -> None:
-    """End a request as its caller would: "cancel", or "close" or "drop" its stream."""
-    if how == "cancel":
-        engine.cancel(live)
-        return
-    stream = Stream(live, engine.advance, engine.cancel)
+def end_request(live: RequestHandle, how: str) -> None:
+    """End a request as its caller would: "close" it, or "drop" an iterator over its pieces."""
     if how == "close":
-        stream.close()
-    elif live.pieces:  # drop a started iterator
-        pieces: Any = iter(stream)
+        live.close()
+    elif live.pieces:
+        pieces: Any = iter(live)
         next(pieces)
         pieces.close()
 
@@ -356,9 +354,9 @@ class DelayedReads:
     """Delays reads from an engine's prefix folder by turns instead of seconds."""
 
     def __init__(self, engine: Engine, turns: int):
-        assert engine.runner.prefixes is not None
-        assert engine.runner.prefixes.disk is not None
-        self._disk, self._turns = engine.runner.prefixes.disk, turns
+        assert engine.core.runner.prefixes is not None
+        assert engine.core.runner.prefixes.disk is not None
+        self._disk, self._turns = engine.core.runner.prefixes.disk, turns
         self._read = self._disk.read
         self._disk.read = self._delayed  # type: ignore[method-assign]
         self._waiting: list[tuple[int, concurrent.futures.Future[Any], Any]] = []

@@ -91,7 +91,7 @@ def profile(
             f" {plan.max_length}, and at least one step is needed"
         )
     engine.warm_up()
-    name = Step.SPECULATIVE if speculative and engine.drafter else Step.PLAIN
+    name = Step.SPECULATIVE if speculative and engine.graph.drafter_config else Step.PLAIN
     scheduler = engine.core.scheduler
     pacer, scheduler.pacer = scheduler.pacer, StepPacer(max_steps=1)
     live = engine.submit(list(prompt), max_tokens=longest, ignore_eos=True, speculative=speculative)
@@ -104,9 +104,9 @@ def profile(
         if live.done:  # only an error ends it here
             live.result()
     finally:
-        engine.cancel(live)
+        live.close()
         scheduler.pacer = pacer
-    program = engine.executables[ProgramKey(name, Variant.GREEDY)]
+    program = engine.core.runner.executables[ProgramKey(name, Variant.GREEDY)]
     found = _kernels(trace, program.compiled.as_text() or "", steps)
     parts: dict[str, float] = collections.defaultdict(float)
     for kernel in found:
@@ -117,14 +117,14 @@ def profile(
 
 def _traced(engine: Engine, steps: int, keep: Path | None) -> tuple[float, Any]:
     """Return the seconds of `steps` steps, and their trace."""
-    jax.block_until_ready(engine.runner.state)
+    jax.block_until_ready(engine.core.runner.state)
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder) if keep is None else keep  # the profiler names its files by the second
         with jax.profiler.trace(str(where)):
             started = time.perf_counter()
             for _ in range(steps):
                 engine.advance()
-            jax.block_until_ready(engine.runner.state)
+            jax.block_until_ready(engine.core.runner.state)
             wall = time.perf_counter() - started
         newest = max(where.rglob("*.xplane.pb"), key=lambda p: p.stat().st_mtime)
         return wall, jax.profiler.ProfileData.from_file(str(newest))

@@ -68,7 +68,7 @@ class InProcess:
 
     def __init__(self, engine: Engine, request: RequestSettings):
         self.engine, self._settings = engine, request
-        self.modes = ("speculative", "plain") if engine.drafter else ("plain",)
+        self.modes = ("speculative", "plain") if engine.graph.drafter_config else ("plain",)
 
     def run(self, prompts: Sequence[BenchmarkPrompt], concurrency: int, mode: str) -> list[Sample]:
         """Return the answers in the order of the prompts.

@@ -161,7 +161,7 @@ def _profiles(engine: Any, talk: Any, options: argparse.Namespace) -> list[dict[
     ids, keep = engine.chat_ids(talk.messages, tools=talk.tools or None), options.profile
     profiles = [
         profile(engine, ids, speculative=speculative, keep=Path(keep) if keep else None)
-        for speculative in ((True, False) if engine.drafter else (False,))
+        for speculative in ((True, False) if engine.graph.drafter_config else (False,))
     ]
     if not options.json:
         print(*profiles, sep="\n")
@@ -187,5 +187,5 @@ def _engine(options: argparse.Namespace, rows: int) -> Any:
             plan = dataclasses.replace(plan, max_length=min(1024, pair.configs[0].max_length))
         engine = pair.engine(plan)
     with report_progress("compiling", quiet=options.json):
-        engine.warm_up(sampled=options.temperature > 0)
+        engine.warm_up("sampled" if options.temperature > 0 else "greedy")
     return engine

@@ -9,13 +9,16 @@ from typing import Any
 from dflash_jax.cli.options import (
     add_show_drafts,
     check_request,
+    chosen_sampling,
     conversation_plan,
     model_options,
     new_command,
     open_pair,
     report_progress,
     report_shown_drafts,
+    sampling_options,
     use_compilation_cache,
+    wanted_variant,
 )
 from dflash_jax.cli.terminal import bracketed, columns, has_colours, note
 from dflash_jax.errors import RequestError
@@ -30,15 +33,10 @@ def add_command(commands: Any) -> None:
     text = "Chat with the model; reads lines until the end of input."
     command = new_command(commands, "chat", run, text, check=check)
     command.add_argument("--system", help="system message")
-    command.add_argument("-n", "--max-tokens", type=int, default=512, help="per answer")
-    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    command.add_argument("--top-p", type=float, default=1.0)
-    command.add_argument("--top-k", type=int, default=0)
-    command.add_argument("--seed", type=int)
+    sampling_options(command, max_tokens=512)
     command.add_argument(
         "--no-thinking", action="store_true", help="ask for answers without reasoning"
     )
-    command.add_argument("--plain", action="store_true", help="decode without drafting")
     add_show_drafts(command)
     model_options(command)
 
@@ -115,7 +113,8 @@ def _load(options: argparse.Namespace) -> Any:
     if engine.tokenizer is None or engine.tokenizer.template is None:
         raise RequestError("this model ships no chat template; use `dflash-jax generate --raw`")
     with report_progress("compiling", quiet=False):
-        engine.warm_up(sampled=options.temperature > 0, measure=True)
+        engine.warm_up(wanted_variant(options))
+        engine.time_drafting()
     return engine
 
 
@@ -161,7 +160,7 @@ class ChatSession:
             raise
         print(flush=True)
         if self._stream is not None:
-            self._last, self._stream = self._stream.result, None
+            self._last, self._stream = self._stream.result(), None
             if self._options.show_drafts:
                 print(legend(self._last.stats, colours=has_colours()), flush=True)
         answer = "".join(parts)
@@ -187,14 +186,9 @@ class ChatSession:
         output = Detokenizer(showing) if showing.shown else None
         parser = OutputParser(self._syntax, thinking=opens_thought(tokenizer, prompt))
         room = self.engine.plan.max_length - len(prompt)
-        self._stream = self.engine.stream(
+        self._stream = self.engine.submit(
             prompt,
-            max_tokens=max(1, min(options.max_tokens, room)),
-            temperature=options.temperature,
-            top_p=options.top_p,
-            top_k=options.top_k,
-            seed=options.seed,
-            speculative=not options.plain,
+            **chosen_sampling(options) | {"max_tokens": max(1, min(options.max_tokens, room))},
             trace=options.show_drafts,
         )
         shown = not options.show_drafts
@@ -234,7 +228,7 @@ class ChatSession:
             return "[no answer yet]"
         from dflash_jax.cli.generate import statistics
 
-        return statistics(self._last, self.engine.compile_s)
+        return statistics(self._last, self.engine.core.runner.compiled.seconds)
 
 
 def _print(event: Any, *, shown: bool = True) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from dflash_jax.cli.options import (
     add_show_drafts,
     check_request,
+    chosen_sampling,
     load_engine,
     model_options,
     new_command,
@@ -15,8 +16,10 @@ from dflash_jax.cli.options import (
     prompt_options,
     report_progress,
     report_shown_drafts,
+    sampling_options,
 )
 from dflash_jax.cli.terminal import bracketed, columns, has_colours, note
+from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.errors import RequestError
 from dflash_jax.show import legend, marked, precision
 from dflash_jax.utils.command import INTERRUPTED
@@ -28,14 +31,7 @@ def add_command(commands: Any) -> None:
     command = new_command(commands, "generate", run, text, check=check)
     prompt_options(command)
     output = command.add_argument_group("output")
-    output.add_argument("-n", "--max-tokens", type=int, default=256)
-    output.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    output.add_argument("--top-p", type=float, default=1.0)
-    output.add_argument("--top-k", type=int, default=0)
-    output.add_argument("--seed", type=int)
-    output.add_argument("--stop", action="append", default=[], help="text that ends the output")
-    output.add_argument("--ignore-eos", action="store_true")
-    output.add_argument("--plain", action="store_true", help="decode without drafting")
+    sampling_options(output)
     output.add_argument(
         "--compare",
         action="store_true",
@@ -65,35 +61,25 @@ def run(options: argparse.Namespace) -> int:
     Raises:
       RequestError: the options are wrong for this engine.
     """
-    request = {
-        "max_tokens": options.max_tokens,
-        "temperature": options.temperature,
-        "top_p": options.top_p,
-        "top_k": options.top_k,
-        "seed": options.seed,
-        "stop": options.stop,
-        "ignore_eos": options.ignore_eos,
-    }
+    params = SamplingParams(**chosen_sampling(options), trace=options.show_drafts)
 
     def check_fits(engine: Any, prompts: list[list[int]]) -> None:
-        if options.compare and engine.drafter is None:
+        if options.compare and engine.graph.drafter_config is None:
             raise RequestError("--compare needs a drafter; give --drafter")
         if options.compare and options.temperature > 0:
             raise RequestError("--compare is for greedy decoding; leave --temperature at 0")
-        engine.check(prompts[0], **request)
+        engine.check(prompts[0], params)
 
     engine, [prompt] = load_engine(
         options,
         lambda tokenizer: [prompt_ids(options, tokenizer)],
         quiet=options.json,
         check=check_fits,
-        sampled=options.temperature > 0,
         measure=not options.compare,
     )
     if options.compare:
         return _compare(engine, prompt, options)
-    more = {"speculative": not options.plain, "trace": options.show_drafts}
-    stream = engine.stream(prompt, **request, **more)
+    stream = engine.submit(prompt, params)
     code = 0
     try:
         for piece in stream:
@@ -107,13 +93,13 @@ def run(options: argparse.Namespace) -> int:
         stream.close()
         code = INTERRUPTED
     if options.json:
-        print(json.dumps(stream.result.to_json()))
+        print(json.dumps(stream.result().to_json()))
     else:
         print()
         if options.show_drafts:
-            print(legend(stream.result.stats, colours=has_colours()))
+            print(legend(stream.result().stats, colours=has_colours()))
         if not options.quiet:
-            note(statistics(stream.result, engine.compile_s))
+            note(statistics(stream.result(), engine.core.runner.compiled.seconds))
     return code
 
 
@@ -121,13 +107,9 @@ def _compare(engine: Any, prompt: list[int], options: argparse.Namespace) -> int
     from dflash_jax.bench.compare import compare
 
     with report_progress("timing", quiet=options.json):
-        comparison = compare(
-            engine,
-            prompt,
-            max_tokens=options.max_tokens,
-            stop=options.stop,
-            ignore_eos=options.ignore_eos,
-        )
+        request = chosen_sampling(options)
+        request.pop("speculative", None)
+        comparison = compare(engine, prompt, **request)
     result = comparison.check.speculative
     if options.json:
         speeds = {n: getattr(comparison, n) for n in ("speculative", "plain", "plain1")}
@@ -162,7 +144,7 @@ def _compare(engine: Any, prompt: list[int], options: argparse.Namespace) -> int
         f" {labels[comparison.baseline]!r}, {precision(engine.plan)}"
     )
     if not options.quiet:
-        note(statistics(result, engine.compile_s, timed=False))
+        note(statistics(result, engine.core.runner.compiled.seconds, timed=False))
     return 0 if comparison.check.equal else 1
 
 

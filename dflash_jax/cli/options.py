@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from dflash_jax.engine.sampling_params import KINDS, OPTIONS, SamplingParams
 from dflash_jax.errors import RequestError
 from dflash_jax.plan import FIELDS, Plan
 from dflash_jax.utils.progress import announced, is_shown
@@ -71,14 +72,35 @@ def check_request(options: argparse.Namespace) -> None:
     Raises:
       RequestError: an option is wrong.
     """
-    from dflash_jax.engine.sampling_params import SamplingParams
-
     check_values(options)
-    names = ("max_tokens", "temperature", "top_p", "top_k", "seed")
-    given = {name: getattr(options, name, None) for name in names}
-    stop = tuple(getattr(options, "stop", ()))
-    fields = {name: value for name, value in given.items() if value is not None}
-    SamplingParams(stop=stop, **fields)
+    SamplingParams(**chosen_sampling(options))
+
+
+def sampling_options(group: Any, max_tokens: int = OPTIONS["max_tokens"].default) -> None:
+    """Add the flags of a request's options."""
+    for name, info in OPTIONS.items():
+        flags = ["-n"] * (name == "max_tokens") + ["--" + name.replace("_", "-")]
+        if info.command and KINDS[name] is bool:
+            group.add_argument(*flags, action="store_true", help=info.help)
+        elif info.command:
+            default = max_tokens if name == "max_tokens" else info.default
+            group.add_argument(*flags, type=KINDS[name], default=default, help=info.help)
+    group.add_argument("--stop", action="append", default=[], help="text that ends the output")
+    group.add_argument("--plain", action="store_true", help="decode without drafting")
+
+
+def chosen_sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of requests that the flags describe."""
+    names = [name for name, info in OPTIONS.items() if info.command]
+    given = {name: getattr(options, name, None) for name in (*names, "stop")}
+    given |= {"speculative": False} if getattr(options, "plain", False) else {}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def wanted_variant(options: argparse.Namespace) -> str:
+    """Return the variant of programs to compile for the chosen options."""
+    params = SamplingParams(**chosen_sampling(options))
+    return "penalized" if params.penalized else "sampled" if params.temperature > 0 else "greedy"
 
 
 def model_options(command: argparse.ArgumentParser) -> None:
@@ -236,7 +258,6 @@ def load_engine(
     *,
     quiet: bool,
     check: Callable[[Any, list[list[int]]], None] = lambda engine, ids: None,
-    sampled: bool = False,
     measure: bool = False,
 ) -> tuple[Any, list[list[int]]]:
     """Return a compiled engine and the ids of its prompts; progress goes to standard error.
@@ -248,7 +269,6 @@ def load_engine(
       prompts: encodes the prompts, given the tokenizer.
       quiet: report no progress.
       check: raises before compiling if the engine cannot run these prompts.
-      sampled: compile the sampling programs as well.
       measure: stop drafting where it does not pay off, as engines of `dflash_jax.load` do.
     """
     with report_progress("loading", quiet=quiet):
@@ -265,7 +285,7 @@ def load_engine(
         engine.measures_drafting = measure
         check(engine, ids)
     with report_progress("compiling", quiet=quiet):
-        engine.warm_up(sampled=sampled)
+        engine.warm_up(wanted_variant(options))
     return engine, ids
 
 

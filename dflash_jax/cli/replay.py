@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
         check=lambda engine, prompts: _check(engine, turns, prompts),
     )
     with report_progress("compiling recovery", quiet=options.json):
-        engine.warm_up(recovery=True)
+        engine.warm_up("greedy", "recovery")
     settings = {"off": None, "on": Recovery()}
     report: dict[str, Any] = {}
     bad = 0

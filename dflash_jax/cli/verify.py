@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     from dflash_jax.bench.compare import check
 
     def verifiable(engine: Any, prompts: list[list[int]]) -> None:
-        if engine.drafter is None:
+        if engine.graph.drafter_config is None:
             raise RequestError("there is no drafter, so nothing to verify; give --drafter")
         for ids in prompts:
             engine.check(ids, max_tokens=options.max_tokens)

@@ -82,6 +82,10 @@ class BreakEvenMeter:
         self.value = BreakEven()  # until it is measured
         self.enabled = False  # whether requests may start a measurement
 
+    def use(self, known: BreakEven) -> None:
+        """Use a measurement that was made before; none is made any more."""
+        self.value, self.enabled = known, self.enabled and not known.positions
+
     def measure(self, place: int) -> bool:
         """Measure if nothing is known about a position; return whether it did.
 

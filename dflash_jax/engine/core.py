@@ -19,6 +19,7 @@ from dflash_jax.engine.break_even import BreakEvenMeter
 from dflash_jax.engine.events import EventLog
 from dflash_jax.engine.model_runner import InFlightStep, ModelRunner
 from dflash_jax.engine.output_processor import OutputProcessor, RowUpdates
+from dflash_jax.engine.prefix.cache import PrefixCache
 from dflash_jax.engine.running_request import RunningRequest
 from dflash_jax.engine.scheduler import Scheduler, SchedulerOutput, variants_of
 from dflash_jax.engine.state_machine import controller
@@ -26,7 +27,6 @@ from dflash_jax.engine.state_machine.speculation import NO_HISTORY
 from dflash_jax.errors import ComputeError, DFlashError, QueueFullError, RequestError
 from dflash_jax.graph.keys import Variant
 from dflash_jax.graph.settings import Returned, untraced
-from dflash_jax.plan import Plan
 from dflash_jax.utils import forking
 
 DISK_WAIT = 0.01  # seconds a turn waits for prefixes on disk if there is nothing else to do
@@ -40,14 +40,14 @@ class EngineCore:
     wait for it.
     """
 
-    def __init__(self, runner: ModelRunner, plan: Plan):
-        self._runner, self._plan, self.events = runner, plan, EventLog()
-        self.scheduler = Scheduler(plan, runner.executor.put)
+    def __init__(self, runner: ModelRunner):
+        self.runner, self._plan, self.events = runner, runner.plan, EventLog()
+        self.scheduler = Scheduler(runner.plan, runner.executor.put)
         # Dispatched steps whose results were not processed yet, the oldest first.
         self.in_flight: collections.deque[InFlightStep] = collections.deque()
         self.acceptance = NO_HISTORY
         self.meter = BreakEvenMeter(runner)
-        self._processor = OutputProcessor(plan.block, self.events)
+        self._processor = OutputProcessor(runner.plan.block, self.events)
         self._lock = threading.RLock()  # for scheduler and sequences; not held while waiting
         self._stepping = threading.Lock()
         self._interrupted = False  # a turn began and did not end
@@ -65,7 +65,7 @@ class EngineCore:
             try:
                 untraced(self._turn)
             except (ValueError, RuntimeError) as error:  # JAX's own errors are RuntimeErrors
-                if self._runner.executor.params_deleted:
+                if self.runner.executor.params_deleted:
                     raise ComputeError(
                         "the engine's parameters are gone: another program was given them and had"
                         " them donated; let it donate copies, and give the engine others by"
@@ -83,11 +83,11 @@ class EngineCore:
             for sequence in self._processor.retry_calls(self.scheduler.running):
                 self._release(sequence)
             for sequence in self.scheduler.admit():
-                if self._runner.prefixes:
-                    self._runner.prefixes.prefetch(sequence.cursor)
+                if self.runner.prefixes:
+                    self.runner.prefixes.prefetch(sequence.cursor)
             work = self.scheduler.schedule([step.work for step in self.in_flight])
             if work is not None:
-                self.in_flight.append(self._runner.execute(work))
+                self.in_flight.append(self.runner.execute(work))
         if not self.in_flight:
             self._wait_for_threads()
         most = self._lookahead(work)
@@ -127,16 +127,16 @@ class EngineCore:
         for sequence in updates.finished:
             self._release(sequence)
         for prompt in updates.invalidated:
-            if self._runner.prefixes:
-                self._runner.prefixes.forget(prompt)
+            if self.runner.prefixes:
+                self.runner.prefixes.forget(prompt)
         if updates.cleared:
-            self._runner.clear_rows(updates.cleared)
+            self.runner.clear_rows(updates.cleared)
         if updates.forced:
-            self._runner.force_tokens(updates.forced)
+            self.runner.force_tokens(updates.forced)
         for row in updates.forced:
             sequence = self.scheduler.rows[row]
             if sequence and sequence.request.params.penalized:
-                self._runner.set_logits_state(row, sequence)
+                self.runner.set_logits_state(row, sequence)
 
     def _lookahead(self, work: SchedulerOutput | None) -> int:
         """Return how many steps may stay in flight at the end of a turn that dispatched `work`.
@@ -161,8 +161,8 @@ class EngineCore:
         self.scheduler.remove(sequence)
         if not sequence.policy.fixed:  # drafts of sampled requests are accepted at another rate
             self.acceptance = self.acceptance.after_request(sequence.state.drafting)
-        if self._runner.prefixes and sequence.cursor.added:
-            self._runner.prefixes.release(sequence.cursor, tainted=sequence.tainted)
+        if self.runner.prefixes and sequence.cursor.added:
+            self.runner.prefixes.release(sequence.cursor, tainted=sequence.tainted)
 
     # -- for callers --------------------------------------------------------------------------
 
@@ -173,6 +173,21 @@ class EngineCore:
             if any(x.dropped or x.cancel for x in self._unfinished()):
                 self.tidy()
             return bool(self.in_flight or self.scheduler.unfinished)
+
+    @property
+    def queued(self) -> int:
+        """Number of requests that wait for a row."""
+        return len(self.scheduler.waiting)
+
+    @property
+    def active(self) -> int:
+        """Number of requests that have a row."""
+        return len(self.scheduler.running)
+
+    @property
+    def prefix_cache(self) -> PrefixCache | None:
+        """Cached prefixes and their counters; None if the plan keeps none."""
+        return None if self.runner.prefixes is None else self.runner.prefixes.cache
 
     def add(self, sequences: list[RunningRequest]) -> None:
         """Queue requests, all of them or none.
@@ -225,7 +240,7 @@ class EngineCore:
                     self._process(self.in_flight[0])
                 try:
                     if not idle:
-                        hint = "let them end, or close their streams, first"
+                        hint = "let them end, or close them, first"
                         raise RequestError(f"requests are running; {hint}")
                     done = work()
                 except DFlashError:  # refused, and nothing was changed
@@ -285,12 +300,12 @@ class EngineCore:
         A failed step, of which `error` tells, takes the donated state with it.
         """
         self.in_flight.clear()
-        self._runner.reset()
+        self.runner.reset()
         for sequence in self.scheduler.running:
             if not sequence.done:
                 sequence.rebuild(error)
             if sequence.done:
                 self._release(sequence)
             elif sequence.rebuilding:
-                needed = {*variants_of(sequence), Variant.FORCED_TOKENS}
-                self._runner.compiled.compile(needed, workers=1)
+                needed = {*variants_of(sequence), Variant.RECOVERY}
+                self.runner.compiled.compile(needed, workers=1)

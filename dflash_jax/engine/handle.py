@@ -1,29 +1,37 @@
 """A submitted request as its caller holds it."""
 
 import asyncio
+import math
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from typing import Any
 
+from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.result import Piece, Result, Stats
 from dflash_jax.engine.running_request import RunningRequest
 from dflash_jax.engine.scheduler import variants_of
 from dflash_jax.errors import RequestError
 from dflash_jax.graph.keys import Variant
 
+Notify = Callable[[BaseException | None], None]
+
 
 class RequestHandle:
-    """A request from `Engine.submit`. `result` waits for it; any thread may look at it.
+    """A request from `Engine.submit`: iterate over its pieces, await it, or call `result`.
+
+    `for` runs turns of the engine; `async for` and `await` have a thread run them, and never block
+    the event loop. Every iteration begins with the first piece. One that is left before its end
+    cancels the request, and so does garbage collection of the handle: at the engine's next turn,
+    as collection may happen in any thread at any time and must take no lock.
 
     Attributes:
       sequence: the engine's own.
-      advance: runs a turn of the engine; None until the request is queued.
+      queued: whether the engine has the request; set by `Engine.enqueue`.
     """
 
-    __slots__ = ("advance", "sequence")
-
-    def __init__(self, sequence: RunningRequest):
-        self.sequence = sequence
-        self.advance: Callable[[], None] | None = None
+    def __init__(self, sequence: RunningRequest, driver: "TurnDriver"):
+        self.sequence, self.queued, self._driver = sequence, False, driver
 
     @property
     def number(self) -> int:
@@ -70,202 +78,136 @@ class RequestHandle:
         """Statistics so far."""
         return self.sequence.stats
 
-    @property
-    def dropped(self) -> bool:
-        """Whether the request was given up by `drop`."""
-        return self.sequence.dropped
-
-    def drop(self) -> None:
-        """Have the engine's next turn cancel the request. Takes no lock."""
-        self.sequence.dropped = True
-
     def delay(self, seconds: float) -> None:
         """Count seconds before the request was queued as `Stats.compile_s`; moves its deadline."""
         self.sequence.delay(seconds)
 
-    def result(self) -> Result:
+    def result(self, timeout: float | None = None) -> Result:
         """Return the result; run turns of the engine until the request ends.
 
+        Args:
+          timeout: seconds after which no further turn is run.
+
         Raises:
+          TimeoutError: the request still runs.
           RequestError: the request was prepared but not queued, or its grammar gave up.
           ComputeError: the device or the target's numbers broke.
         """
-        while not self.sequence.done:
-            if self.advance is None:
-                raise RequestError("the request is not queued; give it to `Engine.enqueue` first")
-            self.advance()
+        if self.sequence.dropped:
+            self.close()
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.done:
+            if time.monotonic() >= end:
+                raise TimeoutError(f"the request still runs after {timeout} s; ask again, or close")
+            self._advance()
         return self.sequence.result()
 
+    def close(self) -> None:
+        """End the request if it still runs; `result` then has its output so far."""
+        self._driver.core.cancel(self.sequence)
 
-class Stream:
-    """A running request: iterate over it for pieces, then read `result`.
-
-    A stream that is garbage-collected before its end cancels the request at the engine's next
-    turn. That takes no lock, as collection may happen in any thread at any time.
-    """
-
-    def __init__(
-        self,
-        handle: RequestHandle,
-        advance: Callable[[], None],
-        cancel: Callable[[RequestHandle], None],
-    ):
-        self._handle, self._advance, self._cancel = handle, advance, cancel
+    def __del__(self) -> None:
+        self.sequence.dropped = True
 
     def __iter__(self) -> Iterator[Piece]:
-        handle, given = self._handle, 0
+        given = 0
         try:
             while True:
-                done = handle.done  # before looking: another thread may drive the engine
-                while given < len(handle.pieces):
+                done = self.done  # before looking: another thread may run turns
+                while given < len(self.pieces):
                     given += 1
-                    yield handle.pieces[given - 1]
+                    yield self.pieces[given - 1]
                 if done:
-                    handle.result()
+                    self.result()
                     return
                 self._advance()
         except GeneratorExit:
-            handle.drop()
+            self.sequence.dropped = True
             raise
         except BaseException:
             self.close()
             raise
 
-    def __del__(self) -> None:
-        self._handle.drop()
-
-    def close(self) -> None:
-        """End the request if it still runs; its output so far stays in `result`."""
-        self._cancel(self._handle)
-
-    @property
-    def result(self) -> Result:
-        """The result, once iteration ended or the stream was closed.
-
-        Raises:
-          RequestError: the stream still runs, or its grammar gave up.
-          ComputeError: the device or the target's numbers broke.
-        """
-        if self._handle.dropped:
-            self.close()
-        if not self._handle.done:
-            raise RequestError("the stream still runs; iterate it to its end, or close it first")
-        return self._handle.result()
-
-
-class AsyncStream:
-    """A request for `async for`: iterate over it for pieces, then read `result`.
-
-    The request is queued when iteration begins. It is cancelled with the iterating task, and when
-    the iterator is closed. The event loop is never blocked: a thread runs the engine.
-    """
-
-    def __init__(
-        self,
-        submit: Callable[[], RequestHandle],
-        advance: Callable[[], None],
-        driver: "AsyncDriver",
-    ):
-        self._submit, self._advance, self._driver = submit, advance, driver
-        self._handle: RequestHandle | None = None
-
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        if self._handle is not None:
-            raise RequestError("the stream was iterated already; call `astream` for another one")
-        loop, news = asyncio.get_running_loop(), asyncio.Event()
-        queued = loop.run_in_executor(None, self._submit)  # may compile programs and grammars
-        try:
-            handle = self._handle = await asyncio.shield(queued)
-        except asyncio.CancelledError:
-            queued.add_done_callback(_drop_queued)
-            raise
+        loop, news, given = asyncio.get_running_loop(), asyncio.Event(), 0
         failures: list[BaseException] = []
-        given = 0
 
         def notify(failure: BaseException | None) -> None:
             failures.extend([failure] if failure else ())
-            if failure or handle.done or len(handle.pieces) > given:
+            if failure or self.done or len(self.pieces) > given:
                 loop.call_soon_threadsafe(news.set)
 
         try:
-            self._driver.attach(handle, self._advance, notify)
+            self._check_queued()
+            self._driver.attach(self, notify)
             while True:
                 news.clear()
-                done = handle.done  # before looking: a thread drives the engine
-                while given < len(handle.pieces):
+                done = self.done  # before looking: a thread runs turns
+                while given < len(self.pieces):
                     given += 1
-                    yield handle.pieces[given - 1]
+                    yield self.pieces[given - 1]
                 if done:
-                    handle.result()
+                    self.result()
                     return
                 if failures:
                     raise failures[0]
                 await news.wait()
         finally:
-            if not handle.done:
-                handle.drop()
+            self.sequence.dropped = True  # without effect on a request that ended
 
-    @property
-    def result(self) -> Result:
-        """The result, once iteration ended.
+    def __await__(self) -> Generator[Any, None, Result]:
+        return self._wait().__await__()
 
-        Raises:
-          RequestError: the stream still runs or was not iterated, or its grammar gave up.
-          ComputeError: the device or the target's numbers broke.
-        """
-        if self._handle is None or not self._handle.done:
-            raise RequestError("the stream still runs; iterate it to its end first")
-        return self._handle.result()
+    async def _wait(self) -> Result:
+        async for _ in self:
+            pass
+        return self.result()
 
+    def _check_queued(self) -> None:
+        if not self.queued:
+            raise RequestError("the request is not queued; give it to `Engine.enqueue` first")
 
-def _drop_queued(queued: "asyncio.Future[RequestHandle]") -> None:
-    """Give up a request that was queued after its task was cancelled."""
-    if not queued.cancelled() and queued.exception() is None:
-        queued.result().drop()
+    def _advance(self) -> None:
+        self._check_queued()
+        self._driver.core.step()
 
 
-class AsyncDriver:
-    """Runs an engine's turns in a thread while requests of `AsyncStream`s run."""
+class TurnDriver:
+    """Runs an engine's turns in a thread while requests are awaited in event loops."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._attached: dict[RequestHandle, Callable[[BaseException | None], None]] = {}
+    def __init__(self, core: EngineCore):
+        self.core, self._lock = core, threading.Lock()
+        self._attached: dict[Notify, RequestHandle] = {}
 
-    def attach(
-        self,
-        handle: RequestHandle,
-        advance: Callable[[], None],
-        notify: Callable[[BaseException | None], None],
-    ) -> None:
+    def attach(self, handle: RequestHandle, notify: Notify) -> None:
         """Run turns until a request ended.
 
         Args:
-          advance: runs a turn of the engine.
           notify: called in the thread after every turn, with the error if the turn failed, which
             ends all attached requests.
         """
         with self._lock:
             idle = not self._attached
-            self._attached[handle] = notify
+            self._attached[notify] = handle
         if idle:  # a daemon, as one turn may compile
-            threading.Thread(target=self._run, args=(advance,), name="async", daemon=True).start()
+            threading.Thread(target=self._run, name="async", daemon=True).start()
 
-    def _run(self, advance: Callable[[], None]) -> None:
+    def _run(self) -> None:
         ended = False
         while not ended:
             failure: BaseException | None = None
             try:
-                advance()
+                self.core.step()
             except BaseException as error:  # nothing may end this thread silently
                 failure = error
             with self._lock:
                 told = list(self._attached.items())
-                for handle, _ in told:
+                for notify, handle in told:
                     if failure or handle.done:
-                        del self._attached[handle]
+                        del self._attached[notify]
                 ended = not self._attached
-            for handle, notify in told:
+            for notify, handle in told:
                 try:
                     notify(failure)
                 except RuntimeError:  # the event loop is closed
-                    handle.drop()
+                    handle.sequence.dropped = True

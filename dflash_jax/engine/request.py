@@ -94,7 +94,7 @@ def make_requests(
     ids = token_ids(prompt, tokenizer, target.vocab_size, plan.max_length)
     if params.max_tokens is None:
         room = max(plan.max_length - len(ids), params.min_tokens, 1)
-        params = dataclasses.replace(params, max_tokens=room)
+        params = params.with_options(max_tokens=room)
     if params.stop and tokenizer is None:
         raise RequestError(
             "stop has texts, but this model ships no tokenizer.json; give stop_token_ids"

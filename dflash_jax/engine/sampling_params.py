@@ -7,11 +7,21 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, TypedDict
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    TypedDict,
+    Unpack,
+    cast,
+    get_args,
+    get_type_hints,
+)
 
+from dflash_jax.declared import Field, documentation, plain_value
 from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.errors import RequestError
-from dflash_jax.plan_fields import plain_value
+from dflash_jax.plan import MAX_LOGPROBS
 
 Structure = Mapping[str, Any]  # see `SamplingParams.structured`
 
@@ -24,118 +34,243 @@ MAX_STOP_LENGTH = 256  # characters of one stop string
 MAX_STOP_TOTAL = 4096  # characters of all stop strings of a request
 
 
-class SamplingOptions(TypedDict, total=False):
-    """Keyword arguments of `Engine.generate` and its kin: the fields of `SamplingParams`."""
-
-    max_tokens: int | None
-    min_tokens: int | None
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    repetition_penalty: float | None
-    frequency_penalty: float | None
-    presence_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    logprobs: int | None
-    prompt_logprobs: int | None
-    structured: Structure | None
-    seed: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    ignore_eos: bool | None
-    speculative: bool | None
-    block_size: int | None
-    recovery: Recovery | None
-    tools: Sequence[Any] | None
-    tool_choice: Any
-    trace: bool | None
+MAX_INT = 2**31 - 1
+_SHARED: dict[str, Any] = {"served": True, "command": True}
+_PENALTY: dict[str, Any] = {"minimum": -2, "maximum": 2, **_SHARED}
+_ALTERNATIVES = f"None, or how many alternatives to report, 0 to {MAX_LOGPROBS}"
+_LOGPROBS: dict[str, Any] = {"maximum": MAX_LOGPROBS, "expected": _ALTERNATIVES}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """Options of one request. `None` stands for "not given" in every field, as over HTTP.
+class Option(Field):
+    """Declaration of an option.
 
     Attributes:
-      max_tokens: most tokens to generate; None for all that the plan has room for.
-      min_tokens: an end token before this many output tokens is replaced by the next best token.
-      temperature: 0 is greedy.
-      top_p, top_k, min_p: filters of sampling; 1, 0 (or -1) and 0 are off.
-      repetition_penalty: divides positive logits, and multiplies negative ones, of tokens of the
-        prompt and the output; 1 is off.
-      frequency_penalty, presence_penalty: subtracted from the logits of output tokens, once for
-        each occurrence and once in all; 0 is off. Greedy requests are penalized as well.
-      logit_bias: numbers to add to the logits of token ids.
-      logprobs: report the log-probability of each output token, and of this many alternatives.
-      prompt_logprobs: the same for the prompt, which is then computed in full, twice.
-      structured: what the text must follow: {"json": a schema}, {"regex": a pattern},
-        {"choice": texts} or {"grammar": a Lark grammar}. A Lark grammar under the additional key
-        "around" describes the whole output and refers to the structure as `@answer`. Text under the
-        key "prefix" ends the prompt, and is the beginning of what follows the structure. Needs the
-        extra `structured`.
-      seed: of random numbers, 64 bits with or without a sign; without one, or with -1, each
-        request draws a new one. With one, a request drafts even where that does not pay off, as
-        its tokens depend on it.
-      stop: text or texts that end the output and are not part of it: at most 64, of at most 256
-        characters each and 4,096 together.
-      stop_token_ids: token ids that end the output, in addition to the model's own end tokens.
-      ignore_eos: do not stop at the model's end tokens.
-      speculative: False decodes without drafting; the tokens are the same.
-      block_size: most tokens a round may commit, at most the plan's block; changes speed, never a
-        token of a greedy request.
-      recovery: rules that act when the model stalls, loops or says nothing; None is off. With
-        structured output, rules that force tokens or override ends are off.
-      tools, tool_choice: tools the prompt offers, in the form of any supported API. Recovery may
-        begin a call of one of them, and `stop` texts do not apply inside calls.
-      trace: report the rounds of decoding and where each token came from, see `RoundTrace`.
-
-    Raises:
-      RequestError: a value no engine could serve.
+      default: the value of an option that is not given.
+      unset: a further value that stands for "not given".
+      optional: whether None is a value of its own.
+      served: whether requests of all APIs have a field of the name, or the type that it has there.
+      aliases: other names of that field.
+      command: whether commands have a flag of the name.
     """
 
-    max_tokens: int | None = 256
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    structured: Structure | None = None
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = False
-    speculative: bool = True
-    block_size: int | None = None
-    recovery: Recovery | None = None
-    tools: Sequence[Any] | None = None
-    tool_choice: Any = None
-    trace: bool = False
+    default: Any = None
+    unset: Any = None
+    optional: bool = False
+    served: Any = False
+    aliases: tuple[str, ...] = ()
+    command: bool = False
 
-    def __post_init__(self) -> None:
-        for name, default in _DEFAULTS.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, default)
-        for name, nothing in _NOT_GIVEN.items():
-            if getattr(self, name) == nothing:
-                object.__setattr__(self, name, getattr(SamplingParams, name))
-        for name, (low, high, expected) in _RANGES.items():
-            if type(value := getattr(self, name)) not in _PLAIN:
-                object.__setattr__(self, name, value := plain_value(value))
-            kinds = (int,) if name in _INTEGERS else (int, float)
-            fits = type(value) in kinds and low <= value <= high
-            check(fits or (value is None and name in _OPTIONAL), name, value, expected)
-        for name in ("logprobs", "prompt_logprobs"):
-            if (value := getattr(self, name)) is not None:
-                from dflash_jax.graph.steps.logits_processing import TOP  # which imports JAX
 
-                expected = f"None, or how many alternatives to report, 0 to {TOP}"
-                check(type(value) is int and 0 <= value <= TOP, name, value, expected)
+def option(default: Any, help: str, **more: Any) -> Option:
+    """Return the declaration of an option."""
+    return Option(default=default, help=help, **more)
+
+
+# fmt: off
+class SamplingOptions(TypedDict, total=False):
+    """Keyword arguments of `Engine.generate` and its kin: the fields of `SamplingParams`."""
+
+    max_tokens: Annotated[
+        int | None,
+        option(
+            256,
+            "most tokens to generate; None for all that the plan has room for",
+            minimum=1, maximum=MAX_INT, optional=True, command=True,
+        ),
+    ]
+    min_tokens: Annotated[
+        int | None,
+        option(
+            0,
+            "an end token before this many output tokens is replaced by the next best token",
+            maximum=MAX_INT, served=True,
+        ),
+    ]
+    temperature: Annotated[
+        float | None, option(0.0, "0 is greedy", maximum=MAX_TEMPERATURE, **_SHARED)
+    ]
+    top_p: Annotated[
+        float | None,
+        option(
+            1.0,
+            "sample from the most probable tokens of this total probability; 1 is off",
+            maximum=1, **_SHARED,
+        ),
+    ]
+    top_k: Annotated[
+        int | None,
+        option(
+            0,
+            "sample from this many tokens, the most probable ones; 0 (or -1) is off",
+            maximum=MAX_INT, unset=-1, **_SHARED,
+        ),
+    ]
+    min_p: Annotated[
+        float | None,
+        option(
+            0.0,
+            "leave out tokens less probable than this share of the most probable one; 0 is off",
+            maximum=1, **_SHARED,
+        ),
+    ]
+    repetition_penalty: Annotated[
+        float | None,
+        option(
+            1.0,
+            "divides positive logits, and multiplies negative ones, of tokens of the prompt and the"
+            " output; 1 is off",
+            minimum=1 / MAX_PENALTY, maximum=MAX_PENALTY, **_SHARED,
+            aliases=("repeat_penalty", "rep_pen"),  # of llama.cpp and KoboldAI
+        ),
+    ]
+    frequency_penalty: Annotated[
+        float | None,
+        option(
+            0.0,
+            "subtracted from the logits of output tokens once for each occurrence; 0 is off",
+            details="Greedy requests are penalized as well.", **_PENALTY,
+        ),
+    ]
+    presence_penalty: Annotated[
+        float | None,
+        option(
+            0.0, "subtracted from the logits of output tokens once in all; 0 is off", **_PENALTY
+        ),
+    ]
+    logit_bias: Annotated[
+        Mapping[int, float] | None,
+        option(None, "numbers to add to the logits of token ids", served=dict[str, float]),
+    ]
+    logprobs: Annotated[
+        int | None,
+        option(
+            None,
+            "report the log-probability of each output token, and of this many alternatives",
+            **_LOGPROBS,
+        ),
+    ]
+    prompt_logprobs: Annotated[
+        int | None,
+        option(None, "the same for the prompt, which is then computed in full, twice", **_LOGPROBS),
+    ]
+    structured: Annotated[
+        Structure | None,
+        option(
+            None,
+            'what the text must follow: {"json": a schema}, {"regex": a pattern}, {"choice": texts}'
+            ' or {"grammar": a Lark grammar}',
+            details='A Lark grammar under the additional key "around" describes the whole output'
+            ' and refers to the structure as `@answer`. Text under the key "prefix" ends the'
+            " prompt, and is the beginning of what follows the structure. Needs the extra"
+            " `structured`.",
+        ),
+    ]
+    seed: Annotated[
+        int | None,
+        option(
+            None,
+            "of random numbers, 64 bits with or without a sign; without one, or with -1, each"
+            " request draws a new one",
+            details="With one, a request drafts even where that does not pay off, as its tokens"
+            " depend on it.",
+            minimum=-SEEDS // 2, maximum=SEEDS - 1, unset=-1, command=True,
+            expected="an integer of 64 bits, from -2**63 to 2**64 - 1",
+        ),
+    ]
+    stop: Annotated[
+        str | Sequence[str] | None,
+        option(
+            None,
+            f"text or texts that end the output and are not part of it: at most {MAX_STOPS}, of at"
+            f" most {MAX_STOP_LENGTH} characters each and {MAX_STOP_TOTAL:,} together",
+        ),
+    ]
+    stop_token_ids: Annotated[
+        Sequence[int] | None,
+        option(
+            None,
+            "token ids that end the output, in addition to the model's own end tokens",
+            served=list[int],
+        ),
+    ]
+    ignore_eos: Annotated[
+        bool | None, option(False, "do not stop at the model's end tokens", **_SHARED)
+    ]
+    speculative: Annotated[
+        bool | None, option(True, "False decodes without drafting; the tokens are the same")
+    ]
+    block_size: Annotated[
+        int | None,
+        option(
+            None,
+            "most tokens a round may commit, at most the plan's block",
+            details="Changes speed, never a token of a greedy request.",
+            minimum=1, maximum=MAX_INT,
+        ),
+    ]
+    recovery: Annotated[
+        Recovery | None,
+        option(
+            None,
+            "rules that act when the model stalls, loops or says nothing; None is off",
+            details="With structured output, rules that force tokens or override ends are off.",
+        ),
+    ]
+    tools: Annotated[
+        Sequence[Any] | None,
+        option(
+            None,
+            "tools the prompt offers, in the form of any supported API",
+            details="Recovery may begin a call of one of them, and `stop` texts do not apply inside"
+            " calls.",
+        ),
+    ]
+    tool_choice: Annotated[Any, option(None, "which of them the model may call, as in that API")]
+    trace: Annotated[
+        bool | None,
+        option(False, "report rounds of decoding and where tokens came from, see `RoundTrace`"),
+    ]
+# fmt: on
+
+
+OPTIONS: Mapping[str, Option] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(SamplingOptions, include_extras=True).items()
+}
+_HINTS = get_type_hints(SamplingOptions)
+KINDS: Mapping[str, Any] = {name: [*get_args(hint), hint][0] for name, hint in _HINTS.items()}
+
+if TYPE_CHECKING:
+
+    class _Options:
+        def __init__(self, **options: Unpack[SamplingOptions]) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _Options = dataclasses.make_dataclass(
+        "_Options",
+        [(name, _HINTS[name], info.default) for name, info in OPTIONS.items()],
+        namespace={"__post_init__": lambda self: self._check()},
+        frozen=True,
+        kw_only=True,
+    )
+
+
+class SamplingParams(_Options):
+    """Options of one request. `None` stands for "not given" in every field, as over HTTP."""
+
+    def _check(self) -> None:
+        """Complete and check the values."""
+        for name, info in OPTIONS.items():
+            if (kind := KINDS[name]) not in (bool, int, float):
+                continue
+            value = plain_value(getattr(self, name))
+            if (value is None and not info.optional) or (value is not None and value == info.unset):
+                value = info.default
+            if value is not None:
+                check(not (found := info.mismatch(value, kind)), name, value, found)
+            object.__setattr__(self, name, value)
         expected = "token ids, integers from 0"
         ends = _items("stop_token_ids", self.stop_token_ids, expected)
         check(all(map(is_id, ends)), "stop_token_ids", list(ends), expected)
@@ -144,7 +279,6 @@ class SamplingParams:
         _check_stops(stop)
         recovery = OFF if self.recovery is None else self.recovery
         check(isinstance(recovery, Recovery), "recovery", recovery, "None, or a dj.Recovery(...)")
-        check(type(self.trace) is bool, "trace", self.trace, "True or False")
         least, most = self.min_tokens, self.max_tokens
         expected = f"an integer from 0 to max_tokens, {most}"
         check(most is None or least <= most, "min_tokens", least, expected)
@@ -166,18 +300,22 @@ class SamplingParams:
           TypeError: an option is no field.
           RequestError: a value no engine could serve.
         """
-        check_names(options, SamplingOptions)
+        _check_names(options)
         if params is None:
             return cls(**options)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params is {params!r}; expected dj.SamplingParams(...)")
-        return dataclasses.replace(params, **options) if options else params
+        return params.with_options(**options) if options else params
+
+    def with_options(self, **options: Unpack[SamplingOptions]) -> "SamplingParams":
+        """Return the same options but for some."""
+        return dataclasses.replace(cast(Any, self), **options)
 
     def for_answer(self, number: int) -> "SamplingParams":
         """Return the options of answer `number` to a prompt, which draws with seed + number."""
         if self.seed is None or number == 0:
             return self
-        return dataclasses.replace(self, seed=(self.seed + number) % SEEDS)
+        return self.with_options(seed=(self.seed + number) % SEEDS)
 
     @property
     def penalized(self) -> bool:
@@ -186,43 +324,19 @@ class SamplingParams:
         return penalties != (1, 0, 0) or bool(self.logit_bias) or self.logprobs is not None
 
 
-_INTEGERS: dict[str, tuple[int, int, str]] = {
-    "max_tokens": (1, 2**31 - 1, "an integer of at least 1"),
-    "min_tokens": (0, 2**31 - 1, "an integer from 0 to max_tokens"),
-    "top_k": (0, 2**31 - 1, "0 (off) or a positive integer below 2**31"),
-    "seed": (-SEEDS // 2, SEEDS - 1, "an integer of 64 bits, from -2**63 to 2**64 - 1"),
-    "block_size": (1, 2**31 - 1, "None, or an integer of at least 1"),
-}
-_OPTIONAL = ("max_tokens", "seed", "block_size")
-_NOT_GIVEN = {"top_k": -1, "seed": -1}  # further values of fields that are not given
-_PLAIN = (int, float, type(None))  # other numbers are NumPy's
-_PENALTY = (-2, 2, "a number from -2 to 2")
-_FACTOR = f"a positive number from {1 / MAX_PENALTY} to {MAX_PENALTY}; 1 is off"
-_NUMBERS: dict[str, tuple[float, float, str]] = {
-    "temperature": (0, MAX_TEMPERATURE, f"0 (greedy) or a number up to {MAX_TEMPERATURE}"),
-    "top_p": (0, 1, "a number from 0 (the most likely token alone) to 1 (off)"),
-    "min_p": (0, 1, "a number from 0 (off) to 1"),
-    "repetition_penalty": (1 / MAX_PENALTY, MAX_PENALTY, _FACTOR),
-    "frequency_penalty": _PENALTY,
-    "presence_penalty": _PENALTY,
-}
+SamplingParams.__doc__ = documentation(
+    SamplingParams.__doc__ or "",
+    OPTIONS,
+    "\n\nRaises:\n  RequestError: a value no engine could serve.",
+)
 
 
-_RANGES = _INTEGERS | _NUMBERS
-_DEFAULTS = {
-    field.name: field.default
-    for field in dataclasses.fields(SamplingParams)
-    if field.name != "max_tokens" and field.default not in (None, ())
-}
-
-
-def check_names(options: Iterable[str], kind: type) -> None:
-    """Raise TypeError, as Python does, for option names that a TypedDict lacks."""
-    known = kind.__annotations__
-    for name in options:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+def _check_names(names: Iterable[str]) -> None:
+    """Raise TypeError, as Python does, for names that are no options."""
+    for name in names:
+        if name not in OPTIONS:
+            close = difflib.get_close_matches(name, OPTIONS, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(OPTIONS)}"
             raise TypeError(f"{name!r} is no argument of a request; {hint}")
 
 

@@ -10,12 +10,13 @@ import jax
 import numpy as np
 
 from dflash_jax.engine.running_request import RowSettings, RunningRequest
-from dflash_jax.engine.sampling_params import MIN_TEMPERATURE
+from dflash_jax.engine.sampling_params import MIN_TEMPERATURE, OPTIONS
 from dflash_jax.engine.state_machine import OFF
 from dflash_jax.graph.keys import LOGITS_VARIANTS, STEP_VARIANTS, Variant
 from dflash_jax.graph.state import RowRules, idle_arrays
 from dflash_jax.plan import Plan
 
+_ROW_OPTIONS = OPTIONS.keys() & RowRules.__dataclass_fields__.keys() - {"seed"}
 BURST = 0.1  # seconds between two results that a reader does not notice as a pause
 
 
@@ -169,7 +170,7 @@ def variants_of(sequence: RunningRequest) -> list[Variant]:
     """Return all variants of programs that a request may need."""
     request = sequence.request
     forces, scores = request.recovery != OFF, request.params.prompt_logprobs is not None
-    others = [Variant.FORCED_TOKENS] * forces + [Variant.PROMPT_LOGPROBS] * scores
+    others = [Variant.RECOVERY] * forces + [Variant.PROMPT] * scores
     return [variant_of(sequence), *others]
 
 
@@ -196,10 +197,10 @@ def make_rules(
         host["limit"][row] = settings.limit if decodes else 0
         block = (params.block_size or plan.block) if settings.speculates else 1
         host["max_drafts"][row] = block - 1
+        for name in _ROW_OPTIONS:
+            host[name][row] = getattr(params, name)
         if params.temperature > 0:
             host["temperature"][row] = max(params.temperature, MIN_TEMPERATURE)
-        for name in ("top_k", "top_p", "min_p"):
-            host[name][row] = getattr(params, name)
         host["seed"][row] = divmod(request.seed, 2**32)
         host["choices"][row, : len(settings.choices)] = settings.choices
         if plan.call_odds:

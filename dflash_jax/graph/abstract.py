@@ -88,6 +88,11 @@ class PlannedPair:
         return self.pair.target.config
 
     @property
+    def drafter_config(self) -> Any:
+        """Config of the drafter, or the drafter itself if it has none; None without a drafter."""
+        return getattr(self.pair.drafter, "config", self.pair.drafter)
+
+    @property
     def stop_tokens(self) -> tuple[int, ...]:
         """End tokens of the target."""
         return tuple(getattr(self.config, "eos_token_ids", ()))

@@ -28,25 +28,19 @@ class Variant(enum.StrEnum):
 
     GREEDY = "greedy"
     SAMPLED = "sampled"
-    FORCED_TOKENS = "forced_tokens"  # recovery
+    RECOVERY = "recovery"  # tokens are forced
     CONSTRAINED = "constrained"  # structured output
     PENALIZED = "penalized"  # penalties, biases, log-probabilities of the output
-    PROMPT_LOGPROBS = "prompt_logprobs"
+    PROMPT = "prompt"  # log-probabilities of the prompt
 
 
 # Variants that prefill and decode steps exist in. Each also serves the requests of those before it.
 STEP_VARIANTS = (Variant.GREEDY, Variant.SAMPLED, Variant.PENALIZED, Variant.CONSTRAINED)
-WARM_UP_KINDS = {  # kinds of requests that `Engine.warm_up` knows
-    "sampled": Variant.SAMPLED,
-    "penalized": Variant.PENALIZED,
-    "constrained": Variant.CONSTRAINED,
-    "recovery": Variant.FORCED_TOKENS,
-}
 LOGITS_VARIANTS = (Variant.PENALIZED, Variant.CONSTRAINED)  # steps that carry a logits state
 _NEEDED_BY = {
-    Step.FORCED_TOKENS: (Variant.FORCED_TOKENS,),
-    Step.REPLACE_ANCHOR: (Variant.FORCED_TOKENS,),
-    Step.PROMPT_LOGPROBS: (Variant.PROMPT_LOGPROBS,),
+    Step.FORCED_TOKENS: (Variant.RECOVERY,),
+    Step.REPLACE_ANCHOR: (Variant.RECOVERY,),
+    Step.PROMPT_LOGPROBS: (Variant.PROMPT,),
     Step.SET_LOGITS_STATE: LOGITS_VARIANTS,
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dflash_jax.errors import ComputeError, DFlashError, HostError, QueueFullError, RequestError
 from dflash_jax.graph.build import CompiledPrograms
 from dflash_jax.graph.keys import Variant
-from dflash_jax.server.fields import ENGINE_OPTIONS
+from dflash_jax.server.fields import SERVED
 from dflash_jax.server.protocol import Problem
 
 LONGEST_RETRY = 60  # seconds; clients ignore a longer Retry-After
@@ -14,7 +14,7 @@ LOADING_RETRY_S = 5
 HOSTS_RETRY_S = 10  # seconds in which the workers of several hosts may start again
 GRAMMAR_RETRY_S = 30  # seconds within which a slow grammar is compiled or refused
 # Options of the engine whose request fields have the same name.
-SAME_NAME = {*ENGINE_OPTIONS, "logit_bias", "stop"}
+SAME_NAME = {*SERVED, "stop"}
 # Request fields of the other options, by option or by API and option.
 FIELD_OF_OPTION = {
     "block_size": "speculative.block_size",

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dflash_jax.engine.sampling_params import SEEDS
+from dflash_jax.engine.sampling_params import KINDS, OPTIONS, SEEDS
 from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.errors import ConfigError
 from dflash_jax.server.protocol import MOST_CHOICES, Problem
@@ -28,26 +28,26 @@ class SpeculationFields(msgspec.Struct, forbid_unknown_fields=True):
     mode: Literal["auto", "dflash", "off"] | None = None
 
 
-class CommonFields(msgspec.Struct, kw_only=True):
+# Options of the engine whose request fields have the same name, with all names of the fields.
+SERVED = {name: (name, *info.aliases) for name, info in OPTIONS.items() if info.served}
+
+
+def _field_type(name: str) -> Any:
+    kind = OPTIONS[name].served
+    return (KINDS[name] if kind is True else kind) | None
+
+
+_FIELDS = [(field, _field_type(name), None) for name, fields in SERVED.items() for field in fields]
+_OptionFields: Any = msgspec.defstruct("_OptionFields", _FIELDS, kw_only=True)
+
+
+class CommonFields(_OptionFields, kw_only=True):
     """Fields that every API accepts; most are extensions known from other servers."""
 
     model: str | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    repeat_penalty: float | None = None  # llama.cpp's name
-    rep_pen: float | None = None  # KoboldAI's name
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
@@ -90,28 +90,7 @@ class OpenAIFields(CommonFields, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
 
 
-ENGINE_OPTIONS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-)
 MOST_STOP_IDS = 1024
-ALIASES = {"repetition_penalty": ("repeat_penalty", "rep_pen")}
-NEUTRAL = {
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "top_k": (0, -1),
-    "min_tokens": (0,),
-}
 
 
 def common_arguments(
@@ -132,9 +111,8 @@ def common_arguments(
       Problem: a value is out of range or not supported.
     """
     options: dict[str, Any] = {}
-    for name in ENGINE_OPTIONS:
-        value = first_given(body, name, *ALIASES.get(name, ()))
-        if value is not None and value not in NEUTRAL.get(name, ()):
+    for name, fields in SERVED.items():
+        if (value := first_given(body, *fields)) is not None:
             options[name] = value
     if len(body.stop_token_ids or ()) > MOST_STOP_IDS:
         raise Problem(
@@ -143,8 +121,6 @@ def common_arguments(
         )  # fmt: skip
     if body.seed not in (None, -1):  # vLLM and llama.cpp take -1 for no seed
         options["seed"] = body.seed % SEEDS
-    if body.logit_bias:
-        options["logit_bias"] = logit_biases(body.logit_bias)
     options |= speculation_options(body.speculative)
     if body.timeout is not None and not body.timeout > 0:
         raise Problem(400, f"timeout is {body.timeout}; expected seconds above 0", param="timeout")
@@ -240,20 +216,6 @@ def parse_recovery(given: bool | str | Mapping[str, Any] | None) -> Recovery | N
         return Recovery(**given)
     except ConfigError as error:
         raise Problem(400, f"recovery: {error}", param="recovery") from None
-
-
-def logit_biases(given: Mapping[str, float]) -> dict[int, float]:
-    """Return `logit_bias` with integer token ids.
-
-    Raises:
-      Problem: a key is not an integer.
-    """
-    try:
-        return {int(i): value for i, value in given.items()}
-    except ValueError:
-        raise Problem(
-            400, "logit_bias: the keys have to be token ids", param="logit_bias"
-        ) from None
 
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:

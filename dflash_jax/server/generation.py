@@ -111,7 +111,7 @@ class Generation:
         """Return the end tokens that are no text: all, or all but those that the request keeps."""
         options, found = self.request.options, set()
         if not options.get("ignore_eos"):
-            found.update(self.model.engine.target.eos_token_ids)
+            found.update(self.model.engine.graph.config.eos_token_ids)
         if not self.request.include_stop_str:
             found.update(options.get("stop_token_ids") or ())
         return frozenset(found)
@@ -143,7 +143,7 @@ class Generation:
     def _refuse_uncompiled(self) -> None:
         """Refuse the request if its programs are still being compiled."""
         if waits_for := self.waits_for:
-            self._refuse(still_compiling(self.model.engine.compiled, waits_for))
+            self._refuse(still_compiling(self.model.engine.core.runner.compiled, waits_for))
 
     def _refuse(self, problem: Problem) -> None:
         self._updates.put_nowait((0, [], problem))
@@ -165,7 +165,7 @@ class Generation:
         if not (waits_for := self.waits_for):
             fed, prompts = self.progress
             return f"keepalive {fed}/{prompts}"
-        compiled = self.model.engine.compiled
+        compiled = self.model.engine.core.runner.compiled
         missing, needed = compiled.missing(waits_for), compiled.keys(waits_for)
         done = len(needed) - len(missing)
         return f"compiling {', '.join(waits_for)}: {done} of {len(needed)} programs"
@@ -256,7 +256,7 @@ class Generation:
 
     def _remember(self, reply: Reply) -> None:
         """Store a tool turn's ids for the next prompt of the conversation."""
-        stop = set(self.model.engine.target.eos_token_ids)
+        stop = set(self.model.engine.graph.config.eos_token_ids)
         ids = list(reply.ids)
         while ids and ids[-1] in stop:
             ids.pop()

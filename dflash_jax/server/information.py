@@ -14,7 +14,7 @@ from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.background import in_thread, read_body
 from dflash_jax.server.connection import json_response
 from dflash_jax.server.conversation import parse_messages
-from dflash_jax.server.fields import ENGINE_OPTIONS
+from dflash_jax.server.fields import SERVED
 from dflash_jax.server.generation import prepare
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Handler, Middleware, Settings
@@ -135,7 +135,7 @@ class InfoRoutes:
         engine = self._models.named(parsed.model).engine
         if engine.tokenizer is None:
             raise Problem(400, "this model ships no tokenizer")
-        known, most = engine.target.vocab_size, engine.plan.max_length
+        known, most = engine.graph.config.vocab_size, engine.plan.max_length
         if len(parsed.tokens) > most:
             raise Problem(
                 400, f"{len(parsed.tokens)} tokens were given; at most {most}, the model's maximum"
@@ -288,13 +288,13 @@ def _properties(model: ServedModel) -> dict[str, Any]:
     syntax = model.syntax
     return fields | {
         "plan": json.loads(engine.plan.to_json()),
-        "target": engine.target.model_type,
-        "drafter": getattr(engine.drafter, "kind", None),
-        "speculative_mode": "dflash" if engine.drafter else "off",
+        "target": engine.graph.config.model_type,
+        "drafter": getattr(engine.graph.drafter_config, "kind", None),
+        "speculative_mode": "dflash" if engine.graph.drafter_config else "off",
         "tool_calls": syntax.name if syntax else None,
         "reasoning": bool(syntax and syntax.thought),
         "chat_template": engine.tokenizer.template if engine.tokenizer else None,
-        "programs": engine.compiled.progress,
+        "programs": engine.core.runner.compiled.progress,
     }
 
 
@@ -305,7 +305,10 @@ def _default_model(model: ServedModel) -> dict[str, Any]:
     if (engine := worker.engine) is None:
         return fields
     plan, defaults, syntax = engine.plan, model.defaults, model.syntax
-    drafter, template = engine.drafter, engine.tokenizer.template if engine.tokenizer else None
+    drafter, template = (
+        engine.graph.drafter_config,
+        engine.tokenizer.template if engine.tokenizer else None,
+    )
     params = {"temperature": defaults.temperature, "n_predict": defaults.max_tokens or -1}
     thinks = bool(syntax and syntax.thought)
     return fields | {
@@ -316,7 +319,7 @@ def _default_model(model: ServedModel) -> dict[str, Any]:
         "speculative_mode": "dflash" if drafter else "off",
         "speculative": {"drafter": getattr(drafter, "kind", None), "block_size": plan.block},
         "reasoning": {"supported": thinks, "efforts": list(EFFORTS) if thinks else []},
-        "sampling": {"capabilities": [*ENGINE_OPTIONS, "seed", "logit_bias", "logprobs"]},
+        "sampling": {"capabilities": [*SERVED, "seed", "logprobs"]},
         "prefix_cache": {"bytes": plan.prefix_cache, "on_disk": bool(plan.prefix_folder)},
         "tool_replay": {"turns": len(model.tool_turns)},
         "capabilities": {"chat": template is not None, "tools": syntax is not None},

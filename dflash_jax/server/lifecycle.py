@@ -115,13 +115,8 @@ def rebuilt(old: Engine) -> Engine:
       PlanError, JaxRuntimeError: there is no memory for it.
     """
     graph, params = old.graph, old.params
-    old.runner.drop()  # there may be no room for two states
+    old.core.runner.drop()  # there may be no room for two states
     new = Engine(graph, params, tokenizer=old.tokenizer)
     new.share_programs(old)
-    share_grammars(new, old)
+    new.grammars = old.grammars
     return new
-
-
-def share_grammars(new: Engine, old: Engine) -> None:
-    """Let an engine use the compiled grammars of another with the same tokenizer."""
-    new.grammars = new.call_grammars.grammars = old.grammars

@@ -139,14 +139,14 @@ class _EngineCollector:
         yield CounterMetricFamily(
             "dflash_jax:jit_compile_seconds",
             "Spent compiling.",
-            sum(engine.compile_s for engine in engines),
+            sum(engine.core.runner.compiled.seconds for engine in engines),
         )
         yield CounterMetricFamily(
             "dflash_jax:jit_cache_misses",
             "Programs that had to be compiled; after warm-up only what nobody had asked for.",
-            sum(len(engine.executables) for engine in engines),
+            sum(len(engine.core.runner.executables) for engine in engines),
         )
-        counters = [c.counters for engine in engines if (c := engine.prefix_cache)]
+        counters = [c.counters for engine in engines if (c := engine.core.prefix_cache)]
         for name, text in (
             ("stored", "Prompt chunks that were kept."),
             ("evictions", "Prompt chunks that had to go."),
@@ -158,7 +158,7 @@ class _EngineCollector:
         yield GaugeMetricFamily(
             "dflash_jax:hosts",
             "Processes that run programs.",
-            sum(engine.runner.executor.hosts for engine in engines),
+            sum(engine.core.runner.executor.hosts for engine in engines),
         )
         yield CounterMetricFamily(
             "dflash_jax:hosts_restarts",
@@ -171,7 +171,7 @@ class _EngineCollector:
             labels=("model", "part"),
         )
         for name, engine in self.named():
-            for part, size in engine.runner.memory.items():
+            for part, size in engine.core.runner.memory.items():
                 memory.add_metric((name, part), size)
         yield memory
         if resident := resident_bytes():
@@ -181,8 +181,8 @@ class _EngineCollector:
         labels = ("version", "jax", "backend", "target", "draft")
         info = GaugeMetricFamily("dflash_jax:build_info", "Always 1.", labels=labels)
         for name, engine in self.named():
-            build = __version__, jax.__version__, engine.runner.executor.platform
-            info.add_metric((*build, name, getattr(engine.drafter, "kind", "none")), 1)
+            build = __version__, jax.__version__, engine.core.runner.executor.platform
+            info.add_metric((*build, name, getattr(engine.graph.drafter_config, "kind", "none")), 1)
         yield info
 
 

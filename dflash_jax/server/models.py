@@ -69,7 +69,7 @@ class ServedModel:
             raise Problem(500, f"the engine stopped: {self.worker.error}", code="engine_failed")
         engine = self.worker.engine
         if engine is None or not self.worker.ready.is_set():
-            raise not_ready(engine.compiled if engine else None, self.worker.first)
+            raise not_ready(engine.core.runner.compiled if engine else None, self.worker.first)
         return engine
 
     def check_turns(self) -> None:
@@ -92,8 +92,10 @@ class ServedModel:
         """Return a hash of weights, configurations and the plan fields that affect numerics."""
         engine, plan = self.engine, self.engine.plan
         numbers = plan.dtype, plan.block, plan.chunk, plan.exact
-        digest = hashlib.sha256(repr((engine.target, engine.drafter, numbers)).encode())
-        digest.update(engine.runner.executor.digest)
+        digest = hashlib.sha256(
+            repr((engine.graph.config, engine.graph.drafter_config, numbers)).encode()
+        )
+        digest.update(engine.core.runner.executor.digest)
         return f"fp_{digest.hexdigest()[:12]}"
 
     @functools.cached_property

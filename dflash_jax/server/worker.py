@@ -202,11 +202,11 @@ class Worker:
 
     def _compile(self, engine: Engine) -> None:
         """Queue programs for compilation in the order in which requests will probably need them."""
-        compiled, compiler = engine.compiled, self._compiler
+        compiled, compiler = engine.core.runner.compiled, self._compiler
         first, later = lifecycle.compilation_order(engine, self._warm)
         self.first, compiled.label = first, self._name
         compiled.want([*first, *later])  # before compilation starts, so that progress counts all
-        if (lost := engine.runner.executor.lost) is not None:
+        if (lost := engine.core.runner.executor.lost) is not None:
             lost.add_done_callback(lambda x: self._commands.put(lambda: self._on_lost(engine, x)))
         future = compiler.want(compiled, first, urgent=True)
         for variant in later:
@@ -223,12 +223,15 @@ class Worker:
     def _replace(self, engine: Engine) -> None:
         """Serve from an engine that was loaded again, with the grammars of the old one."""
         assert self.engine is not None
-        lifecycle.share_grammars(engine, self.engine)
+        engine.grammars = self.engine.grammars
         self.engine = engine
         self._compile(engine)
 
     def _on_warm(self, engine: Engine, future: concurrent.futures.Future[None]) -> None:
-        if future.cancelled() or engine.compiled is not (self.engine or engine).compiled:
+        if (
+            future.cancelled()
+            or engine.core.runner.compiled is not (self.engine or engine).core.runner.compiled
+        ):
             return
         if isinstance(error := future.exception(), HostError):
             self._recover(error)
@@ -244,7 +247,7 @@ class Worker:
         """Find out when drafting pays off; return whether the hosts are still there."""
         assert self.engine is not None
         try:
-            self.engine.warm_up(measure=True)
+            self.engine.time_drafting()
         except BaseException as error:  # nothing may end this thread silently
             self._recover(errors.as_exception(error))
             return not isinstance(error, HostError)
@@ -303,7 +306,7 @@ class Worker:
         if job.cancelled:  # while its structure was compiled
             return
         job.handle = handle
-        compiled, variants = self.engine.compiled, handle.variants
+        compiled, variants = self.engine.core.runner.compiled, handle.variants
         missing = tuple(variant for variant in variants if compiled.missing([variant]))
         if not missing:
             self._enqueue(job)
@@ -356,7 +359,7 @@ class Worker:
             return  # the engine's next step ends it
         elif not job.handle.done:
             assert self.engine is not None
-            self.engine.cancel(job.handle)
+            job.handle.close()
             if update := job.take_update():
                 self._publish([update])
 

@@ -95,8 +95,10 @@ class EnginePool:
             if first is None:
                 first = engine
                 # Requests that never draft need no such program.
-                engine.compiled.programs.pop(ProgramKey(Step.SPECULATIVE, self._variant), None)
-                engine.compile([self._variant])
+                engine.core.runner.compiled.programs.pop(
+                    ProgramKey(Step.SPECULATIVE, self._variant), None
+                )
+                engine.warm_up(self._variant)
             else:
                 engine.share_programs(first)
             free.put(engine)
@@ -155,7 +157,7 @@ def decode(
 
     for number, (prompt, params) in enumerate(asked):
         [handle] = engine.prepare(prompt, params, n=1)
-        handle.delay(engine.compile(handle.variants))
+        handle.delay(engine.warm_up(*handle.variants))
         while not engine.core.try_add([handle.sequence]):
             advance()
         handles.append(handle)
@@ -172,7 +174,7 @@ def _row_reader() -> Callable[..., jax.Array]:
 
 def _taps(engine: Engine, row: int, tokens: int) -> np.ndarray:
     count = len(engine.graph.pair.taps)
-    taps = _row_reader()(engine.runner.state.drafter, np.int32(row), count)
+    taps = _row_reader()(engine.core.runner.state.drafter, np.int32(row), count)
     return jax.device_get(taps)[:, :tokens]
 
 

@@ -45,7 +45,9 @@ def timed(target: str, runs: Mapping[str, Path]) -> dict[str, float]:
 def _step(engine: Any, prompt: list[int]) -> Any:
     def seconds() -> float:
         run = generate(engine, prompt, max_tokens=TOKENS, ignore_eos=True)
-        rounds = len(run.acceptance_lengths) if engine.drafter else len(run.token_ids) - 1
+        rounds = (
+            len(run.acceptance_lengths) if engine.graph.drafter_config else len(run.token_ids) - 1
+        )
         return run.decode_s / rounds
 
     return seconds

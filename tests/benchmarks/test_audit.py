@@ -45,7 +45,7 @@ pytest.importorskip("llguidance", reason="the extra `structured` is not installe
 COURSE = Course(seed=8, short=True)
 QWEN3, HYBRID, DSPARK = range(3)  # setups of the short form
 HAPPENS = """
-    cancelled by cell; cancelled by cancel; cancelled by close; cancelled by drop
+    cancelled by cell; cancelled by close; cancelled by drop
     failed by dispatch; failed by answer; failed by interrupt; recovery: rebuilt
     recovery: floor; recovery: repeat; recovery: tool_prefix; recovery: min_tokens
     recovery: thought_closed_by_force; fallback: draft_not_finite; fallback: below_break_even
@@ -167,7 +167,7 @@ def first_difference(number: int) -> str | None:
 
 def changed(patch: pytest.MonkeyPatch, engine: AuditedEngine, step: Step, change: Any) -> None:
     """Call `change(program, ...)` in place of a program, in every variant."""
-    programs = engine.engine.executables
+    programs = engine.engine.core.runner.executables
     for key in [key for key in programs if key.step == step]:
         patch.setitem(programs, key, functools.partial(change, programs[key]))
 
@@ -177,9 +177,9 @@ def recompiled(
 ) -> None:
     """Compile the speculative step again, from patched functions."""
     made, wanted = engine.engine, ProgramKey(Step.SPECULATIVE, variant)
-    declared = declare(planned(made.target, made.drafter, made.plan))
+    declared = declare(planned(made.graph.config, made.graph.drafter_config, made.plan))
     for key, program in compile_programs([declared[wanted]]).items():
-        patch.setitem(made.executables, key, program)
+        patch.setitem(made.core.runner.executables, key, program)
 
 
 def shifted_segments(patch: pytest.MonkeyPatch, engine: AuditedEngine) -> None:

@@ -67,11 +67,11 @@ class Stepper:
     """The steps of one engine as programs that also return logits."""
 
     def __init__(self, engine: Engine):
-        pair = build_pair(engine.target, engine.drafter)
+        pair = build_pair(engine.graph.config, engine.graph.drafter_config)
         pair = dataclasses.replace(pair, block=BLOCK, kernels=engine.plan.kernels)
         self.engine = engine
         for step in (Step.PLAIN, Step.SPECULATIVE):  # run below, and compiling takes the time
-            del engine.compiled.programs[ProgramKey(step, Variant.GREEDY)]
+            del engine.core.runner.compiled.programs[ProgramKey(step, Variant.GREEDY)]
         self.plain = jit(functools.partial(plain, pair))
         self.verify = jit(functools.partial(verify, pair))
         self.fused = jit(functools.partial(draft_and_verify, pair))
@@ -80,7 +80,7 @@ class Stepper:
 
     def prefilled(self, prompt: list[int]) -> DecodeState:
         self.engine.generate_many([prompt] * self.engine.plan.rows, max_tokens=1)
-        return self.engine.runner.state
+        return self.engine.core.runner.state
 
     def plain_logits(self, prompt: list[int], junk: np.random.Generator) -> Any:
         """Per position the logits of plain steps, and the greedy text."""
@@ -227,7 +227,7 @@ def test_steps_of_one_call_have_the_bits_of_single_steps(
     engine = random_engine(target, drafter, plan)
     stepper, rounds = Stepper(engine), 4
     prompt = np.random.default_rng(4).integers(0, VOCAB, 19).tolist()
-    pair = build_pair(engine.target, engine.drafter)
+    pair = build_pair(engine.graph.config, engine.graph.drafter_config)
     pair = dataclasses.replace(pair, block=BLOCK, kernels=engine.plan.kernels)
     step = functools.partial(function, pair)
     single = jit(step)
@@ -257,7 +257,9 @@ def test_forced_tokens_carry_context_and_leave_decoding_exact(dtype: str) -> Non
     plan = Plan(max_length=128, chunk=CHUNK, block=BLOCK, dtype=dtype)
     engine = random_engine(target, tiny_drafter(target, target_layer_ids=(0,)), plan)
     engine.warm_up()
-    run = engine.executables | compile_programs([engine.compiled.programs[FORCED]])
+    run = engine.core.runner.executables | compile_programs(
+        [engine.core.runner.compiled.programs[FORCED]]
+    )
     prompt = np.random.default_rng(5).integers(0, VOCAB, 21).tolist()
     forced = np.random.default_rng(6).integers(0, VOCAB, 9).tolist()
     free = idle_rules(engine.plan)
@@ -265,7 +267,7 @@ def test_forced_tokens_carry_context_and_leave_decoding_exact(dtype: str) -> Non
     texts, contexts = [], []
     for step in (Step.SPECULATIVE, Step.PLAIN):
         first = engine.generate(prompt, max_tokens=1).token_ids[0]
-        state, feed = engine.runner.state, [first, *forced]
+        state, feed = engine.core.runner.state, [first, *forced]
         for at in range(0, len(forced), BLOCK):
             part = feed[at : min(at + BLOCK, len(forced))]
             tokens = np.zeros((1, BLOCK), np.int32)
@@ -282,12 +284,12 @@ def test_forced_tokens_carry_context_and_leave_decoding_exact(dtype: str) -> Non
             state, _, out = run[key](engine.params, state, None, inputs)
             text += read_output(out)[0][0].tokens
         texts.append(text[:30])
-        engine.runner.state = state
+        engine.core.runner.state = state
     assert texts[0] == texts[1]
     if dtype == "float32":
         whole = engine.generate([*prompt, first, *forced], max_tokens=30).token_ids
         assert texts[0] == whole
-        reference = np.asarray(engine.runner.state.drafter[1].k[0, :, : contexts[0].shape[1]])
+        reference = np.asarray(engine.core.runner.state.drafter[1].k[0, :, : contexts[0].shape[1]])
         np.testing.assert_allclose(contexts[0], reference, atol=1e-4)
 
 
@@ -299,13 +301,13 @@ def test_the_floor_is_the_best_token_that_does_not_stop(monkeypatch: pytest.Monk
     prompt = np.random.default_rng(8).integers(0, VOCAB, 12).tolist()
     text = engine.generate(prompt, max_tokens=40, speculative=False).token_ids
     stop = next(t for i, t in enumerate(text) if i > 3 and t not in text[:i])
-    outputs, step = [], engine.runner.step
+    outputs, step = [], engine.core.runner.step
 
     def noted(*arguments: Any, **options: Any) -> Any:
         outputs.append(step(*arguments, **options))
         return outputs[-1]
 
-    monkeypatch.setattr(engine.runner, "step", noted)
+    monkeypatch.setattr(engine.core.runner, "step", noted)
     live = engine.submit(prompt, max_tokens=40, stop_token_ids=[stop])
     while not live.done:
         engine.advance()

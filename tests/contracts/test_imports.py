@@ -180,7 +180,13 @@ def test_converters_know_configs_and_errors_of_the_engine_alone() -> None:
 
 def test_configs_plans_requests_and_errors_are_free_of_jax() -> None:
     names = ("errors", "utils/command", "plan", "utils/smollm2", "utils/sources")
-    names += ("engine/request", "kernels/native/compiling", "kernels/native/shipped")
+    names += (
+        "declared",
+        "engine/request",
+        "engine/sampling_params",
+        "kernels/native/compiling",
+        "kernels/native/shipped",
+    )
     names += ("kernels/native/interleaved", "utils/private_folder", "utils/huge_pages")
     single = [ROOT / "dflash_jax" / f"{name}.py" for name in names]
     for path in [*files("dflash_jax/config"), *single]:

@@ -9,16 +9,16 @@ from dflash_jax.graph.keys import Variant
 
 @pytest.fixture(scope="module")
 def warm(tiny3: Engine) -> Engine:
-    tiny3.warm_up(sampled=True)
+    tiny3.warm_up("greedy", "sampled")
     return tiny3
 
 
 def test_warm_up_compiles_both_variants_once(warm: Engine) -> None:
-    missing = set(warm.compiled.programs) - set(warm.executables)
+    missing = set(warm.core.runner.compiled.programs) - set(warm.core.runner.executables)
     assert not [key for key in missing if {Variant.GREEDY, Variant.SAMPLED} & {*key.needed_by}]
-    before = dict(warm.executables)
-    assert warm.warm_up(sampled=True) < 0.05
-    assert warm.executables == before
+    before = dict(warm.core.runner.executables)
+    assert warm.warm_up("greedy", "sampled") < 0.05
+    assert warm.core.runner.executables == before
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "sampled"])
@@ -27,7 +27,7 @@ def test_a_whole_generation_traces_nothing(
     warm: Engine, temperature: float, speculative: bool
 ) -> None:
     prompts = [[1] * n for n in (1, 5, 15, 16, 17, 33, 64)]
-    before = dict(warm.executables)
+    before = dict(warm.core.runner.executables)
     with jax.no_tracing():
         results = warm.generate_many(
             prompts,
@@ -39,17 +39,17 @@ def test_a_whole_generation_traces_nothing(
             stop_token_ids=[3, 4],
             speculative=speculative,
         )
-        stream = warm.stream([1, 2, 3], max_tokens=30, temperature=temperature, seed=1)
+        stream = warm.submit([1, 2, 3], max_tokens=30, temperature=temperature, seed=1)
         next(iter(stream))
         stream.close()
     assert all(r.stats.compile_s == 0.0 for r in results)
-    assert warm.executables == before
+    assert warm.core.runner.executables == before
 
 
 def test_a_broken_number_traces_nothing_either(warm: Engine) -> None:
     """Clearing a row is a program of its own, compiled with the rest."""
     with jax.no_tracing():
-        warm.runner.clear_rows([1])
+        warm.core.runner.clear_rows([1])
     assert warm.generate([5], max_tokens=5).stats.compile_s == 0.0
 
 

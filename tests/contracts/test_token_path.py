@@ -12,7 +12,7 @@ import pytest
 import dflash_jax
 from dflash_jax.cli import main
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.handle import Stream
+from dflash_jax.engine.handle import RequestHandle
 
 PACKAGE = Path(dflash_jax.__file__).parent
 DOCUMENT = PACKAGE.parent / "ARCHITECTURE.md"
@@ -36,19 +36,19 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, None]]:
         if event == "call" and file.is_relative_to(PACKAGE) and frame.f_code.co_name != "<module>":
             found.setdefault(file.relative_to(PACKAGE).as_posix())
 
-    submit, pieces = Engine.stream, Stream.__iter__
+    submit, pieces = Engine.submit, RequestHandle.__iter__
 
-    def begin(self: Engine, *arguments: Any, **options: Any) -> Stream:
+    def begin(self: Engine, *arguments: Any, **options: Any) -> RequestHandle:
         note(sys._getframe(1))
         sys.setprofile(note)
         return submit(self, *arguments, **options)
 
-    def end(self: Stream) -> Iterator[Any]:
+    def end(self: RequestHandle) -> Iterator[Any]:
         yield from pieces(self)
         sys.setprofile(None)
 
-    monkeypatch.setattr(Engine, "stream", begin)
-    monkeypatch.setattr(Stream, "__iter__", end)
+    monkeypatch.setattr(Engine, "submit", begin)
+    monkeypatch.setattr(RequestHandle, "__iter__", end)
     try:
         yield found
     finally:

@@ -25,7 +25,7 @@ TURNS = {"agent-4.1": 13, "agent-7.2": 12}
 def engine() -> Engine:
     made = dj.load("tiny", plan=dj.Plan(rows=2, max_length=1024))
     made.measures_drafting = False
-    made.warm_up(penalized=True, constrained=True, recovery=True)
+    made.warm_up("greedy", "penalized", "constrained", "recovery")
     return made
 
 
@@ -88,9 +88,9 @@ def test_a_stream_never_shows_the_call_that_is_dropped(
     engine: Engine, turns: dict[str, Any]
 ) -> None:
     prompt, options = turns["agent-7.2"]
-    stream = engine.stream(prompt, recovery=dj.Recovery(), **options)
+    stream = engine.submit(prompt, recovery=dj.Recovery(), **options)
     pieces = [i for piece in stream for i in piece.token_ids]
-    assert pieces == stream.result.token_ids
+    assert pieces == stream.result().token_ids
 
 
 def test_other_rows_decode_while_the_grammar_is_compiled(
@@ -128,9 +128,9 @@ def test_a_request_can_be_cancelled_while_its_grammar_is_compiled(
     engine: Engine, turns: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle, ready = request_with_pending_grammar(engine, monkeypatch, *turns["agent-4.1"])
-    engine.cancel(handle)
+    handle.close()
     assert handle.result().finish_reason == "cancelled"
     engine.advance()  # reads what was in flight
-    assert not engine.busy
+    assert not engine.core.busy
     ready.set()
     assert len(engine.generate([5, 6, 7], max_tokens=30).token_ids) == 30

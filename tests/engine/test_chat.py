@@ -7,7 +7,7 @@ import pytest
 
 from dflash_jax import Plan
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.handle import Stream
+from dflash_jax.engine.handle import RequestHandle
 from dflash_jax.errors import RequestError
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 from dflash_jax.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ def test_a_chat_is_its_template_generated(engine: Engine) -> None:
     assert (found.token_ids, found.text) == (wanted.token_ids, wanted.text)
     assert engine.chat(MESSAGES[0]["content"], max_tokens=12).token_ids == wanted.token_ids
     stream = engine.chat(MESSAGES, stream=True, max_tokens=12)
-    assert isinstance(stream, Stream)
+    assert isinstance(stream, RequestHandle)
     assert [i for piece in stream for i in piece.token_ids] == wanted.token_ids
 
 

@@ -13,8 +13,10 @@ def test_mixed_traffic_gives_the_outputs_of_single_requests_and_leaves_none(
     tiny3: Engine,
 ) -> None:
     plan = dataclasses.replace(tiny3.plan, prefix_cache=1 << 20)
-    engine = random_engine(tiny3.target, tiny3.drafter, plan)
-    engine.compiled.executables = tiny3.executables  # the prefix programs are added
+    engine = random_engine(tiny3.graph.config, tiny3.graph.drafter_config, plan)
+    engine.core.runner.compiled.executables = (
+        tiny3.core.runner.executables
+    )  # the prefix programs are added
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 251, 40).tolist()
     prompts = [[*shared[: 16 * i], *rng.integers(0, 251, 3 + 7 * i).tolist()] for i in range(3)]

@@ -41,7 +41,7 @@ def process_by_hand(logits: np.ndarray, output: list[int], options: dict[str, An
 
 @pytest.fixture(scope="module")
 def model(tiny: Engine) -> TargetModel:
-    return TargetModel(tiny.target, tiny.params["target"], "float32")
+    return TargetModel(tiny.graph.config, tiny.params["target"], "float32")
 
 
 def logits_after(model: TargetModel, output: list[int]) -> np.ndarray:
@@ -132,9 +132,9 @@ def test_log_probabilities_are_the_targets_own(
     tiny: Engine, model: TargetModel, speculative: bool
 ) -> None:
     options = {"speculative": speculative, "frequency_penalty": 1.0}
-    stream = tiny.stream(PROMPT, max_tokens=20, logprobs=3, **options)
+    stream = tiny.submit(PROMPT, max_tokens=20, logprobs=3, **options)
     given = [x for piece in stream for x in piece.logprobs]
-    result = stream.result
+    result = stream.result()
     assert given == result.logprobs
     assert [x.token_id for x in given] == result.token_ids
     rows = np.asarray(jax.nn.log_softmax(logits_after(model, result.token_ids)))
@@ -160,12 +160,12 @@ def test_several_answers_share_one_prefill(tiny3: Engine) -> None:
     tiny3.generate(prompt, **options)  # compiles the variant
     calls = []
     key = ProgramKey(Step.PREFILL, Variant.SAMPLED)
-    run = tiny3.executables[key]
-    tiny3.executables[key] = lambda *a: (calls.append(1), run(*a))[1]  # type: ignore[assignment]
+    run = tiny3.core.runner.executables[key]
+    tiny3.core.runner.executables[key] = lambda *a: (calls.append(1), run(*a))[1]  # type: ignore[assignment]
     try:
         results = tiny3.generate_many([prompt], n=3, **options)
     finally:
-        tiny3.executables[key] = run
+        tiny3.core.runner.executables[key] = run
     assert len(calls) == 2 + 3  # chunks of 16
     assert len({tuple(r.token_ids) for r in results}) == 3
     for i, result in enumerate(results):  # answer i is the output of seed + i
@@ -178,9 +178,12 @@ def test_several_answers_share_one_prefill(tiny3: Engine) -> None:
     [
         ({"min_p": 1.5}, "min_p is 1.5; expected a number from 0"),
         ({"min_p": True}, "min_p is True"),
-        ({"repetition_penalty": 0}, "repetition_penalty is 0; expected a positive number"),
-        ({"repetition_penalty": 1e-40}, "repetition_penalty is 1e-40; expected a positive number"),
-        ({"repetition_penalty": 1e300}, "expected a positive number from 1e-06 to 1000000"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0; expected a number from 1e-06"),
+        (
+            {"repetition_penalty": 1e-40},
+            "repetition_penalty is 1e-40; expected a number from 1e-06",
+        ),
+        ({"repetition_penalty": 1e300}, "expected a number from 1e-06 to 1000000"),
         ({"frequency_penalty": 2.1}, "frequency_penalty is 2.1; expected a number from -2 to 2"),
         ({"presence_penalty": float("nan")}, "presence_penalty is nan; expected"),
         ({"logit_bias": {3: 101}}, r"logit_bias is \{3: 101\}; expected token ids with numbers"),

@@ -39,7 +39,7 @@ scripted_like = functools.cache(scripted_engine)
 
 def prompts(engine: Engine, lengths=LENGTHS) -> list[list[int]]:
     rng = np.random.default_rng(7)
-    return [rng.integers(0, engine.target.vocab_size, n).tolist() for n in lengths]
+    return [rng.integers(0, engine.graph.config.vocab_size, n).tolist() for n in lengths]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_every_drafter_and_prompt_length_gives_plain_tokens(
         plain = real.generate(prompt, max_tokens=NEW, speculative=False)
         assert real.generate(prompt, max_tokens=NEW).token_ids == plain.token_ids
         truth = [*prompt, *plain.token_ids]
-        vocab = real.target.vocab_size
+        vocab = real.graph.config.vocab_size
         noisy = [t if rng.random() < 0.7 else int(rng.integers(vocab)) for t in truth]
         scripts = {
             "oracle": truth,
@@ -116,7 +116,9 @@ def test_forced_patterns_are_accepted_as_written() -> None:
     prompt = prompts(engine, [20])[0]
     truth = [*prompt, *engine.generate(prompt, max_tokens=100, speculative=False).token_ids]
     pattern = [3, 1, 5, 2, 7, 0, 4, 4]
-    set_script(scripted, force_acceptance(truth, len(prompt), pattern, engine.target.vocab_size))
+    set_script(
+        scripted, force_acceptance(truth, len(prompt), pattern, engine.graph.config.vocab_size)
+    )
     stats = scripted.generate(prompt, max_tokens=100).stats
     assert stats.acceptance_lengths[:16] == [n + 1 for n in pattern] * 2
 
@@ -126,7 +128,7 @@ def test_sliding_layers_in_rings_and_long_contexts(dtype: str) -> None:
     """R4: windows below the chunk, ring caches wrapped several times, short last chunks."""
     changes = {"num_layers": 3, "windows": (10, None, 24)}
     ringed = make(dtype, 4, **changes)
-    assert [c.ring for c in ringed.runner.state.target] == [True, False, True]
+    assert [c.ring for c in ringed.core.runner.state.target] == [True, False, True]
     target = tiny_target(**changes)
     plan = Plan(max_length=256, chunk=CHUNK, block=4, dtype=dtype, rings=False)
     whole = random_engine(target, tiny_drafter(target), plan)
@@ -157,7 +159,7 @@ def test_one_token_plain_steps_agree_in_float32() -> None:
         random_engine(target, drafter, Plan(max_length=256, chunk=CHUNK, block=8, exact=exact))
         for exact in (True, False)
     )
-    program = single.compiled.programs[ProgramKey(Step.PLAIN, Variant.GREEDY)]
+    program = single.core.runner.compiled.programs[ProgramKey(Step.PLAIN, Variant.GREEDY)]
     _, _, out = jax.eval_shape(program.function, *program.arguments)
     assert out.packed.shape[-1] == 1 + output_columns(single.core.scheduler.rules())
     for prompt in prompts(exact, (1, 16, 33)):
@@ -196,6 +198,6 @@ def test_a_real_drafter_reads_the_same_context_after_plain_steps() -> None:
         handle = engine.submit(prompt, max_tokens=30, speculative=speculative)
         while not handle.done:
             engine.advance()
-        context = engine.runner.state.drafter[1]
+        context = engine.core.runner.state.drafter[1]
         drafts.append(np.asarray(context.k)[0, :, : len(prompt) + 20])
     np.testing.assert_allclose(drafts[0], drafts[1], atol=1e-4)

@@ -60,10 +60,10 @@ def test_measuring_changes_no_token(monkeypatch: pytest.MonkeyPatch, name: str) 
     monkeypatch.setattr(break_even, "FURTHER", 0)  # measures after every step
     monkeypatch.setattr(break_even, "MARGIN", 0)
     monkeypatch.setattr(speculation, "TRIAL", 1)
-    engine.break_even, engine.measures_drafting = BreakEven(), True
+    engine.core.meter.value, engine.measures_drafting = BreakEven(), True
     results = engine.generate_many(prompts, max_tokens=NEW)
     assert [result.token_ids for result in results] == plain
-    assert len(engine.break_even.positions) > 3
+    assert len(engine.core.meter.value.positions) > 3
     assert sum(result.stats.fallbacks["below_break_even"] for result in results) > 0
     engine.measures_drafting = False
 
@@ -75,10 +75,10 @@ def test_a_request_stops_drafting_where_it_loses() -> None:
     sampled: dict[str, Any] = {"seed": 5, "temperature": 1.0}
     drawn = engine.generate(PROMPT, max_tokens=NEW, speculative=False, **sampled).token_ids
     tokens = [*PROMPT, *plain]
-    vocab = engine.target.vocab_size
+    vocab = engine.graph.config.vocab_size
 
     def run(accepted: int, **options: Any) -> Any:
-        engine.break_even, engine.measures_drafting = BreakEven(), True
+        engine.core.meter.value, engine.measures_drafting = BreakEven(), True
         engine.core.acceptance = NO_HISTORY
         set_script(engine, force_acceptance(tokens, len(PROMPT), [accepted], vocab))
         found = engine.generate(PROMPT, max_tokens=NEW, **options)
@@ -88,14 +88,14 @@ def test_a_request_stops_drafting_where_it_loses() -> None:
     lost = run(1)
     assert lost.rounds <= 2 * TRIAL  # a call makes several
     assert lost.plain_steps >= NEW - 4 * TRIAL
-    assert engine.break_even.lengths == (3.0,)
+    assert engine.core.meter.value.lengths == (3.0,)
     won = run(3)  # accepted nearly always: nothing is measured
-    assert (won.plain_steps, engine.break_even) == (0, BreakEven())
+    assert (won.plain_steps, engine.core.meter.value) == (0, BreakEven())
     seeded = run(1, **sampled)  # whose tokens depend on no mode either
     assert seeded.plain_steps >= NEW - 4 * TRIAL
-    assert engine.break_even.lengths == (3.0,)
+    assert engine.core.meter.value.lengths == (3.0,)
     engine.measures_drafting = False
-    engine.break_even = BreakEven()
+    engine.core.meter.use(BreakEven())
     set_script(engine, force_acceptance(tokens, len(PROMPT), [1], vocab))
     assert engine.generate(PROMPT, max_tokens=NEW).stats.plain_steps == 0
 
@@ -103,12 +103,12 @@ def test_a_request_stops_drafting_where_it_loses() -> None:
 @pytest.mark.usefixtures("costly")
 def test_many_short_requests_measure_as_one_long_one_does() -> None:
     engine = make("qwen3")
-    engine.break_even, engine.measures_drafting = BreakEven(), True
+    engine.core.meter.value, engine.measures_drafting = BreakEven(), True
     engine.core.acceptance = NO_HISTORY
     set_script(engine, [0] * 160)
     for _ in range(TRIAL + 2):
         engine.generate(PROMPT, max_tokens=6)
-    assert engine.break_even.lengths == (3.0,)
+    assert engine.core.meter.value.lengths == (3.0,)
     engine.measures_drafting = False
 
 
@@ -116,5 +116,5 @@ def test_loaded_engines_measure_what_nobody_measured() -> None:
     plan = dj.Plan(max_length=64)
     engine = dj.load("tiny", plan=plan)
     assert engine.measures_drafting
-    engine.break_even = BreakEven((0,), (2.0,))  # measured by other means
+    engine.core.meter.use(BreakEven((0,), (2.0,)))  # measured by other means)
     assert not engine.measures_drafting

@@ -40,14 +40,16 @@ def opened(engine: Engine, folder: Path, **fields: Any) -> Engine:
     fields = {"prefix_cache": 1 << 20, "prefix_folder": str(folder)} | fields
     plan = dataclasses.replace(engine.plan, **fields)
     made = Engine(Graph(engine.graph.pair, plan), engine.params)
-    made.compiled.executables = engine.executables  # the prefix programs are added
+    made.core.runner.compiled.executables = (
+        engine.core.runner.executables
+    )  # the prefix programs are added
     return made
 
 
 def disk(engine: Engine) -> PrefixDisk:
-    assert engine.runner.prefixes
-    assert engine.runner.prefixes.disk
-    return engine.runner.prefixes.disk
+    assert engine.core.runner.prefixes
+    assert engine.core.runner.prefixes.disk
+    return engine.core.runner.prefixes.disk
 
 
 def entries(folder: Path) -> list[Path]:
@@ -72,15 +74,15 @@ def folder(tiny: Engine, truth: list[int], tmp_path: Path) -> Path:
 def test_prefixes_are_restored_after_eviction_and_restart(
     tiny: Engine, truth: list[int], folder: Path
 ) -> None:
-    size = opened(tiny, folder).prefix_cache.segment_bytes  # type: ignore[union-attr]
+    size = opened(tiny, folder).core.prefix_cache.segment_bytes  # type: ignore[union-attr]
     engine = opened(tiny, folder, prefix_cache=3 * size)
     for _ in range(2):
         again = engine.generate(PROMPT, **SAMPLED)
         assert (again.token_ids, again.stats.cached_tokens) == (truth, 3 * CHUNK)
         engine.generate(OTHER, max_tokens=2)  # takes all of the memory
     assert disk(engine).counters.read >= 6
-    assert engine.prefix_cache
-    assert engine.prefix_cache.counters.evictions >= 6
+    assert engine.core.prefix_cache
+    assert engine.core.prefix_cache.counters.evictions >= 6
 
 
 def test_a_failing_disk_costs_the_prefixes_but_no_request(
@@ -166,7 +168,7 @@ def test_p29_other_weights_plans_models_and_compilers_have_other_entries(
     assert other.generate(PROMPT, max_tokens=2).stats.cached_tokens == 0
     longer = dataclasses.replace(tiny.plan, max_length=112)
     graph, ours = tiny.graph, (tiny.graph, tiny.params)
-    alone = build_graph(tiny.target, None, tiny.plan)
+    alone = build_graph(tiny.graph.config, None, tiny.plan)
     names = {
         prefix_disk.identity(*ours),
         prefix_disk.identity(Graph(graph.pair, longer), tiny.params),
@@ -290,8 +292,8 @@ def test_a_forgotten_prefix_is_removed_from_disk_with_its_continuations(
     branch = [*PROMPT[: 2 * CHUNK], *OTHER]
     engine.generate(branch, max_tokens=2)
     engine.close()
-    assert engine.runner.prefixes
-    engine.runner.prefixes.forget(tuple(PROMPT))
+    assert engine.core.runner.prefixes
+    engine.core.runner.prefixes.forget(tuple(PROMPT))
     engine.close()
     assert len(entries(folder)) == 3  # those of the branch, which are no longer reachable
     fed = opened(tiny, folder).generate(PROMPT, **SAMPLED)
@@ -304,8 +306,8 @@ def test_branches_of_a_forgotten_prefix_are_not_found_after_it_is_written_again(
     engine, branch = opened(tiny, folder), [*PROMPT[: 2 * CHUNK], *OTHER]
     wanted = engine.generate(branch, max_tokens=6).token_ids
     engine.close()
-    assert engine.runner.prefixes
-    engine.runner.prefixes.forget(tuple(PROMPT))
+    assert engine.core.runner.prefixes
+    engine.core.runner.prefixes.forget(tuple(PROMPT))
     engine.generate(PROMPT, max_tokens=2)  # its chunks are written again
     engine.close()
     after = opened(tiny, folder)

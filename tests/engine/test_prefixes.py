@@ -66,8 +66,8 @@ def scripted(engine: Engine) -> Engine:
 @pytest.fixture
 def warm(engine: Engine) -> Engine:
     """The engine with an empty cache."""
-    assert engine.prefix_cache
-    engine.prefix_cache.clear()
+    assert engine.core.prefix_cache
+    engine.core.prefix_cache.clear()
     return engine
 
 
@@ -77,19 +77,19 @@ def text(n: int, seed: int = 0) -> list[int]:
 
 def fresh(engine: Engine, prompt: list[int], **options: Any) -> Any:
     """Return the result with an empty cache, and leave the cache empty."""
-    assert engine.prefix_cache
-    engine.prefix_cache.clear()
+    assert engine.core.prefix_cache
+    engine.core.prefix_cache.clear()
     result = engine.generate(prompt, **{"max_tokens": 16} | options)
     assert result.stats.cached_tokens == 0
-    engine.prefix_cache.clear()
+    engine.core.prefix_cache.clear()
     return result
 
 
 def visible(engine: Engine, row: int) -> list[np.ndarray]:
     """Return the state of a row that is not masked: keys and values, recurrent states."""
-    position = int(engine.runner.state.position[row])
+    position = int(engine.core.runner.state.position[row])
     seen = []
-    for cache in (*engine.runner.state.target, *engine.runner.state.drafter):
+    for cache in (*engine.core.runner.state.target, *engine.core.runner.state.drafter):
         if hasattr(cache, "k"):
             last = np.arange(max(0, position - 12 if cache.ring else 0), position)
             seen += [np.asarray(x)[row][:, last % cache.slots] for x in jax.tree.leaves(cache)]
@@ -138,14 +138,14 @@ def test_p2_five_identical_prompts_in_a_row(scripted: Engine) -> None:
     prompt = text(3 * CHUNK + 2)
     truth = scripted.generate(prompt, max_tokens=17, speculative=False).token_ids
     set_script(scripted, [*prompt, *truth])
-    assert scripted.prefix_cache
-    scripted.prefix_cache.clear()
-    scripted.prefix_cache.counters = CacheCounters()
+    assert scripted.core.prefix_cache
+    scripted.core.prefix_cache.clear()
+    scripted.core.prefix_cache.counters = CacheCounters()
     results = [scripted.generate(prompt, max_tokens=17) for _ in range(5)]
     assert all(r.token_ids == truth for r in results)
     assert all(r.stats.acceptance_lengths == [4, 4, 4, 4] for r in results)
     assert [r.stats.cached_tokens for r in results] == [0, *[3 * CHUNK] * 4]
-    counters = scripted.prefix_cache.counters
+    counters = scripted.core.prefix_cache.counters
     assert (counters.hits, counters.hit_tokens) == (4, 4 * 3 * CHUNK)
     assert (counters.evictions, counters.refused) == (0, 0)
 
@@ -209,10 +209,12 @@ def test_p20_the_prefix_cache_changes_no_bit_of_a_first_run(warm: Engine) -> Non
         Graph(warm.graph.pair, dataclasses.replace(warm.plan, prefix_cache=0)),
         warm.params,
     )
-    without.compiled.executables = {
-        n: p for n, p in warm.executables.items() if n in without.compiled.programs
+    without.core.runner.compiled.executables = {
+        n: p
+        for n, p in warm.core.runner.executables.items()
+        if n in without.core.runner.compiled.programs
     }
-    assert ProgramKey(Step.PUT_SEGMENT) not in without.executables
+    assert ProgramKey(Step.PUT_SEGMENT) not in without.core.runner.executables
     without.generate(prompt, max_tokens=1)
     for got, wanted in zip(visible(without, 0), kept, strict=True):
         np.testing.assert_array_equal(got, wanted)
@@ -224,8 +226,8 @@ def test_p21_a_shared_beginning_with_other_endings(warm: Engine) -> None:
         prompt = [*system, *text(7, seed=20 + user)]
         got = warm.generate(prompt, max_tokens=12)
         assert got.stats.cached_tokens == (2 * CHUNK if user else 0)
-        assert warm.prefix_cache
-        kept = warm.prefix_cache.root.children
+        assert warm.core.prefix_cache
+        kept = warm.core.prefix_cache.root.children
         assert len(kept) == 1
         state = {n: vars(x).copy() for n, x in kept.items()}
         wanted = fresh(warm, prompt, max_tokens=12)
@@ -260,7 +262,7 @@ def test_p4_p29_p37_segments_of_another_layout_are_refused(warm: Engine) -> None
     prompt = text(CHUNK + 3, seed=13)
     wanted = fresh(warm, prompt).token_ids
     warm.generate(prompt, max_tokens=1)
-    snapshots = warm.runner.prefixes
+    snapshots = warm.core.runner.prefixes
     assert snapshots
     (node,) = snapshots.cache.root.children.values()
     segment, before = node.segment, snapshots.cache.counters.refused
@@ -284,7 +286,7 @@ def test_p4_p29_p37_segments_of_another_layout_are_refused(warm: Engine) -> None
 
 
 def test_p35_a_segment_past_the_last_slot_is_refused_not_clamped(warm: Engine) -> None:
-    snapshots = warm.runner.prefixes
+    snapshots = warm.core.runner.prefixes
     assert snapshots
     segment = snapshots._expected
     snapshots.check(segment, warm.plan.slots - CHUNK)
@@ -297,10 +299,10 @@ def test_p25_closed_streams_leave_rows_and_prefixes_intact(warm: Engine) -> None
     prompt = text(4 * CHUNK + 2, seed=14)
     wanted = fresh(warm, prompt).token_ids
     for _ in range(10):
-        stream = warm.stream(prompt, max_tokens=16)
+        stream = warm.submit(prompt, max_tokens=16)
         next(iter(stream))
         stream.close()
-        assert warm.active == 0
+        assert warm.core.active == 0
     assert warm.generate(prompt, max_tokens=16).token_ids == wanted
 
 
@@ -308,7 +310,7 @@ def test_C5_C8_prefixes_of_a_disconnected_request_are_removed(warm: Engine) -> N
     prompt, other = text(5 * CHUNK + 2, seed=18), text(2 * CHUNK + 1, seed=19)
     wanted = fresh(warm, prompt).token_ids
     warm.generate(other, max_tokens=1)
-    assert warm.prefix_cache
+    assert warm.core.prefix_cache
     for answering in (False, True):  # within the prompt, and within the answer
         cell = CancelCell()
         handle = warm.submit(prompt, max_tokens=30, cancel=cell)
@@ -316,33 +318,33 @@ def test_C5_C8_prefixes_of_a_disconnected_request_are_removed(warm: Engine) -> N
             warm.advance()
         while answering and not handle.token_ids:
             warm.advance()
-        assert warm.prefix_cache.segments > 2
+        assert warm.core.prefix_cache.segments > 2
         cell.cancel("disconnect")
         warm.advance()
         assert handle.result().finish_reason == "cancelled"
         assert bool(handle.token_ids) == answering
-        assert warm.prefix_cache.segments == 2  # the other's
+        assert warm.core.prefix_cache.segments == 2  # the other's
         got = warm.generate(prompt, max_tokens=16)
         assert (got.token_ids, got.stats.cached_tokens) == (wanted, 0)
-        warm.prefix_cache.forget(prompt)
+        warm.core.prefix_cache.forget(prompt)
 
 
 def test_C11_C16_prefixes_of_a_request_with_visible_output_stay(warm: Engine) -> None:
     """Closed streams and stop strings keep the prefix, once some output was visible."""
     prompt = text(2 * CHUNK + 1, seed=20)
-    assert warm.prefix_cache
-    stream = warm.stream(prompt, max_tokens=16)
+    assert warm.core.prefix_cache
+    stream = warm.submit(prompt, max_tokens=16)
     next(iter(stream))
     stream.close()
-    assert warm.prefix_cache.segments == 2
-    warm.prefix_cache.clear()
+    assert warm.core.prefix_cache.segments == 2
+    warm.core.prefix_cache.clear()
     handle = warm.submit(prompt, max_tokens=16)
     while not handle.token_ids:
         warm.advance()
     handle.sequence.take(Cancelled(Finish.STOP))  # as a stop string does
     warm.core.tidy()
     assert handle.result().finish_reason == "stop"
-    assert warm.prefix_cache.segments == 2
+    assert warm.core.prefix_cache.segments == 2
 
 
 def test_C17_E14_E19_an_empty_answer_drops_its_prefix(
@@ -355,31 +357,31 @@ def test_C17_E14_E19_an_empty_answer_drops_its_prefix(
     words = Words(hidden=frozenset(wanted))
     monkeypatch.setattr(requests, "words_of", lambda *_: words)
     settings = dataclasses.replace(OFF, empty_retry=True)
-    stream = warm.stream(prompt, max_tokens=16, recovery=settings)
+    stream = warm.submit(prompt, max_tokens=16, recovery=settings)
     assert [i for piece in stream for i in piece.token_ids] == wanted
-    stats = stream.result.stats
+    stats = stream.result().stats
     assert not stats.recovery
     assert stats.fallbacks == {"empty_retry": 2, "empty_retry_confirmed_eos": 1}
     assert stats.cached_tokens == 0
-    assert warm.prefix_cache
-    assert warm.prefix_cache.segments == 0
+    assert warm.core.prefix_cache
+    assert warm.core.prefix_cache.segments == 0
 
 
 def test_a_small_budget_evicts_and_stays_exact() -> None:
     big = make(SLIDING)
-    assert big.prefix_cache
+    assert big.core.prefix_cache
     small = Engine(
-        big.graph.with_plan(prefix_cache=3 * big.prefix_cache.segment_bytes),
+        big.graph.with_plan(prefix_cache=3 * big.core.prefix_cache.segment_bytes),
         big.params,
     )
     prompts = [[*text(10, seed=i % 3), *text(20, seed=30 + i)] for i in range(9)]
     wanted = [r.token_ids for r in big.generate_many(prompts, max_tokens=6)]
-    small.compiled.executables = big.executables
+    small.core.runner.compiled.executables = big.core.runner.executables
     got = small.generate_many(prompts, max_tokens=6)
     assert [r.token_ids for r in got] == wanted
-    assert small.prefix_cache
-    assert small.prefix_cache.counters.evictions > 0
-    assert small.prefix_cache.segments <= 3
+    assert small.core.prefix_cache
+    assert small.core.prefix_cache.counters.evictions > 0
+    assert small.core.prefix_cache.segments <= 3
 
 
 def test_a_budget_below_one_segment_is_refused() -> None:
@@ -394,7 +396,7 @@ def broken(warm: Engine) -> Engine:
     table[:, 77] = np.nan
     target = warm.params["target"] | {"embed": jax.device_put(table)}
     made = Engine(Graph(warm.graph.pair, warm.plan), warm.params | {"target": target})
-    made.compiled.executables = warm.executables
+    made.core.runner.compiled.executables = warm.core.runner.executables
     return made
 
 
@@ -402,18 +404,18 @@ def test_C15_a_prompt_with_non_finite_logits_is_not_cached(broken: Engine) -> No
     handle = broken.submit([*text(CHUNK, seed=15), 77, *text(CHUNK, seed=16)], max_tokens=4)
     while not handle.done:
         broken.advance()
-    assert broken.prefix_cache is not None
-    assert broken.prefix_cache.segments == 0
+    assert broken.core.prefix_cache is not None
+    assert broken.core.prefix_cache.segments == 0
 
 
 def test_a_cached_prompt_is_forgotten_when_its_continuation_is_not_finite(broken: Engine) -> None:
     prompt = text(2 * CHUNK + 1, seed=17)
     broken.generate(prompt, max_tokens=1)
-    assert broken.prefix_cache is not None
-    assert broken.prefix_cache.segments == 2
+    assert broken.core.prefix_cache is not None
+    assert broken.core.prefix_cache.segments == 2
     with pytest.raises(ComputeError, match="not finite"):
         broken.generate(prompt, max_tokens=8, logit_bias={77: 100.0})
-    assert broken.prefix_cache.segments == 0
+    assert broken.core.prefix_cache.segments == 0
 
 
 def test_P9_P10_the_context_of_a_prompt_does_not_depend_on_interleaved_rows(warm: Engine) -> None:
@@ -421,11 +423,11 @@ def test_P9_P10_the_context_of_a_prompt_does_not_depend_on_interleaved_rows(warm
     prompt, other = text(6 * CHUNK + 3, seed=22), text(CHUNK, seed=23)
     fresh(warm, prompt, max_tokens=1)
     alone = visible(warm, 0)
-    assert warm.prefix_cache
-    warm.prefix_cache.clear()
+    assert warm.core.prefix_cache
+    warm.core.prefix_cache.clear()
     handle = warm.submit(prompt, max_tokens=1)
     warm.advance()
-    assert warm.prefix_cache.segments == 1
+    assert warm.core.prefix_cache.segments == 1
     other_handle = warm.submit(other, max_tokens=20)
     turns = 0
     while not handle.done:
@@ -434,7 +436,7 @@ def test_P9_P10_the_context_of_a_prompt_does_not_depend_on_interleaved_rows(warm
     assert turns > 7  # chunks alone take six: the other row ran in between
     for got, wanted in zip(visible(warm, 0), alone, strict=True):
         np.testing.assert_array_equal(got, wanted)
-    warm.cancel(other_handle)
+    other_handle.close()
 
 
 @RINGS_FIRST
@@ -451,13 +453,12 @@ def test_P11_the_context_does_not_depend_on_accepted_drafts(
         kept = [i for n in pattern * 40 for i in [*[True] * n, False]][: len(truth)]
         script = [t if keep else w for t, w, keep in zip(truth, wrong, kept, strict=True)]
         set_script(scripted, [*prompt, *script])
-        stream = scripted.stream(prompt, max_tokens=40)
+        stream = scripted.submit(prompt, max_tokens=40)
         for piece in stream:
             assert piece.token_ids
-            handle = stream._handle
-            fed = len(prompt) + handle.sequence.state.fed
-            assert int(scripted.runner.state.position[0]) >= fed  # one step may be in flight
-        assert stream.result.token_ids == truth
+            fed = len(prompt) + stream.sequence.state.fed
+            assert int(scripted.core.runner.state.position[0]) >= fed  # one step may be in flight
+        assert stream.result().token_ids == truth
         for got, wanted in zip(visible(scripted, 0), plain, strict=True):
             np.testing.assert_allclose(got, wanted, rtol=0, atol=off)
 
@@ -466,8 +467,8 @@ def test_P32_a_restore_that_fails_is_handled_not_ignored(warm: Engine) -> None:
     prompt = text(3 * CHUNK + 1, seed=25)
     wanted = fresh(warm, prompt).token_ids
     warm.generate(prompt, max_tokens=1)
-    assert warm.prefix_cache
-    (first,) = warm.prefix_cache.root.children.values()
+    assert warm.core.prefix_cache
+    (first,) = warm.core.prefix_cache.root.children.values()
     (second,) = first.children.values()
     second.segment = jax.tree.map(lambda x: x[..., :1], second.segment)
     found = warm.generate(prompt, max_tokens=16)
@@ -478,10 +479,10 @@ def test_P32_a_restore_that_fails_is_handled_not_ignored(warm: Engine) -> None:
 
 def test_P34_tokens_after_a_cached_prefix_are_fed(warm: Engine) -> None:
     prompt = text(2 * CHUNK + 1, seed=26)
-    assert warm.prefix_cache
-    assert warm.runner.prefixes
+    assert warm.core.prefix_cache
+    assert warm.core.runner.prefixes
     for kept, hit in ((CHUNK, CHUNK), (2 * CHUNK, 2 * CHUNK)):
-        warm.prefix_cache.clear()
+        warm.core.prefix_cache.clear()
         warm.generate(prompt[:kept], max_tokens=1)
         stats = warm.generate(prompt, max_tokens=1).stats
         assert stats.prompt_tokens - stats.cached_tokens == len(prompt) - hit
@@ -489,7 +490,7 @@ def test_P34_tokens_after_a_cached_prefix_are_fed(warm: Engine) -> None:
     assert whole.cached_tokens == CHUNK  # the last chunk is always fed
     assert warm.generate(prompt[:5], max_tokens=1).stats.cached_tokens == 0
     with pytest.raises(SnapshotError, match="at position -1 does not fit"):
-        warm.runner.prefixes.check(warm.runner.prefixes._expected, -1)
+        warm.core.runner.prefixes.check(warm.core.runner.prefixes._expected, -1)
 
 
 def test_R21_P36_outputs_are_never_cached(warm: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,10 +500,10 @@ def test_R21_P36_outputs_are_never_cached(warm: Engine, monkeypatch: pytest.Monk
     looped = dataclasses.replace(OFF, runaway=True)
     monkeypatch.setattr(guards, "runaway_drop", lambda ids: 3 if len(ids) > 9 else 0)
     for options in ({}, {"stop_token_ids": [truth[6]]}, {"recovery": looped}):
-        assert warm.prefix_cache
-        warm.prefix_cache.clear()
+        assert warm.core.prefix_cache
+        warm.core.prefix_cache.clear()
         result = warm.generate(prompt, max_tokens=20, **options)
-        assert warm.prefix_cache.segments == 2
+        assert warm.core.prefix_cache.segments == 2
         again = warm.generate([*prompt, *result.token_ids, 1], max_tokens=4)
         assert again.stats.cached_tokens == 2 * CHUNK
         assert fresh(warm, [*prompt, *result.token_ids, 1], max_tokens=4).token_ids == (

@@ -41,4 +41,4 @@ def test_a_profile_that_fails_leaves_the_engine_as_it_was(tiny: Engine) -> None:
     finally:
         tiny.params = params
     assert tiny.core.scheduler.pacer is pacer
-    assert not tiny.busy
+    assert not tiny.core.busy

@@ -27,7 +27,7 @@ def prompt_of(length: int, seed: int = 0, vocab: int = 251) -> list[int]:
 
 @functools.cache
 def target_of(engine: Engine) -> TargetModel:
-    return TargetModel(engine.target, engine.params["target"], "float32")
+    return TargetModel(engine.graph.config, engine.params["target"], "float32")
 
 
 def by_one_forward_pass(engine: Engine, prompt: list[int]) -> np.ndarray:
@@ -118,9 +118,9 @@ def test_a_cached_prefix_is_fed_again_for_its_logprobs(tiny: Engine) -> None:
 def test_prompt_logprobs_survive_a_failed_step(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt, runner = prompt_of(41), tiny.runner
+    prompt, runner = prompt_of(41), tiny.core.runner
     tiny.generate(prompt, max_tokens=4, prompt_logprobs=1)  # compiles what is to fail
-    score, calls = tiny.executables[ProgramKey(Step.PROMPT_LOGPROBS)], []
+    score, calls = tiny.core.runner.executables[ProgramKey(Step.PROMPT_LOGPROBS)], []
 
     def failing(*arguments: Any) -> Any:
         calls.append(len(calls))

@@ -18,7 +18,7 @@ def short(tiny3: Engine) -> Engine:
     """`tiny3` with a queue of four requests."""
     plan = dataclasses.replace(tiny3.plan, queue=4)
     engine = Engine(Graph(tiny3.graph.pair, plan), tiny3.params)
-    engine.compiled.executables = tiny3.executables
+    engine.core.runner.compiled.executables = tiny3.core.runner.executables
     return engine
 
 
@@ -26,14 +26,14 @@ def test_a_full_queue_refuses_requests_and_continues(short: Engine) -> None:
     handles = [short.submit([i], max_tokens=5) for i in range(4)]
     with pytest.raises(QueueFullError, match="4 requests wait already and 1 more were given, but"):
         short.submit([9], max_tokens=5)
-    assert short.queued == 4
+    assert short.core.queued == 4
     short.advance()
-    assert (short.active, short.queued) == (3, 1)
+    assert (short.core.active, short.core.queued) == (3, 1)
     with pytest.raises(QueueFullError, match="1 requests wait already and 4 more"):
         short.enqueue(short.prepare([9], n=4, max_tokens=5))
-    assert short.queued == 1  # all or none
+    assert short.core.queued == 1  # all or none
     handles.append(short.submit([9], max_tokens=5))
-    while short.busy:
+    while short.core.busy:
         short.advance()
     assert all(handle.finish_reason is not None for handle in handles)
 
@@ -47,7 +47,7 @@ def test_a_list_of_prompts_may_be_longer_than_the_queue(short: Engine, tiny: Eng
 def test_rows_are_assigned_in_queue_order(tiny3: Engine) -> None:
     handles = [tiny3.submit([i] * (1 + 7 * (i % 3)), max_tokens=3 + i % 5) for i in range(20)]
     started: list[int] = []
-    while tiny3.busy:
+    while tiny3.core.busy:
         tiny3.advance()
         fresh = [
             i
@@ -74,7 +74,7 @@ def test_a_long_prompt_does_not_delay_rows_that_decode(tiny3: Engine) -> None:
         waits.append(wait)
     assert slow.num_fed == 100
     assert max(waits) <= 2  # one chunk, and one step in flight
-    while tiny3.busy:
+    while tiny3.core.busy:
         tiny3.advance()
 
 
@@ -87,7 +87,7 @@ def test_threads_may_submit_stream_and_cancel(tiny3: Engine, tiny: Engine) -> No
     def stream_prompt(i: int) -> None:
         try:
             for turn in range(3):
-                stream = tiny3.stream([i, 7], max_tokens=20)
+                stream = tiny3.submit([i, 7], max_tokens=20)
                 got: list[int] = []
                 for piece in stream:
                     got += piece.token_ids
@@ -106,7 +106,7 @@ def test_threads_may_submit_stream_and_cancel(tiny3: Engine, tiny: Engine) -> No
         thread.join(timeout=120)
     assert not errors
     assert outputs == wanted
-    assert not tiny3.busy or not tiny3.active
+    assert not tiny3.core.busy or not tiny3.core.active
 
 
 @pytest.mark.parametrize("closes", [True, False])
@@ -116,10 +116,10 @@ def test_an_engine_is_idle_once_its_requests_are_dropped_or_cancelled(
 ) -> None:
     cell = dj.CancelCell()
     for _ in range(1 + 3 * (end == "in queue")):
-        stream = tiny3.stream([3, 1], max_tokens=100, cancel=cell)
+        stream = tiny3.submit([3, 1], max_tokens=100, cancel=cell)
     pieces = iter(stream)
     next(pieces)
-    assert tiny3.busy
+    assert tiny3.core.busy
     assert tiny3.core.in_flight  # calls whose results were not read yet
     if end == "cancelled":
         cell.cancel("client_abort")
@@ -131,21 +131,21 @@ def test_an_engine_is_idle_once_its_requests_are_dropped_or_cancelled(
         del pieces, stream
     if closes:
         tiny3.close()
-    assert not tiny3.busy
-    assert (tiny3.active, tiny3.queued, len(tiny3.core.in_flight)) == (0, 0, 0)
+    assert not tiny3.core.busy
+    assert (tiny3.core.active, tiny3.core.queued, len(tiny3.core.in_flight)) == (0, 0, 0)
     assert len(tiny3.generate([3, 1], max_tokens=5, ignore_eos=True).token_ids) == 5
 
 
 def test_a_referenced_request_keeps_an_engine_busy(tiny3: Engine) -> None:
-    first, second = (tiny3.stream([i, 1], max_tokens=40, ignore_eos=True) for i in (3, 4))
+    first, second = (tiny3.submit([i, 1], max_tokens=40, ignore_eos=True) for i in (3, 4))
     pieces = iter(first)
     next(pieces)
     del pieces, first
     tiny3.close()
-    assert tiny3.busy
-    assert tiny3.active == 1
+    assert tiny3.core.busy
+    assert tiny3.core.active == 1
     assert sum(len(piece.token_ids) for piece in second) == 40
-    assert not tiny3.busy
+    assert not tiny3.core.busy
 
 
 def test_one_thread_may_run_the_engine_for_others(short: Engine, tiny: Engine) -> None:
@@ -154,7 +154,7 @@ def test_one_thread_may_run_the_engine_for_others(short: Engine, tiny: Engine) -
 
     def serve() -> None:
         while not halt.is_set():
-            if short.busy:
+            if short.core.busy:
                 short.advance()
             else:
                 halt.wait(0.001)
@@ -163,7 +163,7 @@ def test_one_thread_may_run_the_engine_for_others(short: Engine, tiny: Engine) -
     worker.start()
     try:
         handle, other = short.submit(PROMPT, max_tokens=30), short.submit([3], max_tokens=60)
-        short.cancel(other)
+        other.close()
         assert other.done
         deadline = threading.Event()
         for _ in range(20000):

@@ -50,7 +50,7 @@ def test_an_output_has_at_least_min_tokens(
     assert stop not in found.token_ids[:8]
     assert found.stats.recovery["min_tokens"] >= 1
     # Compare with a forward pass: the best token other than the end token, eight times.
-    model = dj.TargetModel(tiny.target, tiny.params["target"], "float32")
+    model = dj.TargetModel(tiny.graph.config, tiny.params["target"], "float32")
     ids = [*PROMPT, *found.token_ids[:7]]
     logits = np.array(model.forward(np.array([ids])).logits)[0, len(PROMPT) - 1 :]
     logits[:, stop] = -np.inf
@@ -111,7 +111,7 @@ def test_S26_the_floor_takes_the_next_best_token_of_the_same_logits(
     assert stop not in found.token_ids
     assert found.stats.recovery["floor"] >= 1
     # Compare with the logits of a separate forward pass.
-    model = dj.TargetModel(tiny.target, tiny.params["target"], "float32")
+    model = dj.TargetModel(tiny.graph.config, tiny.params["target"], "float32")
     ids = np.array([[*PROMPT, *truth[:first]]])
     order = np.argsort(-np.asarray(model.forward(ids).logits)[0, -1]).tolist()
     assert order[0] == stop
@@ -189,7 +189,7 @@ def test_a_forced_call_names_the_declared_tool_with_the_largest_logits(
     at = output.index(200)
     [name] = [ids for ids in NAMES if tuple(output[at : at + len(ids)]) == ids]
     assert found.stats.recovery["tool_prefix"] == 1
-    model = dj.TargetModel(tiny.target, tiny.params["target"], "float32")
+    model = dj.TargetModel(tiny.graph.config, tiny.params["target"], "float32")
     logits = np.asarray(model.forward(np.array([[*PROMPT, *output]])).logits)[0]
     for place in range(len(name)):
         possible = {ids[place] for ids in NAMES if ids[:place] == name[:place]}
@@ -253,10 +253,10 @@ def test_E5_the_retry_starts_from_the_state_after_the_prompt(
     assert truth[3] not in truth[:3]
     settings = recovery(empty_retry=True)
     options = {"max_tokens": 9, "stop_token_ids": [truth[3]], "recovery": settings}
-    stream = tiny.stream(PROMPT, **options)
+    stream = tiny.submit(PROMPT, **options)
     pieces = [piece.token_ids for piece in stream]
     assert [i for ids in pieces for i in ids] == truth[:4]  # held, then emitted once
-    assert stream.result.stats.fallbacks == {"empty_retry": 1, "empty_retry_confirmed_eos": 1}
+    assert stream.result().stats.fallbacks == {"empty_retry": 1, "empty_retry_confirmed_eos": 1}
     assert tiny.generate(PROMPT, max_tokens=20).token_ids == truth[:20]
 
 
@@ -302,7 +302,7 @@ def test_recovery_statistics_count_the_final_answer_in_every_mode(
 
 def test_tokens_after_the_stop_string_are_not_counted(scripted: Engine, truth: list[int]) -> None:
     """A block may extend past the stop string."""
-    vocab = {chr(256 + i): i for i in range(scripted.target.vocab_size)}
+    vocab = {chr(256 + i): i for i in range(scripted.graph.config.vocab_size)}
     core = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.decoder = decoders.Fuse()
     made = Engine(
@@ -310,7 +310,7 @@ def test_tokens_after_the_stop_string_are_not_counted(scripted: Engine, truth: l
         scripted.params,
         tokenizer=Tokenizer(core, None, {}),
     )
-    made.compiled.executables = scripted.executables
+    made.core.runner.compiled.executables = scripted.core.runner.executables
     new = [i for i in range(1, 40) if truth[i] not in truth[:i]]
     at = next(i for i in new if i % 4 and i + 1 in new)  # both in one block of four
     set_script(made, [*PROMPT, *truth])
@@ -330,7 +330,7 @@ def test_held_tokens_keep_their_log_probabilities(
     free = tiny.generate(PROMPT, **options)
     held = tiny.generate(PROMPT, recovery=recovery(empty_retry=True), **options)
     assert held.token_ids == free.token_ids == truth[:9]
-    fast = tiny.stream(PROMPT, max_tokens=9, logprobs=2, recovery=recovery(empty_retry=True))
+    fast = tiny.submit(PROMPT, max_tokens=9, logprobs=2, recovery=recovery(empty_retry=True))
     first = next(iter(fast))
     assert len(first.token_ids) > 3  # the hidden ones are emitted with the first visible one
     assert held.logprobs == free.logprobs
@@ -371,7 +371,7 @@ def test_answers_of_one_prompt_are_recovered_separately(tiny3: Engine) -> None:
     cell.cancel("shutdown")
     tiny3.advance()
     assert [handle.result().finish_reason for handle in handles] == ["cancelled"] * 3
-    assert tiny3.active == 0
+    assert tiny3.core.active == 0
 
 
 def test_G2_a_run_of_equal_tokens_ends_at_its_limit(tiny: Engine, truth: list[int]) -> None:
@@ -399,8 +399,8 @@ def test_C5_C7_a_cell_cancels_a_request_in_any_phase(tiny: Engine, when: int) ->
     assert handle.result().finish_reason == "cancelled"
     assert handle.result().token_ids == []
     assert handle.stats.recovery == {"cancelled_disconnect": 1}
-    assert not tiny.active
-    assert not tiny.queued
+    assert not tiny.core.active
+    assert not tiny.core.queued
 
 
 def test_C13_a_cancellation_does_not_affect_the_next_request(
@@ -439,11 +439,11 @@ def test_C19_a_hundred_cancellations_leave_no_request(tiny3: Engine) -> None:
         handles.append(tiny3.submit(prompt, max_tokens=60, cancel=cell))
         for _ in range(rng.randint(0, 3)):
             tiny3.advance()
-        cell.cancel("disconnect") if rng.random() < 0.5 else tiny3.cancel(handles[-1])
-    while tiny3.busy:
+        cell.cancel("disconnect") if rng.random() < 0.5 else handles[-1].close()
+    while tiny3.core.busy:
         tiny3.advance()
     assert {handle.result().finish_reason for handle in handles} == {"cancelled"}
-    assert (tiny3.active, tiny3.queued, len(tiny3.core.in_flight)) == (0, 0, 0)
+    assert (tiny3.core.active, tiny3.core.queued, len(tiny3.core.in_flight)) == (0, 0, 0)
     assert tiny3.generate(PROMPT, max_tokens=5).finish_reason == "length"
 
 
@@ -478,10 +478,10 @@ def test_L1_L2_events_are_logged_only_when_recovery_is_on(
 
 def test_decode_modes_change_only_by_a_measured_cost(tiny: Engine, truth: list[int]) -> None:
     engine = Engine(Graph(tiny.graph.pair, tiny.plan), tiny.params)
-    engine.compiled.executables = tiny.executables
-    engine.warm_up(measure=True)
-    assert engine.break_even.at(0) > 0
-    engine.break_even = BreakEven((0,), (3.9,))  # a random drafter commits fewer tokens per round
+    engine.core.runner.compiled.executables = tiny.core.runner.executables
+    engine.time_drafting()
+    assert engine.core.meter.value.at(0) > 0
+    engine.core.meter.use(BreakEven((0,), (3.9,)))  # the random drafter commits fewer tokens
     found = engine.generate(PROMPT, max_tokens=60)
     assert found.token_ids == truth
     assert found.stats.fallbacks["below_break_even"] >= 1
@@ -506,16 +506,16 @@ def failing(engine: Engine, step: Step, calls: set[int], error: BaseException = 
     """Return an engine in which some calls of one program fail after their state was donated."""
     made = Engine(Graph(engine.graph.pair, engine.plan), engine.params)
     number = iter(range(10_000))
-    keys = [key for key in engine.executables if key.step == step]
+    keys = [key for key in engine.core.runner.executables if key.step == step]
 
     def call(key: ProgramKey, *arguments: Any) -> Any:
-        found = engine.executables[key](*arguments)
+        found = engine.core.runner.executables[key](*arguments)
         if next(number) in calls:
             raise error  # the donated state is gone
         return found
 
     failing = {key: functools.partial(call, key) for key in keys}
-    made.compiled.executables = engine.executables | failing
+    made.core.runner.compiled.executables = engine.core.runner.executables | failing
     return made
 
 
@@ -538,7 +538,7 @@ def test_repeated_device_failures_end_requests_with_a_reason(tiny: Engine) -> No
     engine = failing(tiny, Step.SPECULATIVE, set(range(2, 100)))
     with pytest.raises(dj.ComputeError, match=r"failed twice .*INTERNAL: made to fail"):
         engine.generate(PROMPT, max_tokens=40)
-    assert not engine.active
+    assert not engine.core.active
 
 
 @pytest.mark.parametrize("lost", ["state", "output", "row"])
@@ -569,7 +569,7 @@ def test_the_engine_continues_after_an_interrupt_in_a_turn(
         assert finish(engine, handle) == truth[:20]
     again = engine.submit(PROMPT, max_tokens=20)
     assert finish(engine, again) == truth[:20]
-    assert not engine.busy
+    assert not engine.core.busy
 
 
 def test_an_interrupt_where_a_turn_begins_or_ends_releases_the_lock(
@@ -612,7 +612,7 @@ def finish(engine: Engine, handle: Any) -> list[int]:
         if handle.done:
             return handle.token_ids
         engine.advance()
-    engine.cancel(handle)
+    handle.close()
     raise AssertionError("the request does not end")
 
 
@@ -683,7 +683,7 @@ OPENED = (LEAD, CALL, 200, 201)
 
 def log_odds(engine: Engine, ids: list[int], token: int, other: int) -> float:
     """Return the log-odds of two next tokens, from a separate forward pass."""
-    model = dj.TargetModel(engine.target, engine.params["target"], "float32")
+    model = dj.TargetModel(engine.graph.config, engine.params["target"], "float32")
     logits = np.asarray(model.forward(np.array([ids])).logits)[0, -1]
     return float(logits[token] - logits[other])
 
@@ -736,10 +736,13 @@ def test_a_plan_without_odds_has_the_programs_without_them(tiny: Engine, words: 
     wanted = tiny.generate(PROMPT, max_tokens=20)
     found = without.generate(PROMPT, max_tokens=20)
     assert found.token_ids == wanted.token_ids
-    assert "bitcast_convert" in tiny.executables[ProgramKey(Step.PLAIN, Variant.GREEDY)].stablehlo
     assert (
         "bitcast_convert"
-        not in without.executables[ProgramKey(Step.PLAIN, Variant.GREEDY)].stablehlo
+        in tiny.core.runner.executables[ProgramKey(Step.PLAIN, Variant.GREEDY)].stablehlo
+    )
+    assert (
+        "bitcast_convert"
+        not in without.core.runner.executables[ProgramKey(Step.PLAIN, Variant.GREEDY)].stablehlo
     )
     stop = wanted.token_ids[6]
     words(text=lambda ids: "w:", calls=(OPENED,), opening=(LEAD, CALL))

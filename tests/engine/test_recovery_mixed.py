@@ -20,9 +20,13 @@ VOCAB = 251
 def engine(tiny3: Engine) -> Engine:
     """Three rows with a prefix cache."""
     made = random_engine(
-        tiny3.target, tiny3.drafter, dataclasses.replace(tiny3.plan, prefix_cache=1 << 20)
+        tiny3.graph.config,
+        tiny3.graph.drafter_config,
+        dataclasses.replace(tiny3.plan, prefix_cache=1 << 20),
     )
-    made.compiled.executables = tiny3.executables  # the prefix programs are added
+    made.core.runner.compiled.executables = (
+        tiny3.core.runner.executables
+    )  # the prefix programs are added
     return made
 
 
@@ -96,10 +100,10 @@ def check_batched_against_alone(
             handles.append(engine.submit(**options))
             for _ in range(rng.randint(0, 4)):
                 engine.advance()
-        while engine.busy:
+        while engine.core.busy:
             engine.advance()
-        assert engine.prefix_cache
-        engine.prefix_cache.clear()
+        assert engine.core.prefix_cache
+        engine.core.prefix_cache.clear()
         for handle, options in zip(handles, batch, strict=True):
             alone = engine.generate(**options)
             got = handle.result()

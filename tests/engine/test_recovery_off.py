@@ -96,4 +96,4 @@ def test_draws_are_those_of_programs_without_recovery(engine: Engine, without: E
     for made, odds in ((engine, 1), (without, 0)):
         assert (made.core.scheduler.rules().opening is None) == (not odds)
         columns = 1 + len(OutputColumn) + odds
-        assert f"tensor<1x{columns}xi32>" in made.executables[key].stablehlo
+        assert f"tensor<1x{columns}xi32>" in made.core.runner.executables[key].stablehlo

@@ -35,7 +35,7 @@ def test_a_shorter_block_has_the_first_drafts_of_a_whole_one(kind: str, block: i
 def test_masks_beyond_the_block_have_slots_at_the_end_of_a_row() -> None:
     """`dynamic_update_slice` would move a write that does not fit over earlier keys."""
     short = engine("dflash", 2, length=19, chunk=2)
-    slots = {x.slots for x in short.runner.state.drafter}
+    slots = {x.slots for x in short.core.runner.state.drafter}
     assert min(slots) >= 12 + TRAINED
     assert max(slots) >= 19 + TRAINED
     whole = engine("dflash", TRAINED, length=64)
@@ -45,4 +45,4 @@ def test_masks_beyond_the_block_have_slots_at_the_end_of_a_row() -> None:
     assert answers[0].token_ids == answers[1].token_ids
     first = [[x.rejected[:1] for x in answer.trace if x.proposed] for answer in answers]
     assert first[0] == first[1]
-    assert len(jax.tree.leaves(short.runner.state.drafter)) == 4
+    assert len(jax.tree.leaves(short.core.runner.state.drafter)) == 4

@@ -77,7 +77,7 @@ def test_outputs_do_not_depend_on_the_steps_per_call(
             multi_step.advance()
             turns[-1] += 1
         outcomes.append([handle.result() for handle in handles])
-        assert not multi_step.active
+        assert not multi_step.core.active
     tokens = [[result.token_ids for result in results] for results in outcomes]
     assert tokens[0] == tokens[1] == tokens[2]
     reasons = [[result.finish_reason for result in results] for results in outcomes]
@@ -96,9 +96,9 @@ def test_plain_calls_extend_the_drafters_context_as_single_steps_do(
         handle = multi_step.submit([3, 1, 4, 1, 5], max_tokens=40, speculative=False)
         while not handle.done:
             multi_step.advance()
-        length = int(multi_step.runner.state.position[0])
+        length = int(multi_step.core.runner.state.position[0])
         assert length == 5 + 39
-        caches = map(np.asarray, jax.tree.leaves(multi_step.runner.state.drafter))
+        caches = map(np.asarray, jax.tree.leaves(multi_step.core.runner.state.drafter))
         window = np.arange(length - 12, length)  # of the first layer, whose cache is a ring
         contexts.append([x[0][:, window % x.shape[2]] for x in caches])
     assert np.abs(contexts[0][0]).max() > 0
@@ -109,10 +109,10 @@ def test_plain_calls_extend_the_drafters_context_as_single_steps_do(
 
 def test_a_plain_step_of_a_call_leaves_the_drafters_weights_alone(multi_step: Engine) -> None:
     """The loop over steps multiplies as often as that of an engine without a drafter."""
-    alone = Engine(build_graph(multi_step.target, None, multi_step.plan), multi_step.params)
+    alone = Engine(build_graph(multi_step.graph.config, None, multi_step.plan), multi_step.params)
 
     def products(engine: Engine) -> tuple[int, int]:
-        program = engine.compiled.programs[ProgramKey(Step.PLAIN, Variant.GREEDY)]
+        program = engine.core.runner.compiled.programs[ProgramKey(Step.PLAIN, Variant.GREEDY)]
         traced = jax.make_jaxpr(program.function)(*program.arguments).jaxpr
         [loop] = [x for x in traced.eqns if x.primitive.name == "while"]
         inside, whole = (
@@ -129,7 +129,7 @@ def test_calls_make_single_steps_while_requests_are_queued(
     multi_step: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    step = multi_step.runner.step
+    step = multi_step.core.runner.step
 
     def noted(name: str, work: SchedulerOutput, *rest: object, **options: object) -> object:
         if name == "speculative":
@@ -137,7 +137,7 @@ def test_calls_make_single_steps_while_requests_are_queued(
         return step(name, work, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(multi_step.core.scheduler, "pacer", Fixed(8))
-    monkeypatch.setattr(multi_step.runner, "step", noted)
+    monkeypatch.setattr(multi_step.core.runner, "step", noted)
     *first, last = (multi_step.submit([1, i], max_tokens=12 + 8 * (i == 3)) for i in range(4))
     while last.sequence in multi_step.core.scheduler.waiting:
         multi_step.advance()
@@ -153,14 +153,14 @@ def test_no_call_is_dispatched_after_a_multi_step_call_or_one_that_may_end_every
 ) -> None:
     """One step is in flight ahead, unless the in-flight steps may complete every output."""
     ahead: list[int] = []
-    step = multi_step.runner.step
+    step = multi_step.core.runner.step
 
     def noted(name: str, *rest: object, **options: object) -> object:
         if name == "speculative":
             ahead.append(len(multi_step.core.in_flight))
         return step(name, *rest, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(multi_step.runner, "step", noted)
+    monkeypatch.setattr(multi_step.core.runner, "step", noted)
     for num_steps, most in ((1, 1), (3, 0)):
         monkeypatch.setattr(multi_step.core.scheduler, "pacer", Fixed(num_steps))
         ahead.clear()
@@ -178,16 +178,18 @@ def test_a_call_without_active_rows_makes_at_most_one_step(multi_step: Engine) -
     handle = multi_step.submit([7, 8, 9], max_tokens=6)
     while not handle.done:
         multi_step.advance()
-    idle, run = multi_step.core.scheduler.rules(), multi_step.executables[SPECULATIVE]
-    before = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(multi_step.runner.state)]
+    idle, run = multi_step.core.scheduler.rules(), multi_step.core.runner.executables[SPECULATIVE]
+    before = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(multi_step.core.runner.state)]
     inputs = DecodeInputs(idle, num_steps=np.int32(8))
-    multi_step.runner.state, _, out = run(multi_step.params, multi_step.runner.state, None, inputs)
+    multi_step.core.runner.state, _, out = run(
+        multi_step.params, multi_step.core.runner.state, None, inputs
+    )
     assert (np.asarray(out.packed) == -1).all()
-    after = map(np.asarray, jax.tree.leaves(multi_step.runner.state))
+    after = map(np.asarray, jax.tree.leaves(multi_step.core.runner.state))
     assert all(np.array_equal(x, y) for x, y in zip(before, after, strict=True))
     for count in (1, 3):  # exactly, to be timed
-        inputs, state = DecodeInputs(idle, num_steps=np.int32(-count)), multi_step.runner.state
-        multi_step.runner.state, _, out = run(multi_step.params, state, None, inputs)
+        inputs, state = DecodeInputs(idle, num_steps=np.int32(-count)), multi_step.core.runner.state
+        multi_step.core.runner.state, _, out = run(multi_step.params, state, None, inputs)
         answers = np.asarray(out.packed)
         assert (answers[:count, 0, OutputColumn.NUM_TOKENS] == 0).all()
         assert (answers[count:] == -1).all()
@@ -197,25 +199,25 @@ def test_break_even_is_that_of_calls_of_as_many_steps_as_requests_make(
     multi_step: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     multi_step.warm_up()
-    counts, run = collections.defaultdict(list), multi_step.runner.run
+    counts, run = collections.defaultdict(list), multi_step.core.runner.run
 
     def counted(key: ProgramKey, inputs: Any) -> Any:
         counts[key.step].append(-int(getattr(inputs, "num_steps", -1)))
         return run(key, inputs)
 
-    monkeypatch.setattr(multi_step.runner, "run", counted)
+    monkeypatch.setattr(multi_step.core.runner, "run", counted)
     monkeypatch.setattr(break_even, "POSITIONS", (0, 32, 4096))
-    found, most = break_even.measure(multi_step.runner, samples=2, seconds=2), 8
+    found, most = break_even.measure(multi_step.core.runner, samples=2, seconds=2), 8
     assert found.positions == (0, 32)  # 4,096 tokens do not fit into a row
     assert 0 < found.lengths[0] <= found.lengths[1]
     assert set(counts.pop(Step.PREFILL)) == {1}  # of 16 tokens
     for first, second, *timed in counts.values():
         assert (first, second, set(timed)) == (1, 1, {most})
         assert len(timed) > 2
-    assert not np.asarray(multi_step.runner.state.position).any()
+    assert not np.asarray(multi_step.core.runner.state.position).any()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     counts.clear()
-    assert break_even.measure(multi_step.runner) == break_even.BreakEven()
+    assert break_even.measure(multi_step.core.runner) == break_even.BreakEven()
     assert not counts  # the clocks of processes differ
 
 
@@ -229,7 +231,7 @@ def test_decoding_transfers_nothing_to_the_device(multi_step: Engine, speculativ
         while len(handle.token_ids) < 25 and not handle.done:
             multi_step.advance()
     assert not handle.sequence.failures
-    multi_step.cancel(handle)
+    handle.close()
 
 
 def test_a_first_token_is_emitted_before_waiting_for_a_multi_step_call(

@@ -49,7 +49,7 @@ def byte_engine(tiny3: Engine) -> Engine:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     made = scripted_engine(tiny3)
-    target = type(made.target)(**vars(made.target) | {"eos_token_ids": (EOS,)})
+    target = type(made.graph.config)(**vars(made.graph.config) | {"eos_token_ids": (EOS,)})
     plan = dataclasses.replace(made.plan, report_drafts=True)
     pair = dataclasses.replace(made.graph.pair, target=build_target(target))
     return Engine(Graph(pair, plan), made.params, tokenizer=Tokenizer(core, None, {}))
@@ -122,7 +122,7 @@ def test_greedy_structured_output_takes_the_best_token_allowed(
     byte_engine: Engine,
 ) -> None:
     ids = byte_engine.generate(PROMPT, max_tokens=60, structured={"json": SCHEMA}).token_ids
-    model = TargetModel(byte_engine.target, byte_engine.params["target"], "float32")
+    model = TargetModel(byte_engine.graph.config, byte_engine.params["target"], "float32")
     logits = np.asarray(model.forward([[*PROMPT, *ids]]).logits)[0, len(PROMPT) - 1 :]
     grammar = byte_engine.grammars.make({"json": SCHEMA})
     for token, row in zip(ids, logits, strict=False):
@@ -146,7 +146,7 @@ def test_structured_rows_do_not_affect_other_rows(
         byte_engine.submit(PROMPT, max_tokens=30),
         byte_engine.submit(PROMPT, max_tokens=30, **sampling),
     ]
-    while byte_engine.busy:
+    while byte_engine.core.busy:
         byte_engine.advance()
     assert [handle.token_ids for handle in handles] == [wanted, alone, sampled]
 
@@ -170,7 +170,7 @@ def test_structured_rows_do_not_affect_other_rows(
 def test_invalid_structures_are_refused(byte_engine: Engine, structure: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         byte_engine.submit(PROMPT, max_tokens=4, structured=structure)
-    assert not byte_engine.busy
+    assert not byte_engine.core.busy
 
 
 def test_a_grammar_that_exceeds_its_limits_fails_its_request(byte_engine: Engine) -> None:
@@ -184,7 +184,7 @@ def test_a_grammar_that_exceeds_its_limits_fails_its_request(byte_engine: Engine
     with pytest.raises(RequestError, match=r"the grammar gave up after .* fewer choices"):
         handle.result()
     assert other.result().token_ids == alone
-    assert not byte_engine.busy
+    assert not byte_engine.core.busy
 
 
 class Stuck:

@@ -107,9 +107,9 @@ def test_plain_decoding_has_a_round_for_each_token(engine: Engine) -> None:
 
 def test_pieces_of_a_stream_have_every_round_once(engine: Engine) -> None:
     plain_and_script(engine, [2, 0, 3], max_tokens=30)
-    stream = engine.stream(PROMPT, max_tokens=30, trace=True)
+    stream = engine.submit(PROMPT, max_tokens=30, trace=True)
     pieces = list(stream)
-    assert tuple(x for piece in pieces for x in piece.trace) == stream.result.trace
+    assert tuple(x for piece in pieces for x in piece.trace) == stream.result().trace
     assert all(
         piece.token_ids == tuple(token for x in piece.trace for token in x.tokens)
         for piece in pieces

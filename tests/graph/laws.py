@@ -35,7 +35,7 @@ def filtered(
 def said(engine: Engine, seeds: range, **options: Any) -> tuple[np.ndarray, Any]:
     lives = []
     for seed in seeds:
-        while engine.queued == engine.plan.queue:
+        while engine.core.queued == engine.plan.queue:
             engine.advance()
         lives.append(engine.submit(PROMPT, max_tokens=SAID, seed=seed, **options))
     while not all(live.done for live in lives):
@@ -47,7 +47,9 @@ def all_logits(engine: Engine) -> dict[tuple[int, ...], np.ndarray]:
     """By continuation but its last token: the target's logits of each place, by a whole pass."""
     said = np.array(list(itertools.product(range(VOCAB), repeat=SAID - 1)))
     ids = np.concatenate([np.tile(PROMPT, (len(said), 1)), said], axis=1)
-    logits = TargetModel(engine.target, engine.params["target"], "float32").forward(ids).logits
+    logits = (
+        TargetModel(engine.graph.config, engine.params["target"], "float32").forward(ids).logits
+    )
     places = np.asarray(logits)[:, len(PROMPT) - 1 :]
     return dict(zip(map(tuple, said.tolist()), places, strict=True))
 

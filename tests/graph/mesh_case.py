@@ -67,7 +67,7 @@ def main() -> None:
         said[mesh] = [[r.token_ids, *(x.rejected for x in r.trace)] for r in results]
         assert results[-1].stats.cached_tokens == 16
         if mesh != "1x1":
-            leaves = jax.tree.leaves((engine.params, engine.runner.state))
+            leaves = jax.tree.leaves((engine.params, engine.core.runner.state))
             held = sum(x.addressable_shards[0].data.nbytes for x in leaves)
             shares[mesh] = held / sum(x.nbytes for x in leaves)
     print(json.dumps({"said": said, "shares": shares, "devices": len(jax.devices())}))

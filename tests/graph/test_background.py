@@ -53,19 +53,21 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_every_program_is_of_a_variant_and_a_variant_has_all_that_its_requests_use(
     tiny: Engine,
 ) -> None:
-    found = tiny.compiled.variants
-    assert set().union(*found.values()) == set(tiny.compiled.programs)
+    found = tiny.core.runner.compiled.variants
+    assert set().union(*found.values()) == set(tiny.core.runner.compiled.programs)
     forced = {ProgramKey(Step.FORCED_TOKENS), ProgramKey(Step.REPLACE_ANCHOR)}
     scored, logits = ProgramKey(Step.PROMPT_LOGPROBS), ProgramKey(Step.SET_LOGITS_STATE)
     for variant in STEP_VARIANTS:
-        needed = {key for key in tiny.compiled.programs if key.variant in (variant, None)}
+        needed = {
+            key for key in tiny.core.runner.compiled.programs if key.variant in (variant, None)
+        }
         others = forced | {scored}
         if variant not in (Variant.PENALIZED, Variant.CONSTRAINED):
             others |= {logits}
         assert set(found[variant]) == needed - others
         assert found[variant][0].step == Step.PLAIN  # decides on a GPU which kernels others take
-    assert set(found[Variant.FORCED_TOKENS]) == forced
-    assert found[Variant.PROMPT_LOGPROBS] == (scored,)
+    assert set(found[Variant.RECOVERY]) == forced
+    assert found[Variant.PROMPT] == (scored,)
 
 
 def test_what_a_request_waits_for_comes_before_what_nobody_asked_for(
@@ -182,9 +184,15 @@ def test_traces_are_dropped_once_a_program_is_compiled(tiny: Engine) -> None:
         gc.collect()
         return sum(type(x).__name__ == "JaxprEqn" for x in gc.get_objects())
 
-    made = [compile_programs([tiny.compiled.programs[ProgramKey(Step.PLAIN, Variant.SAMPLED)]])]
+    made = [
+        compile_programs(
+            [tiny.core.runner.compiled.programs[ProgramKey(Step.PLAIN, Variant.SAMPLED)]]
+        )
+    ]
     before = operations()  # those of functions that programs share are kept, and few
     made.append(
-        compile_programs([tiny.compiled.programs[ProgramKey(Step.PREFILL, Variant.SAMPLED)]])
+        compile_programs(
+            [tiny.core.runner.compiled.programs[ProgramKey(Step.PREFILL, Variant.SAMPLED)]]
+        )
     )
     assert operations() - before < 200

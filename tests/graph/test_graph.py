@@ -107,7 +107,7 @@ def test_an_engine_decodes_as_the_programs_do(
     assert engine.graph == programs.graph
     found = engine.generate_many(PROMPTS, max_tokens=24, ignore_eos=True)
     assert [result.token_ids for result in found] == [text[:24] for text in expected]
-    assert "Bigram" in str(engine.explain())
+    assert "Bigram" in str(engine.graph.explain())
 
 
 def test_trained_heads_are_lossless_and_accepted(

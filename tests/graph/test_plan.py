@@ -26,8 +26,7 @@ from dflash_jax.graph.programs import declare
 from dflash_jax.graph.resolve import resolve
 from dflash_jax.kernels.native.build import Library
 from dflash_jax.models import build_pair
-from dflash_jax.plan import FIELDS, WeightLayout
-from dflash_jax.plan_fields import Scope
+from dflash_jax.plan import FIELDS, Scope, WeightLayout
 from dflash_jax.testing import AMPLE, planned, random_params, tiny_drafter, tiny_target
 
 TARGET = tiny_target(num_layers=2)

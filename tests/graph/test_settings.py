@@ -41,9 +41,9 @@ def disturbed() -> Iterator[None]:
 
 def test_programs_are_the_same_under_any_settings(tiny: Engine, disturbed: None) -> None:
     plan = dataclasses.replace(tiny.plan, prefix_cache=1 << 20)
-    made = declare(planned(tiny.target, tiny.drafter, plan))
-    for key in made.keys() & tiny.compiled.programs.keys():
-        assert made[key].arguments == tiny.compiled.programs[key].arguments
+    made = declare(planned(tiny.graph.config, tiny.graph.drafter_config, plan))
+    for key in made.keys() & tiny.core.runner.compiled.programs.keys():
+        assert made[key].arguments == tiny.core.runner.compiled.programs[key].arguments
     compile_programs([made[ProgramKey(Step.CLEAR_ROWS)]])  # refused if it copied its state
 
 

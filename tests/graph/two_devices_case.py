@@ -33,7 +33,7 @@ def main() -> None:
         plan = Plan(**sizes, devices=PLACES[name], report_drafts=True)
         engine = dj.load(plan=plan) if family == "shipped" else random(family, plan)
         engine.measures_drafting = False
-        vocab = min(96, engine.target.vocab_size)
+        vocab = min(96, engine.graph.config.vocab_size)
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, vocab, 5 + 11 * i).tolist() for i in range(3)]
         cases = {"shipped": shipped, "quick": quick}.get(family, every)
@@ -101,7 +101,7 @@ def places(engine: Engine, target: int, drafter: int) -> None:
     def on(tree: object) -> set[int]:
         return {d.id for x in jax.tree.leaves(tree) for d in x.devices()}
 
-    state = engine.runner.state
+    state = engine.core.runner.state
     assert isinstance(state, TwoDeviceState)
     assert on((engine.params["target"], state.target_state)) == {target}
     assert on((engine.params["drafter"], engine.params["shared"], state.drafter_state)) == {drafter}

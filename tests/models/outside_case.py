@@ -111,7 +111,7 @@ def train(out: Path) -> dict[str, Any]:
         engine.generate("Hello", max_tokens=12, speculative=drafts) for drafts in (True, False)
     ]
     return {
-        "kind": engine.drafter.kind,
+        "kind": engine.graph.drafter_config.kind,
         "equal": texts[0].token_ids == texts[1].token_ids,
     }
 

@@ -176,7 +176,7 @@ def test_speculative_generation_is_the_reference(oracle: Path, name: str) -> Non
     plan = Plan(max_length=128, block=8, chunk=24)
     plan = resolve(plan, build_pair(case.target, case.drafter), platform="cpu", memory=memory)
     engine = Engine(Graph(build_pair(case.target, case.drafter), plan), case.params)
-    del engine.compiled.programs[
+    del engine.core.runner.compiled.programs[
         ProgramKey(Step.PLAIN, Variant.GREEDY)
     ]  # not needed here, and compiling takes the time
     prompt = case.vectors["prompt_ids"][0].tolist()

@@ -95,13 +95,15 @@ _built: dict[Any, dict[str, Any]] = {}
 def engine(case: SimpleNamespace) -> Engine:
     """Return a loaded pair; pairs of equal shape share compiled programs."""
     engine = dj.load(case.target, case.path, plan=dj.Plan(max_length=96, chunk=16))
-    shapes = (engine.plan.shape, engine.target, engine.drafter)
-    engine.compiled.executables = _built.setdefault(shapes, engine.executables)
-    del engine.compiled.programs[
+    shapes = (engine.plan.shape, engine.graph.config, engine.graph.drafter_config)
+    engine.core.runner.compiled.executables = _built.setdefault(
+        shapes, engine.core.runner.executables
+    )
+    del engine.core.runner.compiled.programs[
         ProgramKey(Step.PLAIN, Variant.GREEDY)
     ]  # not needed here, and compiling is most of this file's time
     engine.warm_up()
-    _built[shapes] = engine.executables
+    _built[shapes] = engine.core.runner.executables
     return engine
 
 

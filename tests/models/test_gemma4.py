@@ -187,7 +187,7 @@ def test_drafting_changes_no_token(
 ) -> None:
     real = make(dtype, chunk=1 if dtype == "bfloat16" else CHUNK, **changes)
     rings = [True, False] if changes else [True, False, True]  # none for layers that share
-    assert [c.ring for c in real.runner.state.target] == rings
+    assert [c.ring for c in real.core.runner.state.target] == rings
     scripted, rng = scripted_engine(real), np.random.default_rng(1)
     for length in lengths:
         given = prompt(length)

@@ -224,7 +224,7 @@ def scripts(truth: list[int], seed: int) -> Iterator[tuple[str, list[int]]]:
 
 def recurrent(engine: Engine, row: int = 0) -> list[np.ndarray]:
     """Return the recurrent states of a row."""
-    caches = [c for c in engine.runner.state.target if isinstance(c, RecurrentCache)]
+    caches = [c for c in engine.core.runner.state.target if isinstance(c, RecurrentCache)]
     return [np.asarray(x[row]) for c in caches for x in (c.state, c.inputs)]
 
 
@@ -258,7 +258,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_past(engine: Engine) -> 
     engine.generate(given[2], max_tokens=NEW)  # in row 0; row 1 is inactive
     for ours, theirs in zip(recurrent(engine, row=1), idle, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    engine.runner.clear_rows([0])
+    engine.core.runner.clear_rows([0])
     assert not any(x.any() for x in recurrent(engine, row=0))
     for ours, theirs in zip(recurrent(engine, row=1), idle, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -271,10 +271,10 @@ def test_forced_tokens_leave_the_states_of_chosen_ones(engine: Engine) -> None:
     plain = engine.generate(prompt, max_tokens=NEW, speculative=False).token_ids
     states = recurrent(engine)
     key = ProgramKey(Step.FORCED_TOKENS)
-    forced = compile_programs([engine.compiled.programs[key]])[key]
+    forced = compile_programs([engine.core.runner.compiled.programs[key]])[key]
     for cuts in ([BLOCK] * (NEW // BLOCK), [1, 3, 2] * NEW):
         engine.generate(prompt, max_tokens=1)
-        state, at = engine.runner.state, 0
+        state, at = engine.core.runner.state, 0
         for n in cuts:
             n = min(n, len(plain) - 1 - at)
             tokens = np.zeros((2, BLOCK), np.int32)
@@ -283,7 +283,7 @@ def test_forced_tokens_leave_the_states_of_chosen_ones(engine: Engine) -> None:
             inputs = ForcedTokensInputs(tokens, num_fed=count, anchor=anchor)
             state, _, _ = forced(engine.params, state, None, inputs)
             at += n
-        engine.runner.state = state
+        engine.core.runner.state = state
         for ours, theirs in zip(recurrent(engine), states, strict=True):
             np.testing.assert_array_equal(ours, theirs)
 
@@ -291,11 +291,18 @@ def test_forced_tokens_leave_the_states_of_chosen_ones(engine: Engine) -> None:
 @pytest.mark.optimised
 def test_states_are_updated_in_place(engine: Engine) -> None:
     engine.warm_up()
-    for executable in engine.executables.values():
+    for executable in engine.core.runner.executables.values():
         assert executable.aliased_bytes == executable.donated_bytes > 0
-        allowed = budget(planned(engine.target, engine.drafter, engine.plan)).temporaries
+        allowed = budget(
+            planned(engine.graph.config, engine.graph.drafter_config, engine.plan)
+        ).temporaries
         if engine.plan.dtype != "float32":  # a CPU converts weights to float32 for products
-            allowed += 2 * budget(planned(engine.target, engine.drafter, engine.plan)).weights
+            allowed += (
+                2
+                * budget(
+                    planned(engine.graph.config, engine.graph.drafter_config, engine.plan)
+                ).weights
+            )
         assert executable.temporary_bytes <= allowed, executable.key
 
 
@@ -332,7 +339,7 @@ def test_chunks_of_any_size_prefill_the_same_state() -> None:
 def test_inexact_plans_commit_from_factors_and_agree_in_float32(engine: Engine) -> None:
     given, plan = prompt_of(20), dataclasses.replace(engine.plan, exact=False, plain_width=1)
     plain = engine.generate(given, max_tokens=NEW, speculative=False).token_ids
-    target = engine.target
+    target = engine.graph.config
     loose = scripted_engine(random_engine(target, tiny_drafter(target), plan))
     assert loose.generate(given, max_tokens=NEW, speculative=False).token_ids == plain
     for _, script in scripts([*given, *plain], seed=1):

@@ -62,7 +62,7 @@ class LiveServer:
         worker = self.running.server.models[0].worker
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            if not worker.active and not self.engine.active and not self.engine.queued:
+            if not worker.active and not self.engine.core.active and not self.engine.core.queued:
                 return True
             time.sleep(0.01)
         return False
@@ -102,7 +102,7 @@ def twin(engine: Engine, **changes: Any) -> Engine:
     """Return another engine with the same weights and compiled programs, and a changed plan."""
     plan = dataclasses.replace(engine.plan, **changes)
     made = Engine(Graph(engine.graph.pair, plan), engine.params, tokenizer=engine.tokenizer)
-    made.compiled.executables = engine.executables
+    made.core.runner.compiled.executables = engine.core.runner.executables
     return made
 
 
@@ -115,7 +115,7 @@ def random_tiny() -> Engine:
     mute = random_engine(target, drafter, PLAN)
     tokenizer = Tokenizer.from_directory(locate("tiny", "target"))
     engine = Engine(build_graph(target, drafter, mute.plan), mute.params, tokenizer=tokenizer)
-    engine.warm_up(sampled=True)
+    engine.warm_up("greedy", "sampled")
     return engine
 
 

@@ -41,7 +41,7 @@ def test_an_agent_of_twelve_turns_is_never_left_without_an_answer(shipped: LiveS
         prompt = prompt_of(shipped, turn["asked"])
         if turn["asked"][-1]["role"] == "tool":  # past tool turns keep their ids
             assert prompt[: len(before)] == before
-        end = shipped.engine.target.eos_token_ids
+        end = shipped.engine.graph.config.eos_token_ids
         before = prompt + [i for i in turn["token_ids"] if i not in end]
     assert sum(len(turn["calls"]) for turn in turns) >= TURNS // 3
 

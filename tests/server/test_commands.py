@@ -24,8 +24,9 @@ from dflash_jax.bench.prompts import read_prompts
 from dflash_jax.bench.report import OverHttp, RequestSettings
 from dflash_jax.cli import chat, main, parser, serve
 from dflash_jax.cli.bench import report
+from dflash_jax.engine.core import EngineCore
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.handle import Stream
+from dflash_jax.engine.handle import RequestHandle
 from dflash_jax.engine.result import Piece
 from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.errors import RequestError
@@ -283,7 +284,7 @@ def test_a_chat_shows_no_headers_of_messages(capsys: pytest.CaptureFixture[str])
         tokenizer=harmony,
         plan=SimpleNamespace(max_length=99),
         chat_ids=lambda talk: [0],
-        stream=lambda prompt, **options: stream,
+        submit=lambda prompt, **options: stream,
     )
     chat.ChatSession(engine, parser().parse_args(["chat"])).send("Hi")
     assert capsys.readouterr().out == "Hm. Hello!\n"
@@ -308,7 +309,7 @@ def test_a_chat_prints_the_engines_text_where_markers_are_no_special_tokens(
         tokenizer=hermes,
         plan=SimpleNamespace(max_length=99),
         chat_ids=lambda talk: [0],
-        stream=lambda prompt, **options: stream,
+        submit=lambda prompt, **options: stream,
     )
     session = chat.ChatSession(engine, parser().parse_args(["chat"]))
     session.send("Hi")
@@ -319,7 +320,8 @@ def test_a_chat_prints_the_engines_text_where_markers_are_no_special_tokens(
 class FakeStream(list):
     """The pieces of a stream, and its result."""
 
-    result = None
+    def result(self) -> None:
+        """Return nothing, as the chat does not print it."""
 
 
 def test_a_long_chat_forgets_its_oldest_exchanges(
@@ -335,20 +337,20 @@ def test_a_long_chat_forgets_its_oldest_exchanges(
 def test_ctrl_c_stops_an_answer_and_not_the_chat(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    advance, left = Engine.advance, [3]
+    advance, left = EngineCore.step, [3]
 
-    def interrupted(self: Engine) -> None:
+    def interrupted(self: EngineCore) -> None:
         left[0] -= 1
         if left[0] == 0:
             raise KeyboardInterrupt
         advance(self)
 
-    monkeypatch.setattr(Engine, "advance", interrupted)
+    monkeypatch.setattr(EngineCore, "step", interrupted)
     code, _, err = converse(random_tiny, monkeypatch, run, "Hello\n/stats\nHi\n", "-n", "64")
     assert code == 0
     assert err.count("[stopped]") == 1
     assert "cancelled" in err
-    assert not random_tiny.active
+    assert not random_tiny.core.active
 
 
 def test_ctrl_c_before_the_first_token_forgets_the_message_and_goes_on(
@@ -384,11 +386,11 @@ def test_a_second_ctrl_c_ends_the_chat(
         line = next(lines, None)
         return pressed() or "" if line is None else line
 
-    monkeypatch.setattr(Engine, "advance", pressed)
+    monkeypatch.setattr(EngineCore, "step", pressed)
     if when == "at the prompt":
         monkeypatch.setattr("builtins.input", read)
     else:
-        monkeypatch.setattr(Stream, "close", pressed)
+        monkeypatch.setattr(RequestHandle, "close", pressed)
     monkeypatch.setattr(chat, "_load", lambda options: random_tiny)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\nHello\n"))
     code, out, err = run("chat", "-n", "8")
@@ -397,9 +399,9 @@ def test_a_second_ctrl_c_ends_the_chat(
     assert "[stopped]" not in out
     assert err.count("[stopped]") == (when == "at the prompt")
     monkeypatch.undo()
-    while random_tiny.busy:  # a dropped stream ends in the next step
+    while random_tiny.core.busy:  # a dropped stream ends in the next step
         random_tiny.advance()
-    assert not random_tiny.active
+    assert not random_tiny.core.active
 
 
 def test_two_ctrl_c_that_come_as_one_end_the_chat(
@@ -407,11 +409,11 @@ def test_two_ctrl_c_that_come_as_one_end_the_chat(
 ) -> None:
     """Both can arrive during one step of a large model."""
     again = getattr(ctypes.PyDLL(None), "raise")
-    monkeypatch.setattr(Engine, "advance", lambda self: list(map(again, [signal.SIGINT] * 2)))
+    monkeypatch.setattr(EngineCore, "step", lambda self: list(map(again, [signal.SIGINT] * 2)))
     code, _, err = converse(random_tiny, monkeypatch, run, "Hello\nHello\n")
     assert code == INTERRUPTED
     assert err.count("[stopped]") == 1
-    monkeypatch.setattr(Engine, "advance", lambda self: list(map(again, [signal.SIGINT])))
+    monkeypatch.setattr(EngineCore, "step", lambda self: list(map(again, [signal.SIGINT])))
     code, _, err = converse(random_tiny, monkeypatch, run, "Hello\nHello\n")
     assert code == 0
     assert err.count("[stopped]") == 2

@@ -46,7 +46,9 @@ class Gate:
 
     def __init__(self, engine: Engine):
         self.open = threading.Event()
-        self.held = set(engine.compiled.programs) - set(engine.compiled.keys(LIKELY))
+        self.held = set(engine.core.runner.compiled.programs) - set(
+            engine.core.runner.compiled.keys(LIKELY)
+        )
         self.broken: set[str] = set()  # programs that cannot be compiled
         self._compile = build._compile
 
@@ -73,8 +75,10 @@ def cold(engine: Engine) -> Engine:
         engine.params,
         tokenizer=engine.tokenizer,
     )
-    early = engine.compiled.keys(LIKELY)
-    made.compiled.executables = {name: engine.executables[name] for name in early}
+    early = engine.core.runner.compiled.keys(LIKELY)
+    made.core.runner.compiled.executables = {
+        name: engine.core.runner.executables[name] for name in early
+    }
     return made
 
 
@@ -342,9 +346,9 @@ def test_drafting_is_timed_before_a_warm_server_is_ready(
 ) -> None:
     gate.open.set()
     engine = cold(random_tiny)
-    assert engine.break_even.at(0) == 0
+    assert engine.core.meter.value.at(0) == 0
     live = run_server(lambda: engine, ServerConfig(port=0, warm=warm))
-    assert (engine.break_even.at(0) > 0) == (warm == "common")
+    assert (engine.core.meter.value.at(0) > 0) == (warm == "common")
     assert httpx.post(live.url + CHAT, json=ASK, timeout=60).status_code == 200
     live.stop()
 
@@ -365,8 +369,10 @@ def test_a_failure_while_drafting_is_timed_costs_no_more_than_the_figure(
 
 def test_nothing_but_greedy_programs_need_be_compiled(random_tiny: Engine) -> None:
     engine = cold(random_tiny)
-    for name in set(engine.executables) - set(engine.compiled.keys([Variant.GREEDY])):
-        del engine.executables[name]
+    for name in set(engine.core.runner.executables) - set(
+        engine.core.runner.compiled.keys([Variant.GREEDY])
+    ):
+        del engine.core.runner.executables[name]
     live = run_server(lambda: engine, ServerConfig(port=0, warm="none"))
     found = states(live)
     assert found.pop("greedy") == "ready"
@@ -402,7 +408,7 @@ def test_phases_refusals_and_the_end_are_logged(
         assert chunks(lines)
     live.thread.join(60)
     said = [record.getMessage() for record in logged.records]
-    known = len(live.engine.compiled.keys([Variant.GREEDY, Variant.PENALIZED]))
+    known = len(live.engine.core.runner.compiled.keys([Variant.GREEDY, Variant.PENALIZED]))
     number = refused.headers["x-request-id"]
     message = refused.json()["error"]["message"]
     for line in (

@@ -56,7 +56,7 @@ def test_an_engine_returns_no_text_for_the_end_token(engine: Engine, more: Any) 
     options: Any = {"max_tokens": 4, "logit_bias": {END: 100.0}} | more
     result = engine.generate("Hello", **options)
     assert (result.token_ids, result.text, result.finish_reason) == ([END], "", "stop")
-    pieces = list(engine.stream("Hello", **options))
+    pieces = list(engine.submit("Hello", **options))
     assert "".join(piece.text for piece in pieces) == ""
     # What does not end the output is text.
     ignored = engine.generate("Hello", **options, ignore_eos=True)

@@ -494,7 +494,8 @@ def test_a_past_tool_turn_is_in_the_prompt_as_the_model_wrote_it(
         talk.append({"role": "tool", "tool_call_id": call_id, "content": "hello"})
 
 
-ENDLESS = SimpleNamespace(target=SimpleNamespace(eos_token_ids=()))  # an engine
+_CONFIG = SimpleNamespace(eos_token_ids=())
+ENDLESS = SimpleNamespace(graph=SimpleNamespace(config=_CONFIG))  # an engine
 CHANNELS = """{%- set named = namespace(tool=none) %}
 {%- for m in messages %}
     {%- if m.role == 'assistant' and m.tool_calls %}
@@ -780,7 +781,7 @@ def test_extensions_mean_the_same_in_every_api(read: Any) -> None:
         "metadata": {"a": "b"},
     }
     request = read(json.dumps(BODIES[read] | EVERYWHERE | more).encode())
-    assert request.options == EVERYWHERE | {"logit_bias": {5: 1.5}, "block_size": 2}
+    assert request.options == EVERYWHERE | {"logit_bias": {"5": 1.5}, "block_size": 2}
     assert request.max_tokens == 9
     assert request.stop == ("X",)
     assert request.grammar == ("regex", "a+")

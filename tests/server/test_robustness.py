@@ -332,8 +332,8 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
     engine = twin(random_tiny)
-    timed = engine.break_even = BreakEven((0,), (0.5,))
-    engine.compiled.seconds = 0.5  # a restart keeps both
+    timed = engine.core.meter.use(BreakEven((0,), (0.5,)))
+    engine.core.runner.compiled.seconds = 0.5  # a restart keeps both
     advance, failures = Engine.advance, [True]
 
     def failing(self: Engine) -> None:
@@ -349,8 +349,8 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
     assert "on fire" in failed.json()["error"]["message"]
     assert serves(live)
     assert live.engine is not engine
-    assert (live.engine.break_even, live.engine.compile_s) == (timed, 0.5)
-    assert live.engine.grammars is live.engine.call_grammars.grammars is engine.grammars
+    assert (live.engine.core.meter.value, live.engine.core.runner.compiled.seconds) == (timed, 0.5)
+    assert live.engine.grammars is engine.grammars
     failures.append(True)
     live.stop()
 
@@ -367,7 +367,7 @@ def test_an_engine_without_memory_to_restart_ends_the_server_with_the_reason(
         worker = Worker(lambda: engine)
         await worker.ready.wait()
         monkeypatch.setattr(executor, "place_empty_state", full)
-        monkeypatch.setattr(engine.runner, "step", full)
+        monkeypatch.setattr(engine.core.runner, "step", full)
         worker.submit(
             Job([1, 2], SamplingParams(max_tokens=4), 0, lambda _, __, end: ends.append(end))
         )
@@ -525,17 +525,17 @@ def test_metrics_have_the_names_that_dashboards_look_for(live: LiveServer) -> No
         "spec_decode_num_accepted_tokens_total", "jit_compile_seconds_total",
         "jit_cache_misses_total", "prompt_seconds_total", "tokens_predicted_seconds_total",
     } <= found.keys()  # fmt: skip
-    assert found["jit_cache_misses_total"] == len(live.engine.executables) > 0
-    sizes = {"weights": live.engine.params, "caches": live.engine.runner.state}
+    assert found["jit_cache_misses_total"] == len(live.engine.core.runner.executables) > 0
+    sizes = {"weights": live.engine.params, "caches": live.engine.core.runner.state}
     for part, tree in sizes.items():
         expected = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
         assert found[f'memory_bytes{{model="tiny",part="{part}"}}'] == expected > 0
-    cache = live.engine.prefix_cache
+    cache = live.engine.core.prefix_cache
     assert cache is not None
     assert found['memory_bytes{model="tiny",part="prefix_cache"}'] == cache.bytes
     assert found['memory_bytes{model="tiny",part="programs"}'] >= 0
     if sys.platform == "linux":
-        assert found["resident_memory_bytes"] > sum(live.engine.runner.memory.values())
+        assert found["resident_memory_bytes"] > sum(live.engine.core.runner.memory.values())
     [info] = [name for name in found if name.startswith("build_info")]
     assert 'target="tiny"' in info
     assert 'draft="dflash"' in info

@@ -31,7 +31,7 @@ def served(random_tiny: Engine) -> Iterator[LiveServer]:
     old = random_tiny
     engine = Engine(Graph(old.graph.pair, old.plan), old.params, tokenizer=old.tokenizer)
     engine.share_programs(old)
-    engine.warm_up(sampled=True, penalized=True, constrained=True)
+    engine.warm_up("greedy", "sampled", "penalized", "constrained")
     settings = Settings(keepalive=0.05)
     live = run_server(lambda: engine, ServerConfig(port=0, drain=2, settings=settings))
     yield live

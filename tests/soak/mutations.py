@@ -117,7 +117,7 @@ def prefixes(folder: Path, name: str, use: Use) -> Read:
     def opened(where: Path) -> list[int]:
         plan = dataclasses.replace(first.plan, prefix_cache=1 << 20, prefix_folder=str(where))
         engine = Engine(Graph(first.graph.pair, plan), first.params)
-        engine.compiled.executables = first.executables
+        engine.core.runner.compiled.executables = first.core.runner.executables
         found = engine.generate(PROMPT, max_tokens=12, temperature=2.0, seed=5).token_ids
         engine.close()
         return found

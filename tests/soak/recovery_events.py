@@ -227,7 +227,7 @@ def sweep(
     expected: dict[int, tuple[Any, ...]] = {}
     for block in blocks:
         engine = make_engine(block, steps_per_call=(1, 4)[block % 2], pieces=pieces)
-        engine.warm_up(recovery=True)
+        engine.warm_up("greedy", "recovery")
         for number, scenario in enumerate(scenarios(structured=structured)):
             plain = answer(engine, scenario, speculative=False)
             first = expected.setdefault(number, plain)

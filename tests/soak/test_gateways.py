@@ -44,7 +44,7 @@ PROMPTS = [f"Count from {n} to {n + 6}." for n in range(8)]
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[LiveServer]]:
     engine = dj.load("tiny", plan=dj.Plan(rows=2, max_length=512))
-    engine.warm_up(sampled=True, constrained=True)
+    engine.warm_up("greedy", "sampled", "constrained")
     live = [run_server(lambda: engine, ServerConfig(port=0))]
     live.append(run_server(lambda: twin(engine), ServerConfig(port=0)))
     yield live

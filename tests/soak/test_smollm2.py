@@ -138,7 +138,7 @@ def test_mixed_requests_are_answered_as_if_alone(weights: Weights) -> None:
     with contextlib.closing(dj.load("smollm2", plan=crowded)) as many:
         many.measures_drafting = False
         found = together(many, load)
-        assert (many.active, many.queued) == (0, 0)
+        assert (many.core.active, many.core.queued) == (0, 0)
     assert differences(load, found.outputs, expected) == []
     assert found.cached > 1000
     assert found.drafted_behind_prefix > 100

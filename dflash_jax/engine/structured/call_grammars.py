@@ -37,7 +37,7 @@ class CallGrammars:
         grammar = self.grammars.make(
             {"grammar": calls_grammar(words, self._tokenizer), "prefix": before}
         )
-        self._build((Variant.CONSTRAINED, Variant.FORCED_TOKENS))
+        self._build((Variant.CONSTRAINED, Variant.RECOVERY))
         return grammar
 
     def _usable(self, tool: Tool, end: float) -> Tool:

@@ -16,8 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from dflash_jax.graph.state import Logits, Logprobs, StepOutput
 from dflash_jax.graph.steps.inputs import SetLogitsStateInputs
 from dflash_jax.kernels.vocabulary import top_k
-
-TOP = 20  # maximum number of alternatives reported for a token
+from dflash_jax.plan import MAX_LOGPROBS
 
 
 @struct.dataclass
@@ -98,14 +97,14 @@ def mask_words(vocab: int) -> int:
 
 
 def logprobs(logits: Logits, tokens: Int[Array, "B T"]) -> Logprobs:
-    """Return log-probabilities of one token at each place, and of the `TOP` most probable ones."""
+    """Return log-probabilities of one token at each place, and of the most probable ones."""
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2) - total
-    top, ids = top_k(logits, TOP)
+    top, ids = top_k(logits, MAX_LOGPROBS)
     return Logprobs(chosen[:, :, 0], ids, top - total)
 
 
 def no_logprobs(rows: int, places: int, vocab: int) -> Logprobs:
     """Return zeros in the shapes of `logprobs`."""
-    one, top = (rows, places), (rows, places, min(TOP, vocab))
+    one, top = (rows, places), (rows, places, min(MAX_LOGPROBS, vocab))
     return Logprobs(jnp.zeros(one), jnp.zeros(top, jnp.int32), jnp.zeros(top))
