@@ -437,6 +437,14 @@ def test_verify_returns_zero_when_all_tokens_are_equal(run: Run, asked: list[obj
     assert found["plan"]["block"] == 8
 
 
+def test_verify_compares_sampled_tokens_too(run: Run, asked: list[object]) -> None:
+    options = [o for o in asked if o != "--ignore-eos"]
+    code, out, _ = run("verify", *options, "--temperature", 1.5, "--top-p", 0.9, "--json")
+    found = json.loads(out)
+    assert (code, found["different"]) == (0, 0)
+    assert found["tokens"] > 0
+
+
 def test_drafts_from_the_text_need_no_drafter(run: Run, asked: list[object]) -> None:
     options = [o for o in asked if o != "--ignore-eos"]
     options[options.index("--drafter") + 1] = "ngram"

@@ -57,7 +57,7 @@ class SpeedComparison:
 def check(
     engine: Engine, prompt: Sequence[int], **options: Unpack[SamplingOptions]
 ) -> LosslessCheck:
-    """Decode greedily with and without drafting."""
+    """Decode with and without drafting; sampled output needs a seed to be comparable."""
     fast = engine.generate(prompt, **options, speculative=True)
     slow = engine.generate(prompt, **options, speculative=False)
     return LosslessCheck(tuple(prompt), fast, slow)

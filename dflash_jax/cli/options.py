@@ -76,8 +76,10 @@ def check_request(options: argparse.Namespace) -> None:
     SamplingParams(**chosen_sampling(options))
 
 
-def sampling_options(group: Any, max_tokens: int = OPTIONS["max_tokens"].default) -> None:
-    """Add the flags of a request's options."""
+def sampling_options(
+    group: Any, max_tokens: int = OPTIONS["max_tokens"].default, *, plain: bool = True
+) -> None:
+    """Add the flags of a request's options, and with `plain` one for not drafting."""
     for name, info in OPTIONS.items():
         flags = ["-n"] * (name == "max_tokens") + ["--" + name.replace("_", "-")]
         if info.command and KINDS[name] is bool:
@@ -86,7 +88,8 @@ def sampling_options(group: Any, max_tokens: int = OPTIONS["max_tokens"].default
             default = max_tokens if name == "max_tokens" else info.default
             group.add_argument(*flags, type=KINDS[name], default=default, help=info.help)
     group.add_argument("--stop", action="append", default=[], help="text that ends the output")
-    group.add_argument("--plain", action="store_true", help="decode without drafting")
+    if plain:
+        group.add_argument("--plain", action="store_true", help="decode without drafting")
 
 
 def chosen_sampling(options: argparse.Namespace) -> dict[str, Any]:

@@ -8,12 +8,14 @@ from typing import Any
 
 from dflash_jax.cli.options import (
     check_request,
+    chosen_sampling,
     encode_prompt,
     load_engine,
     model_options,
     new_command,
     prompt_ids,
     prompt_options,
+    sampling_options,
 )
 from dflash_jax.errors import RequestError
 from dflash_jax.show import precision
@@ -25,7 +27,7 @@ def add_command(commands: Any) -> None:
     command = new_command(commands, "verify", run, text, check=check_request)
     prompt_options(command)
     command.add_argument("--prompts", type=Path, help="file with one prompt per line")
-    command.add_argument("-n", "--max-tokens", type=int, default=64)
+    sampling_options(command.add_argument_group("output"), 64, plain=False)
     command.add_argument("--json", action="store_true")
     model_options(command)
 
@@ -38,11 +40,13 @@ def run(options: argparse.Namespace) -> int:
     """
     from dflash_jax.bench.compare import check
 
+    asked: Any = {"seed": 0} | chosen_sampling(options)
+
     def verifiable(engine: Any, prompts: list[list[int]]) -> None:
         if engine.graph.drafter_config is None:
             raise RequestError("there is no drafter, so nothing to verify; give --drafter")
         for ids in prompts:
-            engine.check(ids, max_tokens=options.max_tokens)
+            engine.check(ids, **asked)
 
     engine, prompts = load_engine(
         options,
@@ -52,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     )
     checks = []
     for ids in prompts:
-        checks.append(done := check(engine, ids, max_tokens=options.max_tokens))
+        checks.append(done := check(engine, ids, **asked))
         if not options.json:
             print(line(done), flush=True)
     failed = sum(not c.equal for c in checks)

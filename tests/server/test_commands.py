@@ -459,18 +459,17 @@ def test_bench_in_process_compares_the_modes(
     assert 1 + sum(drafted["accepted_per_position"]) == pytest.approx(tau)
 
 
-def test_bench_compares_no_outputs_that_are_drawn(
+def test_bench_compares_outputs_that_are_drawn(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run, talks: Path
 ) -> None:
-    """Both modes sample the same distribution, but not the same tokens."""
     monkeypatch.setattr("dflash_jax.cli.bench._engine", lambda options, rows: random_tiny)
     options = ("bench", "--data", talks, "-n", 12, "--temperature", 1)
     code, out, err = run(*options)
     assert (code, err) == (0, "")
-    assert "x plain\n" in out
-    assert "outputs equal" not in out
     code, out, _ = run(*options, "--json")
-    assert (code, json.loads(out)["pairs"][0]["equal_outputs"]) == (0, None)
+    [pair] = json.loads(out)["pairs"]
+    assert code == 0
+    assert pair["equal_outputs"] == pair["outputs"] > 0
 
 
 def test_bench_refuses_a_picture_it_cannot_make_before_it_measures(
