@@ -1,7 +1,7 @@
 """HTTP server with the OpenAI and Anthropic APIs. Needs the extra `serve`.
 
-`run` starts the server, `models` holds the loaded models. A request passes the modules in this
-order:
+`configuration` opens models, `run` starts the server, `models` holds the loaded ones. A request
+passes the modules in this order:
 
 1. `http_connection` and `middleware`: HTTP, timeouts, API keys, limits;
    `connection_limit` bounds open connections, `log_limit` the log lines that clients cause;
