@@ -104,7 +104,7 @@ def host_launcher(address: str, hosts: int) -> "Launcher":
       RequestError: the extra `ray` is missing, or no cluster answers.
     """
     _connect(address)
-    from dflash_jax.ray.hosts import RayLauncher
+    from dflash_jax.ray.host_actors import RayLauncher
 
     return RayLauncher(hosts)
 

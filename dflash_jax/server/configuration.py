@@ -162,7 +162,7 @@ def _first(options: ServeOptions, launcher: Callable[[], Any] | None) -> Any:
 
 def _defaults(options: ServeOptions) -> Any:
     from dflash_jax.engine.state_machine import OFF, Recovery
-    from dflash_jax.server.models import RequestDefaults
+    from dflash_jax.server.served_models import RequestDefaults
 
     from_environment = Recovery.from_environment(os.environ)
     chosen = {"off": (OFF, OFF), "tools": (OFF, Recovery()), "all": (Recovery(), Recovery())}

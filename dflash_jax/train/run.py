@@ -21,7 +21,7 @@ from dflash_jax.target_model import TargetModel
 from dflash_jax.train import (
     data,
     evaluate,
-    hosts,
+    exchange,
     objective,
     regenerate,
     user_answers,
@@ -131,7 +131,7 @@ def finish(
     Args:
       decoder: decodes the answers; by default this process, which then records features too.
     """
-    model, config, group = begun.model, begun.config, hosts.current()
+    model, config, group = begun.model, begun.config, exchange.current()
     rows: list[TokenRows] = []
     if group.first:
         rows = answered_rows(begun, out, recipe, report=report, decoder=decoder)

@@ -16,7 +16,7 @@ from dflash_jax.models import build_pair
 from dflash_jax.plan import Plan, Weights
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import data, data_reuse, hosts, self_written, sources
+from dflash_jax.train import data, data_reuse, exchange, self_written, sources
 from dflash_jax.train.files import claim
 from dflash_jax.train.mask import mask_token
 from dflash_jax.train.recipe import FLOAT, Recipe, new_drafter
@@ -66,7 +66,7 @@ def begin(
     The target writes user turns if the source asks for them. Of several hosts, host 0 does this,
     and the others follow.
     """
-    group = hosts.current()
+    group = exchange.current()
     if not group.first:
         return follow(target, out, recipe, start, group)
     model = open_target(target, recipe)
@@ -101,7 +101,7 @@ def begin(
 
 
 def follow(
-    target: str, out: Path, recipe: Recipe, start: Path | None, group: hosts.TrainingHosts
+    target: str, out: Path, recipe: Recipe, start: Path | None, group: exchange.TrainingHosts
 ) -> BegunRun:
     """Return the run that host 0 began, without its data.
 

@@ -20,10 +20,10 @@ import pytest
 from dflash_jax.cli import main
 from dflash_jax.errors import ConfigError, HostError
 from dflash_jax.hosts.channel import Channel
-from dflash_jax.train import hosts, joining
-from dflash_jax.train.hosts import HostLink, TrainingHosts
-from dflash_jax.train.joining import HostOptions
+from dflash_jax.train import exchange, training_hosts
+from dflash_jax.train.exchange import HostLink, TrainingHosts
 from dflash_jax.train.training import Placement
+from dflash_jax.train.training_hosts import HostOptions
 
 Outcome = tuple[Any, BaseException | None]
 
@@ -63,7 +63,7 @@ def three() -> Iterator[list[TrainingHosts]]:
         groups[0].add(i, Channel(ends[0]))
         groups[i].add(0, Channel(ends[1]))
     yield groups
-    together(*(lambda group=group: group.exchange(hosts.LAST) for group in groups))
+    together(*(lambda group=group: group.exchange(exchange.LAST) for group in groups))
     for group in groups:
         group.close()
 
@@ -146,7 +146,7 @@ def test_a_broken_message_is_reported(link: Any) -> None:
 
 
 def test_a_silent_host_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "SILENCE", 0.2)
+    monkeypatch.setattr(exchange, "SILENCE", 0.2)
     end, other = socket.socketpair()
     lost: queue.SimpleQueue[tuple[str, int, bool]] = queue.SimpleQueue()
     with contextlib.closing(HostLink(4, Channel(end), lambda *told: lost.put(told))), other:
@@ -154,8 +154,8 @@ def test_a_silent_host_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pinging_host_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "SILENCE", 0.5)
-    monkeypatch.setattr(hosts, "PING", 0.05)
+    monkeypatch.setattr(exchange, "SILENCE", 0.5)
+    monkeypatch.setattr(exchange, "PING", 0.05)
     lost: queue.SimpleQueue[tuple[str, int, bool]] = queue.SimpleQueue()
     ends = [
         HostLink(i, Channel(end), lambda *told: lost.put(told))
@@ -170,7 +170,7 @@ def test_a_pinging_host_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_host_may_leave_after_the_last_exchange(link: Any) -> None:
     found, other, lost = link
     other.send(b'{"name": "end", "value": null}')
-    assert found.receive()["name"] == hosts.LAST
+    assert found.receive()["name"] == exchange.LAST
     other.close()
     with pytest.raises(queue.Empty):
         lost.get(timeout=0.3)
@@ -184,12 +184,13 @@ def options(host: int, address: tuple[str, int], wait: float = 20.0, **more: Any
 def meet(chosen: HostOptions) -> TrainingHosts:
     group = RecordingHosts(chosen.host, chosen.count)
     with contextlib.ExitStack() as entered:
-        (joining._listen if group.first else joining._connect)(group, chosen, entered, ())
+        meeting = training_hosts._listen if group.first else training_hosts._connect
+        meeting(group, chosen, entered, ())
     return group
 
 
 def test_hosts_meet_in_any_order_past_a_stranger() -> None:
-    address = joining.free_ports()
+    address = training_hosts.free_ports()
 
     def stranger() -> None:
         for _ in range(100):
@@ -201,13 +202,13 @@ def test_hosts_meet_in_any_order_past_a_stranger() -> None:
     groups = values(together(stranger, *works))[1:]
     exchanged = together(*(lambda group=group: group.exchange("n", group.host) for group in groups))
     assert values(exchanged) == [[0, 1, 2]] * 3
-    together(*(lambda group=group: group.exchange(hosts.LAST) for group in groups))
+    together(*(lambda group=group: group.exchange(exchange.LAST) for group in groups))
     for group in groups:
         group.close()
 
 
 def test_hosts_meet_through_a_flood_of_silent_and_of_lying_connections() -> None:
-    address, ended = joining.free_ports(), threading.Event()
+    address, ended = training_hosts.free_ports(), threading.Event()
 
     def flood() -> None:
         with contextlib.ExitStack() as kept:
@@ -235,13 +236,13 @@ def test_hosts_meet_through_a_flood_of_silent_and_of_lying_connections() -> None
         for thread in strangers:
             thread.join()
     assert [len(group._links) for group in groups] == [2, 1, 1]
-    together(*(lambda group=group: group.exchange(hosts.LAST) for group in groups))
+    together(*(lambda group=group: group.exchange(exchange.LAST) for group in groups))
     for group in groups:
         group.close()
 
 
 def test_a_host_with_another_token_is_refused_and_missed() -> None:
-    address = joining.free_ports()
+    address = training_hosts.free_ports()
     (_, missed), (_, refused) = together(
         lambda: meet(options(0, address, wait=1.0, count=2)),
         lambda: meet(options(1, address, count=2, token="")),
@@ -253,7 +254,7 @@ def test_a_host_with_another_token_is_refused_and_missed() -> None:
 
 
 def test_missing_hosts_are_named() -> None:
-    address = joining.free_ports()
+    address = training_hosts.free_ports()
     (_, error), _ = together(
         lambda: meet(options(0, address, wait=2.0)), lambda: meet(options(2, address, count=3))
     )
@@ -262,7 +263,7 @@ def test_missing_hosts_are_named() -> None:
 
 
 def test_a_host_that_nobody_answers_says_where() -> None:
-    address = joining.free_ports()
+    address = training_hosts.free_ports()
     with pytest.raises(
         HostError, match=rf"does not answer at 127.0.0.1, port {address[1]}, within"
     ):
@@ -285,7 +286,7 @@ def test_an_occupied_port_is_named() -> None:
     ],
 )
 def test_another_command_is_refused_at_both_ends(host: int, more: Any, problem: str) -> None:
-    address = joining.free_ports()
+    address = training_hosts.free_ports()
     both = together(lambda: meet(options(0, address)), lambda: meet(options(host, address, **more)))
     for _, error in both:
         assert isinstance(error, HostError)
@@ -295,12 +296,12 @@ def test_another_command_is_refused_at_both_ends(host: int, more: Any, problem: 
 @pytest.mark.parametrize("text", ["", "node", "node:", ":80", "node:x", "node:0", "node:65535"])
 def test_addresses_without_two_ports_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected HOST:PORT"):
-        joining.parse_address(text)
+        training_hosts.parse_address(text)
 
 
 def test_addresses_are_read() -> None:
-    assert joining.parse_address("node:80") == ("node", 80)
-    assert joining.parse_address("[::1]:8000") == ("::1", 8000)
+    assert training_hosts.parse_address("node:80") == ("node", 80)
+    assert training_hosts.parse_address("[::1]:8000") == ("::1", 8000)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +327,7 @@ def test_wrong_options_are_named(
 
 
 def test_devices_that_hosts_cannot_share_are_refused() -> None:
-    with hosts.using(TrainingHosts(0, 2)):
+    with exchange.using(TrainingHosts(0, 2)):
         with pytest.raises(ConfigError, match="devices is 3 for 2 hosts"):
             Placement(3)
         with pytest.raises(ConfigError, match="devices were asked for on host 0, but there are"):
@@ -370,9 +371,9 @@ def test_hosts_that_were_not_heard_of_are_named(
     three: list[TrainingHosts],
 ) -> None:
     assert three[0].silent() == []
-    three[0]._links[1].heard -= 3 * hosts.PING
+    three[0]._links[1].heard -= 3 * exchange.PING
     assert three[0].silent() == [2]
-    error = joining._failed_collective(RuntimeError("UNKNOWN: timed out\nmore"), three[0])
+    error = training_hosts._failed_collective(RuntimeError("UNKNOWN: timed out\nmore"), three[0])
     assert str(error).startswith(
         "a program of all hosts failed, and host 2 is silent (UNKNOWN: timed out); run the same"
     )
