@@ -26,7 +26,7 @@ def app(args: Mapping[str, Any]) -> Any:
 
     Args:
       args: options of `dflash-jax serve` by name, such as `target` and `rows`, and those of
-        `serving.SCALING`. The environment variable DFLASH_SERVE_ROWS gives the default of `rows`.
+        `options.SCALING`. The environment variable DFLASH_SERVE_ROWS gives the default of `rows`.
 
     Raises:
       RequestError: the extra `ray` is missing, or an option is unknown or wrong.
