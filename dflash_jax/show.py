@@ -8,12 +8,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from dflash_jax.engine.result import Result, Stats
-    from dflash_jax.engine.state_machine.trace import RoundTrace
-    from dflash_jax.plan import Plan
+from typing import Any, NamedTuple
 
 NAMES = {
     "drafted": "accepted draft",
@@ -57,7 +52,7 @@ class Shown:
         return self.html
 
 
-def runs(traced: "RoundTrace") -> Iterator[Run]:
+def runs(traced: Any) -> Iterator[Run]:
     """Yield the tokens of a round, then its rejected drafts; ids are the texts without texts."""
     texts = traced.texts or tuple(f"{token} " for token in traced.tokens)
     columns = zip(traced.sources, traced.tokens, texts, strict=True)
@@ -69,7 +64,7 @@ def runs(traced: "RoundTrace") -> Iterator[Run]:
         yield Run("rejected", traced.rejected, texts)
 
 
-def marked(traced: "RoundTrace", *, colours: bool = False) -> str:
+def marked(traced: Any, *, colours: bool = False) -> str:
     """Return a round as text: [+accepted drafts], own tokens, [!forced tokens], [-rejected drafts].
 
     Args:
@@ -84,19 +79,19 @@ def marked(traced: "RoundTrace", *, colours: bool = False) -> str:
     return "".join(parts)
 
 
-def legend(stats: "Stats", *, colours: bool = False) -> str:
+def legend(stats: Any, *, colours: bool = False) -> str:
     """Return a line that explains the marks of `marked`, and the acceptance length."""
     names = ", ".join(_mark(source, name, colours=colours) for source, name in NAMES.items())
     return f"{names}; {_acceptance(stats)}"
 
 
-def result_shown(result: "Result", *, by_round: bool = False) -> Shown:
+def result_shown(result: Any, *, by_round: bool = False) -> Shown:
     """Return a result to display: its trace, or text and statistics without one."""
     text = "".join(map(marked, result.trace)) if result.trace else repr(result)
     return Shown(result_html(result, by_round=by_round), text)
 
 
-def result_html(result: "Result", *, by_round: bool = False) -> str:
+def result_html(result: Any, *, by_round: bool = False) -> str:
     """Return the trace of a result as HTML, or a table of text and statistics without one.
 
     Args:
@@ -114,17 +109,17 @@ def result_html(result: "Result", *, by_round: bool = False) -> str:
     return table_html(rows)
 
 
-def stats_html(stats: "Stats") -> str:
+def stats_html(stats: Any) -> str:
     """Return the statistics of a request as an HTML table."""
     return table_html(_figures(stats))
 
 
-def plan_html(plan: "Plan") -> str:
+def plan_html(plan: Any) -> str:
     """Return the choices of a plan as an HTML table, with what each one is."""
     return table_html(_choices(plan), ("option", "value", "meaning"))
 
 
-def plan_text(plan: "Plan") -> str:
+def plan_text(plan: Any) -> str:
     """Return the choices of a plan as lines of text, with what each one is."""
     rows = _choices(plan)
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
@@ -133,7 +128,7 @@ def plan_text(plan: "Plan") -> str:
     )
 
 
-def precision(plan: "Plan") -> str:
+def precision(plan: Any) -> str:
     """Return in what numbers a completed plan computes, such as "float32" or "int8 weights".
 
     Packed weights are named with the formats of their blocks.
@@ -146,7 +141,7 @@ def precision(plan: "Plan") -> str:
     return f"{plan.weights} weights{named}{by}, {plan.dtype}"
 
 
-def _choices(plan: "Plan") -> list[tuple[str, str, str]]:
+def _choices(plan: Any) -> list[tuple[str, str, str]]:
     fields = dataclasses.fields(plan)
     return [(f.name, str(getattr(plan, f.name)), f.metadata["plan"].help) for f in fields]
 
@@ -167,7 +162,7 @@ def _mark(source: str, text: str, *, colours: bool) -> str:
     return f"[{mark}{text}]" if (mark := MARKS[source]) else text
 
 
-def _round_html(traced: "RoundTrace", *, by_round: bool) -> str:
+def _round_html(traced: Any, *, by_round: bool) -> str:
     elements = "".join(_element(run, inline=by_round) for run in runs(traced))
     if not by_round:
         return elements
@@ -189,12 +184,12 @@ def _element(run: Run, *, inline: bool = False) -> str:
     return f'<{tag} class="dflash-{run.source}" title="{title}">{escape(text)}</{tag}>'
 
 
-def _acceptance(stats: "Stats") -> str:
+def _acceptance(stats: Any) -> str:
     length = stats.acceptance_length
     return "plain decoding" if length is None else f"acceptance length {length:.2f}"
 
 
-def _figures(stats: "Stats") -> list[tuple[str, str]]:
+def _figures(stats: Any) -> list[tuple[str, str]]:
     """Return the main figures of a request, by name."""
     cached = f", {stats.cached_tokens} of them cached" if stats.cached_tokens else ""
     figures: dict[str, Any] = {

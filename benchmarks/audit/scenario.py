@@ -238,7 +238,7 @@ def _draw_request(
         options["block_size"] = rng.randint(1, limits.block)
     end = None
     if rng.random() < 0.15:
-        how = rng.choice(["cell", "close", "drop"])
+        how = rng.choice(["cell", "close", "close", "drop"])
         end = Cancellation(how=how, turns=rng.choice([rng.randrange(4), rng.randrange(30)]))
     accepted, broken = (), ()
     if limits.scripted and rng.random() < 0.85:

@@ -5,7 +5,6 @@ import json
 from typing import Any
 
 from dflash_jax.cli.options import (
-    chosen_drafter,
     chosen_plan,
     model_options,
     new_command,
@@ -97,7 +96,7 @@ def _graph(options: argparse.Namespace) -> Any:
 
     if options.device and options.device not in DEVICES:
         raise RequestError(f"device {options.device!r} is unknown; known: {', '.join(DEVICES)}")
-    plan, drafts = chosen_plan(options), chosen_drafter(options)
+    plan, drafts = chosen_plan(options), None if options.drafter == "none" else options.drafter
     if plan.weights == "packed" or have_weights(options.target, drafts):
         opened = open_pair(options)
         pair, plan = opened.pair, opened.with_stored(plan)

@@ -4,17 +4,20 @@ import argparse
 import contextlib
 import dataclasses
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from dflash_jax.declared import Field
 from dflash_jax.engine.sampling_params import KINDS, OPTIONS, SamplingParams
 from dflash_jax.errors import RequestError
 from dflash_jax.plan import FIELDS, Plan
+from dflash_jax.serve_options import FIELDS as SERVE_FIELDS
+from dflash_jax.serve_options import ServeOptions
 from dflash_jax.utils.progress import announced, is_shown
 from dflash_jax.utils.sources import find_local
 
-LONGEST = 4096  # default capacity of conversations; more would be slower on a CPU
+MODELS = ("target", "drafter", "layer_ids", "lora", "tokenizer")
+ALSO = {"cors_origin": ("--cors",)}  # further flags
 SWITCHES = {"exact": "--inexact"}  # flags that turn a field off; --no-NAME for others
 # Fields of a plan that the commands' common options do not set.
 WITHOUT_FLAG = {
@@ -109,38 +112,22 @@ def wanted_variant(options: argparse.Namespace) -> str:
 def model_options(command: argparse.ArgumentParser) -> None:
     """Add the options that choose the models and the plan."""
     models = command.add_argument_group("models and plan")
-    models.add_argument(
-        "--target",
-        default="tiny",
-        help="directory, .gguf file, hub id, 'smollm2', or 'tiny' (default)",
-    )
-    models.add_argument(
-        "--drafter",
-        default="own",
-        help="directory, .gguf file or hub id; 'auto' for the one published for the target, 'ngram'"
-        " for drafts from the text itself, 'none' for none (default: the shipped target's own)",
-    )
-    models.add_argument(
-        "--layer-ids",
-        choices=("auto", "zero-based", "one-based"),
-        default="auto",
-        help="how the drafter's file numbers target layers, where that is ambiguous",
-    )
-    models.add_argument(
-        "--lora", metavar="DIR", help="PEFT adapter that is added to the target's weights"
-    )
-    models.add_argument(
-        "--tokenizer",
-        metavar="DIR",
-        help="folder with tokenizer.json, where the target's own cannot be used",
-    )
+    add_flags(models, ServeOptions, SERVE_FIELDS, MODELS)
     add_plan_options(models, [name for name in FIELDS if name not in WITHOUT_FLAG])
 
 
 def add_plan_options(group: Any, names: Iterable[str]) -> None:
-    """Add the flags of fields of a plan, with the fields' defaults and help texts."""
+    """Add the flags of fields of a plan."""
+    add_flags(group, Plan, FIELDS, names)
+
+
+def add_flags(
+    group: Any, declared: type, fields: Mapping[str, Field], names: Iterable[str]
+) -> None:
+    """Add the flags of declared fields, with the fields' defaults and help texts."""
+    hints = get_type_hints(declared)
     for name in names:
-        info, default = FIELDS[name], getattr(Plan, name)
+        info, default = fields[name], getattr(declared, name)
         flag = "--" + name.replace("_", "-")
         if default is True:
             flag = SWITCHES.get(name, flag.replace("--", "--no-"))
@@ -149,7 +136,7 @@ def add_plan_options(group: Any, names: Iterable[str]) -> None:
             )
             continue
         if default is False:
-            switch = argparse.BooleanOptionalAction
+            switch = argparse.BooleanOptionalAction if declared is Plan else "store_true"
             group.add_argument(flag, action=switch, default=default, help=info.help)
             continue
         if name == "devices":
@@ -159,16 +146,32 @@ def add_plan_options(group: Any, names: Iterable[str]) -> None:
                     f"--{role}-device", type=int, default=0, metavar=info.metavar, help=text
                 )
             continue
+        if default == ():
+            group.add_argument(
+                flag, *ALSO.get(name, ()), action="append", default=[], help=info.help,
+                metavar=info.metavar,
+            )  # fmt: skip
+            continue
         if name == "mesh":
             default = "x".join(map(str, default))
-        described = info.automatic or default in ("", "auto")  # by the help text
+        kinds = (hints[name], *get_args(hints[name]))
+        kind: Any = next((x for x in (int, float) if x in kinds), str)
+        described = info.automatic or default in ("", "auto") or declared is not Plan
+        choices = None if declared is Plan else _choices(hints[name])
         group.add_argument(
             flag,
-            type=mesh if name == "mesh" else type(default),
+            type=mesh if name == "mesh" else kind,
             default=default,
             metavar=info.metavar,
             help=info.help if described else f"{info.help} (default: %(default)s)",
+            choices=choices,
         )
+
+
+def _choices(hint: Any) -> tuple[str, ...] | None:
+    """Return the values of a Literal, which None may be added to; None for other types."""
+    literals = [x for x in (hint, *get_args(hint)) if get_origin(x) is Literal]
+    return get_args(literals[0]) if literals else None
 
 
 def mesh(text: str) -> tuple[int, int]:
@@ -205,6 +208,8 @@ def chosen_plan(options: argparse.Namespace) -> Plan:
 
 def conversation_plan(options: argparse.Namespace, pair: Any) -> Any:
     """Return the chosen plan, with room for a conversation if --max-length was not given."""
+    from dflash_jax.server.configuration import LONGEST
+
     plan = chosen_plan(options)
     length = plan.max_length or min(LONGEST, pair.configs[0].max_length)
     return dataclasses.replace(plan, max_length=length)
@@ -224,35 +229,11 @@ def report_shown_drafts(options: argparse.Namespace) -> None:
     options.report_drafts |= options.show_drafts
 
 
-def chosen_drafter(options: argparse.Namespace) -> str | None:
-    """Return the source of the drafter, or None for no drafter."""
-    return None if options.drafter == "none" else options.drafter
-
-
 def open_pair(options: argparse.Namespace) -> Any:
     """Open the chosen models without reading weights; warnings go to standard error."""
-    from dflash_jax import loading
+    from dflash_jax.server import configuration
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        pair = loading.open_pair(
-            options.target,
-            chosen_drafter(options),
-            layer_ids=options.layer_ids,
-            taps_at=options.taps_at,
-            lora=options.lora,
-            tokenizer=options.tokenizer,
-        )
-    messages = [str(warning.message) for warning in caught]
-    if note := pair.wide_block(options.block):
-        messages.append(note)
-    for message in messages:
-        _report(message)
-    return dataclasses.replace(pair, report=_report)
-
-
-def _report(message: str) -> None:
-    print(f"dflash-jax: {message}", file=sys.stderr)
+    return configuration.open_pair(options, options.block, options.taps_at)
 
 
 def load_engine(
@@ -302,8 +283,9 @@ def report_progress(what: str, *, quiet: bool) -> Iterator[None]:
 def use_compilation_cache() -> None:
     """Use the compilation cache of `dflash_jax.load`; print a warning if that is impossible."""
     from dflash_jax.graph import cache
+    from dflash_jax.server.configuration import report
 
-    cache.use_compilation_cache(warn=_report)
+    cache.use_compilation_cache(warn=report)
 
 
 def prompt_ids(options: argparse.Namespace, tokenizer: Any) -> list[int]:

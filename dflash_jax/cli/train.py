@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError(f"training needs {error.name}; {install_hint('train')}") from error
     use_compilation_cache()
-    from dflash_jax.train import hosts
+    from dflash_jax.train import exchange
     from dflash_jax.train.evaluate import summary
     from dflash_jax.train.loop import TrainingStopped
     from dflash_jax.train.recipes import recipe
@@ -122,8 +122,8 @@ def run(options: argparse.Namespace) -> int:
         with among_hosts(options, chosen):
             trained = train(options, chosen)
     except TrainingStopped as stop:
-        print(f"dflash-jax: {stop}{hosts.AGAIN}", file=sys.stderr)
-        return hosts.STOPPED
+        print(f"dflash-jax: {stop}{exchange.AGAIN}", file=sys.stderr)
+        return exchange.STOPPED
     if options.host or options.only_answers:
         return 0
     plotted, seconds = draw(options.out), round(time.monotonic() - started, 1)
@@ -145,13 +145,13 @@ def run(options: argparse.Namespace) -> int:
 
 def train(options: argparse.Namespace, recipe: Any) -> Any:
     """Return the outcome of a run; only host 0 reports progress."""
-    from dflash_jax.train import hosts
+    from dflash_jax.train import exchange
     from dflash_jax.train import run as training
     from dflash_jax.train.files import unless_refused
     from dflash_jax.train.setup import RUN, begin
     from dflash_jax.train.training import Placement
 
-    first, decoder = hosts.current().first, None
+    first, decoder = exchange.current().first, None
     if options.ray and first:
         from dflash_jax import ray
 

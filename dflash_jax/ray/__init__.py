@@ -26,7 +26,7 @@ def app(args: Mapping[str, Any]) -> Any:
 
     Args:
       args: options of `dflash-jax serve` by name, such as `target` and `rows`, and those of
-        `serving.SCALING`. The environment variable DFLASH_SERVE_ROWS gives the default of `rows`.
+        `options.SCALING`. The environment variable DFLASH_SERVE_ROWS gives the default of `rows`.
 
     Raises:
       RequestError: the extra `ray` is missing, or an option is unknown or wrong.
@@ -104,7 +104,7 @@ def host_launcher(address: str, hosts: int) -> "Launcher":
       RequestError: the extra `ray` is missing, or no cluster answers.
     """
     _connect(address)
-    from dflash_jax.ray.hosts import RayLauncher
+    from dflash_jax.ray.host_actors import RayLauncher
 
     return RayLauncher(hosts)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import dflash_jax
-from dflash_jax.train.hosts import SILENCE
+from dflash_jax.train.exchange import SILENCE
 from dflash_jax.train.loop import StopFlag, stop_flag
 
 POLL = 0.3  # seconds between two questions to a command

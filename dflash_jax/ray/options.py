@@ -1,11 +1,10 @@
 """Options of the application: those of `dflash-jax serve`, and how replicas are made. No Ray."""
 
-import argparse
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
-from dflash_jax.cli import serve as command
 from dflash_jax.errors import RequestError
+from dflash_jax.serve_options import ServeOptions
 
 PREFIX = "DFLASH_SERVE_"  # of environment variables
 # Options of the application itself, with their defaults: number of replicas, or least and most as
@@ -15,11 +14,14 @@ SCALING = {"replicas": "1", "gpus": "0", "cpus": "1"}
 
 def given_options(
     args: Mapping[str, Any], environ: Mapping[str, str]
-) -> tuple[list[str], dict[str, str]]:
-    """Return the flags of `dflash-jax serve`, and the options of `SCALING`.
+) -> tuple[ServeOptions, dict[str, str]]:
+    """Return the options of `dflash-jax serve`, and those of `SCALING`.
 
     Args:
       args: options by name; they take precedence over those of `environ`.
+
+    Raises:
+      RequestError: a name is unknown, or a value is wrong.
     """
     given: dict[str, Any] = {
         name.removeprefix(PREFIX).lower(): value
@@ -28,43 +30,10 @@ def given_options(
     }
     given |= {name.replace("-", "_"): value for name, value in args.items()}
     scaling = {name: str(given.pop(name, default)) for name, default in SCALING.items()}
-    return command_line(given), scaling
-
-
-def command_line(options: Mapping[str, Any]) -> list[str]:
-    """Return options as the flags of `dflash-jax serve`, those that are false left out."""
-    flags = []
-    for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        for one in value if isinstance(value, list) else [value]:
-            if str(one).lower() == "true":
-                flags.append(flag)
-            elif one is not None and str(one).lower() != "false":
-                flags.append(f"{flag}={one}")
-    return flags
-
-
-def parse(flags: Sequence[str]) -> argparse.Namespace:
-    """Return the options of `dflash-jax serve`.
-
-    Raises:
-      RequestError: a flag is unknown, or a value has the wrong type.
-    """
-    top = _Parser(prog="dflash_jax.ray:app")
-    command.add_command(top.add_subparsers(required=True))
-    return top.parse_args(["serve", *flags])
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises errors, where a command line prints them and ends the process."""
-
-    def __init__(self, **options: Any):
-        super().__init__(**options | {"allow_abbrev": False})
-
-    def error(self, message: str) -> NoReturn:
-        raise RequestError(
-            f"{message}; expected options of `dflash-jax serve`, or {', '.join(SCALING)}"
-        )
+    try:
+        return ServeOptions.of(given), scaling
+    except RequestError as error:
+        raise RequestError(f"{error}; further options are {', '.join(SCALING)}") from None
 
 
 def scaling_options(given: Mapping[str, str], rows: int) -> dict[str, Any]:

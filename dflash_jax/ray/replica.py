@@ -1,11 +1,12 @@
 """A replica: the server's ASGI application over engines of its own, in an actor of Ray Serve."""
 
 import asyncio
-from collections.abc import AsyncGenerator, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, MutableMapping
 from typing import Any
 
 from dflash_jax.errors import ComputeError
 from dflash_jax.ray.calls import Call
+from dflash_jax.serve_options import ServeOptions
 from dflash_jax.server.protocol import Problem
 
 LEAVE_S = 10.0  # seconds in which the application ends a request whose client left
@@ -15,17 +16,15 @@ class Replica:
     """Answers calls of the gateway by the server's application.
 
     Args:
-      flags: command line of `dflash-jax serve`.
+      options: those of `dflash-jax serve`.
     """
 
-    async def __init__(self, flags: Sequence[str]):
-        from dflash_jax.cli.serve import check, configuration
+    async def __init__(self, options: ServeOptions):
         from dflash_jax.graph.background import BackgroundCompiler
-        from dflash_jax.ray.options import parse
+        from dflash_jax.server.configuration import configuration, normalized
         from dflash_jax.server.run import log_to_stderr, new_server
 
-        options = parse(flags)
-        check(options)
+        options = normalized(options)
         log_to_stderr(quiet=options.quiet)
         engines, config = await asyncio.to_thread(configuration, options)
         self._server = new_server(engines, config, [config.host], BackgroundCompiler())

@@ -7,10 +7,9 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from dflash_jax.cli.options import chosen_plan
 from dflash_jax.errors import RequestError
 from dflash_jax.ray.gateway import Gateway
-from dflash_jax.ray.options import given_options, parse, scaling_options
+from dflash_jax.ray.options import given_options, scaling_options
 from dflash_jax.ray.replica import Replica
 from dflash_jax.ray.router import ConversationRouter
 
@@ -21,14 +20,13 @@ GATEWAY_REQUESTS = 10_000  # at a time, per gateway; they only wait
 
 def application(args: Mapping[str, Any]) -> Any:
     """Return the application; arguments and errors as for `dflash_jax.ray.app`."""
-    flags, scaling = given_options(args, os.environ)
-    options = parse(flags)
+    options, scaling = given_options(args, os.environ)
     if options.hosts > 1:
         raise RequestError(
             f"hosts is {options.hosts}, but a replica has one process; serve a model over several"
             " hosts by `dflash-jax serve --hosts N --ray ADDRESS`"
         )
-    rows = chosen_plan(options).rows
+    rows = options.plan.rows
     replica = serve.deployment(
         Replica,
         name="Replica",
@@ -48,4 +46,4 @@ def application(args: Mapping[str, Any]) -> Any:
         max_ongoing_requests=GATEWAY_REQUESTS,
         graceful_shutdown_timeout_s=options.drain + GRACE_S,
     )
-    return gateway.bind(replica.bind(flags), options.max_body or MOST_BODY)
+    return gateway.bind(replica.bind(options), options.max_body or MOST_BODY)

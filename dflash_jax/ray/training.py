@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from dflash_jax.errors import HostError
 from dflash_jax.hosts.launch import TOKEN
 from dflash_jax.ray.commands import CommandProcess, Line, Show, follow
-from dflash_jax.ray.hosts import Placed, gpus_per_node
+from dflash_jax.ray.host_actors import Placed, gpus_per_node
 from dflash_jax.train.loop import stop_flag
 from dflash_jax.train.training_hosts import free_ports
 

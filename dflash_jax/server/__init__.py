@@ -1,7 +1,7 @@
 """HTTP server with the OpenAI and Anthropic APIs. Needs the extra `serve`.
 
-`run` starts the server, `models` holds the loaded models. A request passes the modules in this
-order:
+`configuration` opens models, `run` starts the server, `served_models` has the loaded ones. A
+request passes the modules in this order:
 
 1. `http_connection` and `middleware`: HTTP, timeouts, API keys, limits;
    `connection_limit` bounds open connections, `log_limit` the log lines that clients cause;
@@ -16,7 +16,7 @@ order:
    keeps past responses, `conversation_store` conversations, of each key.
 4. `prompt`: chat template (`rendering`) and token ids, also those of a prompt with a suffix.
 5. `generation`: submits one job per output, with `sampling_options`, to the thread that owns the
-   engine (`worker`); `lifecycle` starts engines again, `output_grammar` adds reasoning and
+   engine (`engine_thread`); `lifecycle` starts engines again, `output_grammar` adds reasoning and
    calls to the grammar of an answer, `errors` has the responses of requests that fail.
 6. `reply`: parses output into reasoning, content and tool calls, and filters repeated calls.
 7. The module of step 3, or `responses_writer`, writes the response, with `writer`, `logprobs` and

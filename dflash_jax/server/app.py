@@ -31,7 +31,6 @@ from dflash_jax.server.generation import Generation, ReplyEvents, prepare
 from dflash_jax.server.information import InfoRoutes, Reader
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Handler, Middleware, Settings, log_error
-from dflash_jax.server.models import ServedModel, ServedModels
 from dflash_jax.server.output_grammar import usable_tools
 from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest, Problem
@@ -40,6 +39,7 @@ from dflash_jax.server.response_store import ResponseStores
 from dflash_jax.server.responses import ResponsesRequest, decode_responses
 from dflash_jax.server.responses_writer import ResponsesWriter
 from dflash_jax.server.sampling_options import sampling_params
+from dflash_jax.server.served_models import ServedModel, ServedModels
 from dflash_jax.server.stored_routes import StoredRoutes
 from dflash_jax.server.web_page import WebPage
 from dflash_jax.server.writer import ResponseWriter, encode, keepalive_event

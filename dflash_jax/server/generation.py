@@ -15,6 +15,7 @@ from dflash_jax.errors import StructureError
 from dflash_jax.graph.keys import Variant
 from dflash_jax.server.background import LONG_PROMPT, by_size, in_thread
 from dflash_jax.server.conversation import parse_tool_calls
+from dflash_jax.server.engine_thread import Job
 from dflash_jax.server.errors import (
     queue_full,
     shutting_down,
@@ -22,7 +23,6 @@ from dflash_jax.server.errors import (
     to_problem,
     unfinished,
 )
-from dflash_jax.server.models import ServedModel
 from dflash_jax.server.output_grammar import structure_problem
 from dflash_jax.server.prompt import (
     EncodedPrompt,
@@ -32,7 +32,7 @@ from dflash_jax.server.prompt import (
 )
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.worker import Job
+from dflash_jax.server.served_models import ServedModel
 from dflash_jax.tool_parsers.events import Event
 
 COMPILING_KEEPALIVE_S = 5.0  # seconds between comments in a stream that waits for programs

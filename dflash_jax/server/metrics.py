@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.server.generation import Generation
-from dflash_jax.server.models import ServedModel
+from dflash_jax.server.served_models import ServedModel
 from dflash_jax.server.statistics import cached, queued_s
 from dflash_jax.version import __version__
 

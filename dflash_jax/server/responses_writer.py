@@ -7,9 +7,9 @@ from dflash_jax.server import statistics
 from dflash_jax.server.freeform import FreeformInput, freeform_input
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.logprobs import chat_logprobs
-from dflash_jax.server.models import answer_name
 from dflash_jax.server.protocol import ClientTool, Problem, new_id
 from dflash_jax.server.reply import Reply, ReplyPart
+from dflash_jax.server.served_models import answer_name
 from dflash_jax.server.writer import sse_event
 from dflash_jax.tool_parsers.events import (
     Content,

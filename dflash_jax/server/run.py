@@ -26,13 +26,13 @@ from dflash_jax.server.connection_limit import (
     BoundedConnections,
     most_connections,
 )
+from dflash_jax.server.engine_thread import Worker
 from dflash_jax.server.errors import shutting_down
 from dflash_jax.server.http_connection import Connection
 from dflash_jax.server.lifecycle import Warm
 from dflash_jax.server.log_limit import limit_logs, report_loop_error
 from dflash_jax.server.middleware import Settings
-from dflash_jax.server.models import RequestDefaults, ServedModel
-from dflash_jax.server.worker import Worker
+from dflash_jax.server.served_models import RequestDefaults, ServedModel
 
 log = logging.getLogger("dflash_jax.server")
 

@@ -7,10 +7,10 @@ from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.engine.state_machine import OFF
 from dflash_jax.errors import RequestError
 from dflash_jax.server.errors import to_problem
-from dflash_jax.server.models import ServedModel
 from dflash_jax.server.output_grammar import structure_of
 from dflash_jax.server.prompt import EncodedPrompt, resolve_max_tokens
 from dflash_jax.server.protocol import GenerationRequest, Problem
+from dflash_jax.server.served_models import ServedModel
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions
 MOST_GRAMMAR = 2**18  # characters; larger grammars would block other requests for seconds

@@ -10,9 +10,9 @@ from dflash_jax.engine.result import TokenLogprob
 from dflash_jax.server import statistics
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
-from dflash_jax.server.models import answer_name
 from dflash_jax.server.protocol import Api, Problem, new_id
 from dflash_jax.server.reply import Reply
+from dflash_jax.server.served_models import answer_name
 from dflash_jax.tokenizer import TextStream
 from dflash_jax.tool_parsers.events import Event
 

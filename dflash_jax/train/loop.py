@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from dflash_jax.errors import ComputeError
-from dflash_jax.train import hosts, saved
+from dflash_jax.train import exchange, saved
 from dflash_jax.train.files import saved_as
 from dflash_jax.utils.progress import time_left
 
@@ -101,7 +101,7 @@ def fit(
       CheckpointError: the saved state belongs to another run, or the disk is full.
     """
     first, state = saved.newest(run.path, state, run.identity)
-    window, group = MetricsWindow(run, first), hosts.current()
+    window, group = MetricsWindow(run, first), exchange.current()
     with stop_flag() as flag:
         for step in range(first, run.steps):
             state, metrics = advance(state, step)

@@ -18,7 +18,7 @@ from dflash_jax.config import AttentionConfig, DrafterConfig
 from dflash_jax.errors import ComputeError
 from dflash_jax.models import build_pair
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import data, evaluate, hosts, objective, regenerate
+from dflash_jax.train import data, evaluate, exchange, objective, regenerate
 from dflash_jax.train import rows as packing
 from dflash_jax.train.data import Usage
 from dflash_jax.train.files import saved_as, sound, unless_refused, write_json
@@ -109,7 +109,7 @@ def finish(begun: BegunRun, *, decoder: regenerate.Decoder | None = None) -> Out
       decoder: decodes the answers; by default this process, which then records features too.
     """
     out, recipe, report = begun.out, begun.recipe, begun.report
-    model, config, group = begun.model, begun.config, hosts.current()
+    model, config, group = begun.model, begun.config, exchange.current()
     rows: list[TokenRows] = []
     if group.first:
         rows = answered_rows(begun, decoder=decoder)

@@ -17,7 +17,7 @@ import numpy as np
 
 from dflash_jax import checkpoint
 from dflash_jax.errors import CheckpointError
-from dflash_jax.train import hosts
+from dflash_jax.train import exchange
 from dflash_jax.train.files import DAMAGED, remove, write_json
 from dflash_jax.utils import partial
 from dflash_jax.utils.atomic import new_path
@@ -33,7 +33,7 @@ def save(folder: Path, step: int, state: State, identity: str) -> None:
     Raises:
       CheckpointError: the state could not be written; earlier ones stay.
     """
-    group = hosts.current()
+    group = exchange.current()
     if group.first:
         try:
             _write(folder, step, state, identity)
@@ -68,7 +68,7 @@ def newest(folder: Path, state: State, identity: str) -> tuple[int, State]:
       HostError: hosts see different states.
     """
     step = next(reversed(_steps(folder)), 0)
-    hosts.current().agree("the newest saved step", step)
+    exchange.current().agree("the newest saved step", step)
     if not step:
         return 0, state
     flat, structure = _flat(state), jax.tree.structure(state)

@@ -22,7 +22,7 @@ from dflash_jax.plan import Plan, Weights
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.train import data, hosts, self_written, sources
+from dflash_jax.train import data, exchange, self_written, sources
 from dflash_jax.train.data import Example, Usage
 from dflash_jax.train.files import claim, differences, saved_as, sound
 from dflash_jax.train.recipes import DSPARK, FLOAT, KL, MIX, Recipe, new_drafter
@@ -77,7 +77,7 @@ def begin(
     The target writes user turns if the source asks for them. Of several hosts, host 0 does this,
     and the others follow.
     """
-    group = hosts.current()
+    group = exchange.current()
     if not group.first:
         return follow(target, out, recipe, report, start, group)
     model = open_target(target, recipe)
@@ -117,7 +117,7 @@ def follow(
     recipe: Recipe,
     report: Report,
     start: Path | None,
-    group: hosts.TrainingHosts,
+    group: exchange.TrainingHosts,
 ) -> BegunRun:
     """Return the run that host 0 began, without its data.
 

@@ -15,7 +15,15 @@ from dflash_jax.graph.build import jit
 from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.models import build_pair
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import drafter, features, hosts, initial_weights, loop, objective, optimizer
+from dflash_jax.train import (
+    drafter,
+    exchange,
+    features,
+    initial_weights,
+    loop,
+    objective,
+    optimizer,
+)
 from dflash_jax.train.features import FeatureStore
 from dflash_jax.train.recipes import CACHE, LAYERS, Recipe, new_drafter
 from dflash_jax.train.rows import Batches, TokenRows
@@ -99,7 +107,7 @@ def cached_features(
     """
     if store is None:
         return None
-    group = hosts.current()
+    group = exchange.current()
     if not group.first:
         group.exchange("features")
     cache = features.fill_cache(
@@ -147,7 +155,7 @@ def fit(
       ComputeError, CheckpointError, TrainingStopped: see `loop.fit` and `features.fill_cache`.
       HostError: hosts start with different parameters, or from different states.
     """
-    group = hosts.current()
+    group = exchange.current()
     config = new_drafter(recipe, model.config, mask_id)
     check_pair(model.config, config)
     pair = build_pair(model.config, config)
@@ -227,7 +235,7 @@ class Placement:
     """
 
     def __init__(self, devices: int):
-        self._hosts = hosts.current().count
+        self._hosts = exchange.current().count
         each, rest = divmod(devices, self._hosts)
         if rest:
             raise ConfigError(
@@ -266,7 +274,7 @@ class Placement:
         return jax.tree.map(put, tree)
 
 
-def digest(tree: Any, group: hosts.TrainingHosts) -> str:
+def digest(tree: Any, group: exchange.TrainingHosts) -> str:
     """Return a digest of arrays, by which hosts compare theirs; empty on a single host."""
     if group.count == 1:
         return ""

@@ -32,8 +32,8 @@ from dflash_jax.hosts.channel import (
 )
 from dflash_jax.hosts.coordinator import private_address, relay, tunnel
 from dflash_jax.hosts.launch import LOOPBACK, TOKEN
-from dflash_jax.train import hosts
-from dflash_jax.train.hosts import AGAIN, STOPPED, TrainingHosts
+from dflash_jax.train import exchange
+from dflash_jax.train.exchange import AGAIN, STOPPED, TrainingHosts
 from dflash_jax.train.loop import TrainingStopped
 from dflash_jax.utils.command import INTERRUPTED, TERMINATED, Terminated
 from dflash_jax.version import __version__
@@ -117,10 +117,10 @@ def joined(options: HostOptions, command: Sequence[str] = ()) -> Iterator[Traini
             raise
         try:
             _start_jax(options)
-            with hosts.using(group):
+            with exchange.using(group):
                 yield group
                 group.exchange("done")  # until then a host that is gone ends all
-                group.exchange(hosts.LAST)
+                group.exchange(exchange.LAST)
         except BaseException as error:
             if isinstance(error, jax.errors.JaxRuntimeError):
                 time.sleep(2 * RETRY)  # a lost host fails collectives; its thread names it

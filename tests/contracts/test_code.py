@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from dflash_jax.graph.keys import Step, Variant
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("dflash_jax", "converters")
 FILE_LINES, FUNCTION_LINES, PARAMETERS, ENGINE_FILES = 600, 70, 8, 16
@@ -124,6 +126,10 @@ def test_files_and_functions_are_short_and_take_few_parameters(area: str) -> Non
             if count > PARAMETERS and not is_public_constructor(function, owner):
                 found.append(f"{where} has {count} parameters")
     expect_none(found)
+
+
+def test_no_step_is_called_as_a_variant() -> None:
+    assert not {*Step} & {*Variant}
 
 
 def test_the_engine_has_few_files_at_its_top() -> None:

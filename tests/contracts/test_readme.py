@@ -15,9 +15,8 @@ import pytest
 import dflash_jax as dj
 from dflash_jax import loading
 from dflash_jax.cli import main, parser
-from dflash_jax.cli.options import chosen_plan
 from dflash_jax.engine.engine import Engine
-from dflash_jax.ray.options import given_options, parse, scaling_options
+from dflash_jax.ray.options import given_options, scaling_options
 from dflash_jax.server.run import ServerConfig
 from dflash_jax.train.recipes import recipe
 from tests.server.conftest import LiveServer, run_server
@@ -116,7 +115,7 @@ def test_python_runs_and_prints_what_its_comments_say(
     out = capsys.readouterr().out
     if "# [B, T, V]" not in text:  # shapes by name
         assert not [comment for comment in printed(text) if comment not in out]
-    if "result.text" in text:
+    if "engine.submit(prompt, max_tokens=64):" in text:
         assert "1. red" in space["result"].text
         assert out.count(space["result"].text) == 2  # whole, then streamed
     if "answers" in space:
@@ -164,7 +163,7 @@ def check_command(program: str, *words: str) -> None:
         assert set(",".join(extras).split(",")) <= set(project["optional-dependencies"])
     elif program == "serve":
         assert words[:2] == ("run", "dflash_jax.ray:app")
-        parse(given_options(dict(word.split("=") for word in words[2:]), {})[0])
+        given_options(dict(word.split("=") for word in words[2:]), {})
     elif program == "python":
         assert words[0] == "-m"
         assert importlib.util.find_spec(words[1])
@@ -182,8 +181,8 @@ def test_configurations_have_options_that_exist(text: str) -> None:
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     for application in yaml.safe_load(text).get("applications", ()):
         assert application["import_path"] == "dflash_jax.ray:app"
-        flags, scaling = given_options(application["args"], {})
-        scaling_options(scaling, chosen_plan(parse(flags)).rows)
+        options, scaling = given_options(application["args"], {})
+        scaling_options(scaling, options.plan.rows)
 
 
 @pytest.mark.parametrize("page", [page for page, found in INLINE.items() if found])

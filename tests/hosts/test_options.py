@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--hosts", "0"], "--hosts is 0; expected a number of processes, at least 1"),
+        (["--hosts", "0"], "--hosts is 0; expected an integer of at least 1"),
         (["--ray", "auto"], "--hosts is 1 with --ray; expected a number of processes, at least 2"),
         (["--hosts", "2", "--model", "b=tiny"], "--model cannot be used with --hosts 2; leave it"),
         (["--hosts", "2", "--prefix-folder", "x"], "--prefix-folder cannot be used with --hosts"),

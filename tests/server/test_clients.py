@@ -11,9 +11,9 @@ import pytest
 
 from dflash_jax.server import app
 from dflash_jax.server.generation import prepare
-from dflash_jax.server.models import ServedModel
 from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest
+from dflash_jax.server.served_models import ServedModel
 from tests.server.conftest import CONTEXT, LiveServer
 
 Nothing = SimpleNamespace(content=())

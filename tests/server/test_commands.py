@@ -31,6 +31,8 @@ from dflash_jax.engine.result import Piece
 from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.errors import RequestError
 from dflash_jax.loading import locate
+from dflash_jax.serve_options import ServeOptions
+from dflash_jax.server import configuration
 from dflash_jax.server.run import log_to_stderr, url_of
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.command import INTERRUPTED
@@ -143,14 +145,20 @@ def test_serve_refuses_what_it_cannot_do(run: Run, tmp_path: Path) -> None:
         assert "Error" in err
 
 
+def served(*words: str) -> ServeOptions:
+    """The checked options of a command line."""
+    options = parser().parse_args(["serve", *words])
+    options.check(options)
+    return options.serve
+
+
 @pytest.mark.parametrize(
     ("flags", "reported"),
     [([], True), (["--report-drafts"], True), (["--no-report-drafts"], False)],
 )
 def test_serve_reports_drafts_unless_told_otherwise(flags: list[str], reported: bool) -> None:
-    options = parser().parse_args(["serve", "--max-length", "64", *flags])
-    options.check(options)
-    assert serve._plan(options, None).report_drafts is reported
+    options = served("--max-length", "64", *flags)
+    assert configuration._plan(options, None).report_drafts is reported
 
 
 def test_serve_sets_the_time_that_a_grammar_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,6 +170,7 @@ def test_serve_sets_the_time_that_a_grammar_may_take(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("dflash_jax.server.run.serve", open_all)
     asked = ["serve", "--grammar-timeout", "7", "--model", "second=tiny"]
     options = parser().parse_args(asked)
+    options.check(options)
     assert serve.run(options) == 0
     assert [engine.grammars.seconds for engine in opened] == [7.0, 7.0]
 
@@ -173,7 +182,7 @@ def test_addresses_of_both_kinds_become_urls() -> None:
 
 def test_every_model_may_do_without_a_drafter() -> None:
     asked = ["serve", "--name", "first", "--model", "second=tiny,none", "--model", "third=tiny"]
-    pairs = serve._pairs(parser().parse_args(asked))
+    pairs = configuration._pairs(served(*asked[1:]), None)
     drafters = {name: pair.configs[1] is not None for name, pair in pairs.items()}
     assert drafters == {"first": True, "second": False, "third": True}
 
@@ -183,7 +192,7 @@ def test_the_adapter_belongs_to_the_first_model() -> None:
     lora = tests / "converters" / "data" / "adapters" / "patterns.llama3"
     target = tests / "oracle" / "targets" / "llama3"
     asked = ["serve", "--target", str(target), "--lora", str(lora), "--model", "second=tiny"]
-    first, second = serve._pairs(parser().parse_args(asked)).values()
+    first, second = configuration._pairs(served(*asked[1:]), None).values()
     assert "adapter of llama3" in first.target.notes[-1]
     assert second.target.notes == ()
 
@@ -192,7 +201,7 @@ def test_rules_for_agents_are_on_and_the_environment_has_its_say(
     monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     def chosen(*words: str) -> tuple[Recovery, Recovery]:
-        found = serve._defaults(parser().parse_args(["serve", *words]))
+        found = configuration._defaults(served(*words))
         return found.recovery, found.with_tools
 
     assert chosen() == (OFF, Recovery())

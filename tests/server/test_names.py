@@ -8,8 +8,8 @@ import pytest
 from dflash_jax.cli import parser
 from dflash_jax.cli.serve import check
 from dflash_jax.errors import RequestError
-from dflash_jax.server.models import ServedModels, answer_name
 from dflash_jax.server.protocol import Problem
+from dflash_jax.server.served_models import ServedModels, answer_name
 
 MODELS: list[Any] = [
     SimpleNamespace(name=name, last_used_ms=used) for name, used in (("tiny", 1), ("small", 2))

@@ -11,7 +11,7 @@ from benchmarks.audit.server import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.errors import StructureError
 from dflash_jax.loading import locate
-from dflash_jax.server import models
+from dflash_jax.server import served_models
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.chat import decode_chat
 from dflash_jax.server.output_grammar import structure_of, structure_problem, usable_tools
@@ -245,7 +245,7 @@ def test_a_prefill_that_contradicts_its_structure_is_refused(
 def test_health_fails_while_the_engine_is_stuck_in_a_step(
     live: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "STALLED_S", 0.05)
+    monkeypatch.setattr(served_models, "STALLED_S", 0.05)
     assert httpx.get(live.url + "/health").status_code == 200  # it waits for work
     [model] = live.running.server.models
     opened = threading.Event()

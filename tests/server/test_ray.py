@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 import dflash_jax.ray
-from dflash_jax.cli.options import chosen_plan
 from dflash_jax.errors import RequestError
 from dflash_jax.ray.calls import Call, Conversations, conversation_key, ranked
-from dflash_jax.ray.options import given_options, parse, scaling_options
+from dflash_jax.ray.options import given_options, scaling_options
 
 ROOT = Path(__file__).parents[2]
 SCALING = {"replicas": "1", "gpus": "0", "cpus": "1"}
@@ -37,11 +36,10 @@ def test_the_parts_without_ray_import_neither_ray_nor_jax() -> None:
 def test_options_come_from_arguments_before_the_environment() -> None:
     environ = {"DFLASH_SERVE_ROWS": "4", "DFLASH_SERVE_QUEUE": "9", "OTHER": "1"}
     args = {"rows": 2, "no-ui": True, "metrics": "false", "model": ["a=tiny", "b=tiny"]}
-    flags, scaling = given_options(args | {"replicas": "1-3"}, environ)
-    options = parse(flags)
+    options, scaling = given_options(args | {"replicas": "1-3"}, environ)
     assert (options.queue, options.no_ui, options.metrics) == (9, True, False)
-    assert options.model == ["a=tiny", "b=tiny"]
-    assert chosen_plan(options).rows == 2
+    assert options.model == ("a=tiny", "b=tiny")
+    assert options.plan.rows == 2
     assert scaling == SCALING | {"replicas": "1-3"}
 
 
@@ -56,18 +54,16 @@ def test_replicas_are_a_number_or_scaled_by_the_requests_that_run() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"row": 2}, r"--row=2.*expected options of `dflash-jax serve`, or replicas, gpus, cpus"),
-        ({"rows": "two"}, "--rows: invalid int value: 'two'"),
+        ({"row": 2}, r"'row' is no option of `dflash-jax serve`.* are replicas, gpus, cpus"),
+        ({"rows": "two"}, "rows is 'two'; expected an integer"),
         ({"replicas": "3-2"}, "replicas is '3-2'; expected a number, or least and most"),
         ({"replicas": "0"}, "replicas is '0'; expected a whole number of at least 1"),
         ({"gpus": "many"}, "gpus is 'many'; expected a number of at least 0"),
     ],
 )
 def test_wrong_options_are_named(args: dict[str, Any], message: str) -> None:
-    flags, scaling = given_options(args, {})
-    with pytest.raises(RequestError, match=message):  # noqa: PT012
-        parse(flags)
-        scaling_options(scaling, 1)
+    with pytest.raises(RequestError, match=message):
+        scaling_options(given_options(args, {})[1], 1)
 
 
 def user(content: Any) -> dict[str, Any]:

@@ -41,15 +41,15 @@ from dflash_jax.engine.state_machine.speculation import BreakEven
 from dflash_jax.errors import CheckpointError, ComputeError, RequestError
 from dflash_jax.graph import executor
 from dflash_jax.server import app, statistics
+from dflash_jax.server.engine_thread import Job, Worker
 from dflash_jax.server.generation import prepare
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Settings
-from dflash_jax.server.models import ServedModel
 from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest
 from dflash_jax.server.run import ServerConfig, serve
+from dflash_jax.server.served_models import ServedModel
 from dflash_jax.server.thinking import EFFORTS
-from dflash_jax.server.worker import Job, Worker
 from dflash_jax.tokenizer import Tokenizer
 from tests.server.conftest import QUEUE, LiveServer, run_server, twin
 
@@ -332,7 +332,7 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
     engine = twin(random_tiny)
-    timed = engine.core.meter.use(BreakEven((0,), (0.5,)))
+    engine.core.meter.use(timed := BreakEven((0,), (0.5,)))
     engine.core.runner.compiled.seconds = 0.5  # a restart keeps both
     advance, failures = Engine.advance, [True]
 

@@ -97,7 +97,7 @@ def together(engine: Any, load: Sequence[Case]) -> Found:
         for i, handle in list(running.items()):
             limit = load[i].cancel_after
             if limit is not None and len(handle.token_ids) >= limit:
-                engine.cancel(handle)
+                handle.close()
             if handle.done:
                 result = running.pop(i).result()
                 found.outputs[i] = list(result.token_ids)

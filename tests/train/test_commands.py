@@ -7,7 +7,7 @@ import pytest
 
 from dflash_jax.ray import commands
 from dflash_jax.ray.commands import CommandProcess, follow, run_here
-from dflash_jax.train.hosts import STOPPED
+from dflash_jax.train.exchange import STOPPED
 from dflash_jax.train.loop import StopFlag
 from dflash_jax.utils.command import TERMINATED
 

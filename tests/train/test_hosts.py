@@ -20,8 +20,8 @@ import pytest
 from dflash_jax.cli import main
 from dflash_jax.errors import ConfigError, HostError
 from dflash_jax.hosts.channel import Channel
-from dflash_jax.train import hosts, training_hosts
-from dflash_jax.train.hosts import HostLink, TrainingHosts
+from dflash_jax.train import exchange, training_hosts
+from dflash_jax.train.exchange import HostLink, TrainingHosts
 from dflash_jax.train.training import Placement
 from dflash_jax.train.training_hosts import HostOptions
 
@@ -63,7 +63,7 @@ def three() -> Iterator[list[TrainingHosts]]:
         groups[0].add(i, Channel(ends[0]))
         groups[i].add(0, Channel(ends[1]))
     yield groups
-    together(*(lambda group=group: group.exchange(hosts.LAST) for group in groups))
+    together(*(lambda group=group: group.exchange(exchange.LAST) for group in groups))
     for group in groups:
         group.close()
 
@@ -146,7 +146,7 @@ def test_a_broken_message_is_reported(link: Any) -> None:
 
 
 def test_a_silent_host_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "SILENCE", 0.2)
+    monkeypatch.setattr(exchange, "SILENCE", 0.2)
     end, other = socket.socketpair()
     lost: queue.SimpleQueue[tuple[str, int, bool]] = queue.SimpleQueue()
     with contextlib.closing(HostLink(4, Channel(end), lambda *told: lost.put(told))), other:
@@ -154,8 +154,8 @@ def test_a_silent_host_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pinging_host_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "SILENCE", 0.5)
-    monkeypatch.setattr(hosts, "PING", 0.05)
+    monkeypatch.setattr(exchange, "SILENCE", 0.5)
+    monkeypatch.setattr(exchange, "PING", 0.05)
     lost: queue.SimpleQueue[tuple[str, int, bool]] = queue.SimpleQueue()
     ends = [
         HostLink(i, Channel(end), lambda *told: lost.put(told))
@@ -170,7 +170,7 @@ def test_a_pinging_host_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_host_may_leave_after_the_last_exchange(link: Any) -> None:
     found, other, lost = link
     other.send(b'{"name": "end", "value": null}')
-    assert found.receive()["name"] == hosts.LAST
+    assert found.receive()["name"] == exchange.LAST
     other.close()
     with pytest.raises(queue.Empty):
         lost.get(timeout=0.3)
@@ -184,9 +184,8 @@ def options(host: int, address: tuple[str, int], wait: float = 20.0, **more: Any
 def meet(chosen: HostOptions) -> TrainingHosts:
     group = RecordingHosts(chosen.host, chosen.count)
     with contextlib.ExitStack() as entered:
-        (training_hosts._listen if group.first else training_hosts._connect)(
-            group, chosen, entered, ()
-        )
+        meeting = training_hosts._listen if group.first else training_hosts._connect
+        meeting(group, chosen, entered, ())
     return group
 
 
@@ -203,7 +202,7 @@ def test_hosts_meet_in_any_order_past_a_stranger() -> None:
     groups = values(together(stranger, *works))[1:]
     exchanged = together(*(lambda group=group: group.exchange("n", group.host) for group in groups))
     assert values(exchanged) == [[0, 1, 2]] * 3
-    together(*(lambda group=group: group.exchange(hosts.LAST) for group in groups))
+    together(*(lambda group=group: group.exchange(exchange.LAST) for group in groups))
     for group in groups:
         group.close()
 
@@ -237,7 +236,7 @@ def test_hosts_meet_through_a_flood_of_silent_and_of_lying_connections() -> None
         for thread in strangers:
             thread.join()
     assert [len(group._links) for group in groups] == [2, 1, 1]
-    together(*(lambda group=group: group.exchange(hosts.LAST) for group in groups))
+    together(*(lambda group=group: group.exchange(exchange.LAST) for group in groups))
     for group in groups:
         group.close()
 
@@ -328,7 +327,7 @@ def test_wrong_options_are_named(
 
 
 def test_devices_that_hosts_cannot_share_are_refused() -> None:
-    with hosts.using(TrainingHosts(0, 2)):
+    with exchange.using(TrainingHosts(0, 2)):
         with pytest.raises(ConfigError, match="devices is 3 for 2 hosts"):
             Placement(3)
         with pytest.raises(ConfigError, match="devices were asked for on host 0, but there are"):
@@ -372,7 +371,7 @@ def test_hosts_that_were_not_heard_of_are_named(
     three: list[TrainingHosts],
 ) -> None:
     assert three[0].silent() == []
-    three[0]._links[1].heard -= 3 * hosts.PING
+    three[0]._links[1].heard -= 3 * exchange.PING
     assert three[0].silent() == [2]
     error = training_hosts._failed_collective(RuntimeError("UNKNOWN: timed out\nmore"), three[0])
     assert str(error).startswith(

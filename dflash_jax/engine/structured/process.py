@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.engine.structured import worker as grammar_worker
+from dflash_jax.engine.structured import trial_process
 from dflash_jax.errors import RequestError
 
 SECONDS = 30.0  # a grammar may take, by default
@@ -42,7 +42,7 @@ class GrammarTrials:
     """
 
     def __init__(
-        self, tokenizer: str, vocab: int, eos: Sequence[int], memory: int = grammar_worker.MEMORY
+        self, tokenizer: str, vocab: int, eos: Sequence[int], memory: int = trial_process.MEMORY
     ):
         self._short = GrammarProcess(tokenizer, vocab, eos, memory)
         self._long = GrammarProcess(tokenizer, vocab, eos, memory)
@@ -189,7 +189,7 @@ class GrammarProcess:
     def _start(self) -> None:
         """Start the process, in place of one that ended, and give it the tokenizer."""
         self._end()
-        command = [sys.executable, "-P", grammar_worker.__file__]  # -P: imports none of our modules
+        command = [sys.executable, "-P", trial_process.__file__]  # -P: imports none of our modules
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         try:  # in a session of its own, as Ctrl-C in a terminal must not reach it
             process = subprocess.Popen(command, start_new_session=True, **pipes)

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.state_machine import OFF, Recovery
+from dflash_jax.server.engine_thread import Worker
 from dflash_jax.server.errors import not_ready
 from dflash_jax.server.prompt import ToolTurnCache
 from dflash_jax.server.protocol import Problem
-from dflash_jax.server.worker import Worker
 from dflash_jax.tool_parsers import Syntax, syntax_of
 
 STALLED_S = 120.0  # seconds of one step, after which health checks fail; steps take less than one

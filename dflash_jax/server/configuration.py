@@ -1,0 +1,189 @@
+"""Open the models that `ServeOptions` name, and configure the server."""
+
+import dataclasses
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.errors import RequestError
+from dflash_jax.serve_options import KEYS, ServeOptions
+
+LONGEST = 4096  # default capacity of conversations; more would be slower on a CPU
+
+
+def normalized(options: ServeOptions) -> ServeOptions:
+    """Check names of hosts and models before JAX is imported or a model is opened.
+
+    Raises:
+      CheckpointError: a model or tokenizer does not exist.
+      RequestError: a value is wrong.
+    """
+    from dflash_jax.server import access
+
+    options.check_files()
+    return dataclasses.replace(
+        options,
+        allowed_host=tuple(map(access.allowed_host, options.allowed_host)),
+        cors_origin=tuple(map(access.cors_origin, options.cors_origin)),
+    )
+
+
+def configuration(
+    options: ServeOptions, launcher: Callable[[], Any] | None = None
+) -> tuple[dict[str, Callable[[], Any]], Any]:
+    """Open the models of checked options; return what loads their engines, and `ServerConfig`.
+
+    Args:
+      launcher: makes what starts the workers of several hosts; by default they run here.
+
+    Raises:
+      RequestError: a file of an option cannot be used.
+      ConfigError, CheckpointError: a model is not supported, or damaged.
+    """
+    from dflash_jax.graph import cache
+    from dflash_jax.server.middleware import Settings
+    from dflash_jax.server.run import ServerConfig
+
+    pairs = _pairs(options, launcher)
+    settings = Settings(
+        api_keys=_keys(options.api_key_file),
+        max_body=options.max_body,
+        timeout=options.timeout if options.timeout > 0 else None,
+        compile_wait=options.compile_wait,
+        metrics=options.metrics,
+        cors=options.cors_origin,
+        allowed_hosts=options.allowed_host,
+        ui=not options.no_ui,
+        aliases=options.aliases,
+        any_name=options.serve_any_name,
+    )
+    config = ServerConfig(
+        host=options.host,
+        port=options.port,
+        drain=options.drain,
+        warm=options.warm,
+        defaults=_defaults(options),
+        settings=settings,
+    )
+    cache.use_compilation_cache(warn=report)
+
+    def make(pair: Any) -> Any:
+        engine = pair.engine(_plan(options, pair))
+        engine.grammars.seconds = options.grammar_timeout
+        return engine
+
+    return {name: functools.partial(make, pair) for name, pair in pairs.items()}, config
+
+
+def report(message: str) -> None:
+    """Print a warning to standard error."""
+    sys.stderr.write(f"dflash-jax: {message}\n")
+
+
+def open_pair(options: Any, block: int, taps_at: str) -> Any:
+    """Open the models of `target` and `drafter` without reading weights; report warnings.
+
+    Args:
+      options: with the fields of `ServeOptions` that choose models.
+      block, taps_at: of the plan.
+    """
+    from dflash_jax import loading
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pair = loading.open_pair(
+            options.target,
+            None if options.drafter == "none" else options.drafter,
+            layer_ids=options.layer_ids,
+            taps_at=taps_at,
+            lora=options.lora,
+            tokenizer=options.tokenizer,
+        )
+    for message in [*(str(warning.message) for warning in caught), pair.wide_block(block)]:
+        if message:
+            report(message)
+    return dataclasses.replace(pair, report=report)
+
+
+def _plan(options: ServeOptions, pair: Any) -> Any:
+    """Return the plan of a model, by default with drafts reported for a page that shows them."""
+    plan, reports = options.plan, options.report_drafts
+    return dataclasses.replace(
+        plan,
+        max_length=plan.max_length or min(LONGEST, pair.configs[0].max_length),
+        queue=options.queue,
+        report_drafts=not options.no_ui if reports is None else reports,
+    )
+
+
+def _pairs(options: ServeOptions, launcher: Callable[[], Any] | None) -> dict[str, Any]:
+    """Return the opened models by name."""
+    pairs = {options.first_name: _first(options, launcher)}
+    for text in options.model:
+        name, _, paths = text.partition("=")
+        target, _, drafter = paths.partition(",")
+        if not name or not target or name in pairs:
+            raise RequestError(f"--model {text!r}: expected a new NAME=TARGET[,DRAFTER]")
+        own = {"target": target, "drafter": drafter or "own", "tokenizer": None, "lora": None}
+        pairs[name] = _opened(dataclasses.replace(options, **own, name=options.first_name))
+    return pairs
+
+
+def _opened(options: ServeOptions) -> Any:
+    return open_pair(options, options.plan.block, options.plan.taps_at)
+
+
+def _first(options: ServeOptions, launcher: Callable[[], Any] | None) -> Any:
+    """Open the first model; with `hosts`, its engines run on workers."""
+    if options.hosts == 1:
+        return _opened(options)
+    import jax
+
+    from dflash_jax.hosts.launch import ChildLauncher
+    from dflash_jax.hosts.pair import HostedPair
+
+    jax.config.update("jax_platforms", "cpu")  # this process must not take a worker's devices
+    started: Any = launcher() if launcher else ChildLauncher()
+    pair = _opened(options)
+    data, model = options.plan.mesh
+    sources = {
+        "target": options.target,
+        "drafter": None if options.drafter == "none" else options.drafter,
+        "layer_ids": options.layer_ids,
+        "lora": options.lora,
+    }
+    devices = data * model // options.hosts if data * model > 1 else 0
+    return HostedPair(pair, sources, started, hosts=options.hosts, devices=devices)
+
+
+def _defaults(options: ServeOptions) -> Any:
+    from dflash_jax.engine.state_machine import OFF, Recovery
+    from dflash_jax.server.served_models import RequestDefaults
+
+    from_environment = Recovery.from_environment(os.environ)
+    chosen = {"off": (OFF, OFF), "tools": (OFF, Recovery()), "all": (Recovery(), Recovery())}
+    named = (from_environment, from_environment) if from_environment != OFF else chosen["tools"]
+    plain, with_tools = chosen[options.recovery] if options.recovery else named
+    return RequestDefaults(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        recovery=plain,
+        with_tools=with_tools,
+    )
+
+
+def _keys(file: str | None) -> tuple[str, ...]:
+    lines = os.environ.get(KEYS, "").split(",")
+    if file is not None:
+        try:
+            lines += Path(file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"--api-key-file {file} cannot be read: {error}") from error
+    keys = tuple(key.strip() for key in lines if key.strip())
+    if file is not None and not keys:
+        raise RequestError(f"--api-key-file {file} holds no key; write one a line")
+    return keys
