@@ -27,7 +27,8 @@ inline Ints Rounded(Floats v) { return _mm512_cvtps_epi32(v); }
 inline Ints Magnitude(Floats v) {  // its bits, which as integers have the order of |v|
   return And(_mm512_castps_si512(v), AllInts(0x7fffffff));
 }
-inline bool AnyGreater(Ints a, Ints b) { return _mm512_cmpgt_epi32_mask(a, b); }
+// A bit for each number of a that is greater than that of b.
+inline unsigned Greater(Ints a, Ints b) { return _mm512_cmpgt_epi32_mask(a, b); }
 inline Ints Multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
 inline Ints ByteOf(Ints v, int n) {  // the n-th byte of each number
   return And(_mm512_srl_epi32(v, _mm_cvtsi32_si128(8 * n)), AllInts(255));
@@ -75,7 +76,9 @@ inline Ints Rounded(Floats v) { return _mm256_cvtps_epi32(v); }
 inline Ints Magnitude(Floats v) {  // its bits, which as integers have the order of |v|
   return And(_mm256_castps_si256(v), AllInts(0x7fffffff));
 }
-inline bool AnyGreater(Ints a, Ints b) { return _mm256_movemask_epi8(_mm256_cmpgt_epi32(a, b)); }
+inline unsigned Greater(Ints a, Ints b) {
+  return _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(a, b)));
+}
 inline Ints Multiply(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
 inline Ints ByteOf(Ints v, int n) {  // the n-th byte of each number
   return And(_mm256_srl_epi32(v, _mm_cvtsi32_si128(8 * n)), AllInts(255));
