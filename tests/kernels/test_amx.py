@@ -9,6 +9,7 @@ import pytest
 
 from dflash_jax.kernels.native import build as native
 from dflash_jax.kernels.native.build import library
+from dflash_jax.quant.layouts import KINDS
 from tests.kernels.test_products import MULTIPLY, draw, weights
 
 needs_amx = pytest.mark.skipif(
@@ -42,7 +43,7 @@ def compare(x: np.ndarray, w: object) -> None:
 @needs_amx
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("columns", ROWS)
-@pytest.mark.parametrize("kind", ["int8"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_products_by_amx_have_the_bits_of_those_without(kind: str, columns: int) -> None:
     """Columns of an odd number of strips, and enough for several threads; outliers in some rows."""
     w, x = weights(kind, 256, columns), draw(80, 256)
@@ -64,6 +65,14 @@ def test_any_depth_may_be_multiplied(depth: int) -> None:
 @pytest.mark.usefixtures("restored")
 def test_many_rows_are_multiplied_in_parts_that_stay_in_the_cache() -> None:
     compare(draw(300, 8192), weights("int8", 8192, 40))
+
+
+@needs_amx
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize(("kind", "depth"), [("Q8_0", 1248), ("Q4_1", 64), ("Q6_K", 1280)])
+def test_groups_are_unpacked_some_at_a_time(kind: str, depth: int) -> None:
+    """An odd number of groups, few, and more than are unpacked; rows for several parts."""
+    compare(draw(300, depth), weights(kind, depth, 40))
 
 
 @needs_amx

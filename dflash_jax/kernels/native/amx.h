@@ -73,14 +73,14 @@ class Tiles {
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
   ~Tiles() {
-    if (rows_) DFLASH_TILES("tilerelease" ::: "memory");
+    if (rows_) DFLASH_TILES("tilerelease" ::);
   }
   // Shapes the tiles by `shapes(rows)`, unless they are.
   template <typename Shapes>
   void Shape(int64_t rows, const Shapes& shapes) {
     if (rows_ == rows) return;
     const TileShapes wanted = shapes(rows);
-    DFLASH_TILES("ldtilecfg %0" ::"m"(wanted) : "memory");
+    DFLASH_TILES("ldtilecfg %0" ::"m"(wanted));
     rows_ = rows;
   }
 
@@ -93,14 +93,21 @@ void ClearTile() {
   DFLASH_TILES("tilezero %%tmm%c0" ::"i"(tile));
 }
 
-template <int tile>
-void LoadTile(const void* at, int64_t stride) {
-  DFLASH_TILES("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(at), "r"(stride), "i"(tile) : "memory");
+// Loads or stores a tile whose rows of `kBytes` follow each other. The memory is an operand, so that
+// compilers may keep other numbers in registers.
+template <int tile, int64_t kBytes = kTileBytes>
+void LoadTile(const void* at) {
+  using Lines = const uint8_t[kTileRows][kBytes];
+  DFLASH_TILES("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(at), "r"(kBytes), "i"(tile),
+               "m"(*static_cast<Lines*>(at)));
 }
 
 template <int tile>
-void StoreTile(void* at, int64_t stride) {
-  DFLASH_TILES("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(at), "r"(stride), "i"(tile) : "memory");
+void StoreTile(void* at) {
+  using Lines = uint8_t[kTileRows][kTileBytes];
+  DFLASH_TILES("tilestored %%tmm%c3, (%1,%2,1)"
+               : "=m"(*static_cast<Lines*>(at))
+               : "r"(at), "r"(kTileBytes), "i"(tile));
 }
 
 // Adds products of signed bytes of tile `a` and bytes of tile `b`, which are signed or not.

@@ -163,6 +163,8 @@ constexpr int64_t PerStrip(Part part, int64_t groups) {
 struct CodeLayout {
   int rows = 0, tile = 5;  // binary logarithms; with one row in a tile, these follow each other
 
+  // Rows with those that fill the last tile.
+  int64_t Padded(int64_t count) const { return (((count - 1) >> rows) + 1) << rows; }
   int64_t At(int64_t row, int64_t k, int64_t width) const {
     const int64_t first = row >> rows, run = k >> tile;
     return (first * width << rows) + (run << tile << rows) + ((row - (first << rows)) << tile) +
@@ -179,17 +181,24 @@ struct Quantised {
   const int32_t zero;                // zero point of the weights
   const CodeLayout layout;
   const std::unique_ptr<int8_t[]> codes;   // [M, width]
-  const std::unique_ptr<float[]> scale;    // [M, groups]
-  const std::unique_ptr<float[]> total;    // [M, groups]: the sum of the quantised activations
-  const std::unique_ptr<int32_t[]> start;  // [M, groups, parts]: - zero * the sum of the codes
+  const std::unique_ptr<float[]> scale;    // at Group(row, group)
+  const std::unique_ptr<float[]> total;    // at the same: the sum of the quantised activations
+  const std::unique_ptr<int32_t[]> start;  // [.., parts]: - zero * the sum of the codes
 
   Quantised(int64_t rows, int64_t depth, int64_t group, int64_t parts, int32_t zero,
             CodeLayout layout = {})
       : depth(depth), group(group), groups(group ? depth / group : 0),
         width((depth + kStrip - 1) / kStrip * kStrip), parts(parts), zero(zero), layout(layout),
-        codes(new int8_t[(((rows - 1) >> layout.rows) + 1) * width << layout.rows]),
-        scale(new float[rows * groups]), total(new float[rows * groups]),
-        start(new int32_t[rows * groups * parts]) {}
+        codes(new int8_t[layout.Padded(rows) * width]),
+        scale(new float[layout.Padded(rows) * groups]()),
+        total(new float[layout.Padded(rows) * groups]()),
+        start(new int32_t[layout.Padded(rows) * groups * parts]) {}
+
+  // Where the scale of a group of a row lies: those of the rows of a tile are side by side.
+  int64_t Group(int64_t row, int64_t group) const {
+    const int64_t first = row >> layout.rows;
+    return ((first * groups + group) << layout.rows) + row - (first << layout.rows);
+  }
 
   // Quantises rows of x [M, K].
   void Fill(const float* x, int64_t begin, int64_t end) {
@@ -202,7 +211,7 @@ struct Quantised {
 
  private:
   void FillGroup(const float* x, int64_t row, int64_t g) {
-    const int64_t at = row * groups + g;
+    const int64_t at = Group(row, g);
     Ints most = AllInts(0);
     Each(x, [&](int64_t, Floats v) { most = Max(most, Magnitude(v)); });
     const int32_t bits = Max(most);

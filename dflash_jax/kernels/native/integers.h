@@ -15,6 +15,8 @@ inline Ints AllBytes(int8_t value) { return _mm512_set1_epi8(value); }
 inline Ints And(Ints a, Ints b) { return _mm512_and_si512(a, b); }
 inline Ints Or(Ints a, Ints b) { return _mm512_or_si512(a, b); }
 inline Ints Add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Ints SubtractBytes(Ints a, Ints b) { return _mm512_sub_epi8(a, b); }
+inline void StoreInts(void* at, Ints v) { _mm512_storeu_si512(at, v); }
 inline Ints Max(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
 template <int n>
 Ints Left(Ints v) { return _mm512_slli_epi16(v, n); }
@@ -54,6 +56,8 @@ inline Ints AllBytes(int8_t value) { return _mm256_set1_epi8(value); }
 inline Ints And(Ints a, Ints b) { return _mm256_and_si256(a, b); }
 inline Ints Or(Ints a, Ints b) { return _mm256_or_si256(a, b); }
 inline Ints Add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+inline Ints SubtractBytes(Ints a, Ints b) { return _mm256_sub_epi8(a, b); }
+inline void StoreInts(void* at, Ints v) { _mm256_storeu_si256(static_cast<__m256i*>(at), v); }
 inline Ints Max(Ints a, Ints b) { return _mm256_max_epi32(a, b); }
 template <int n>
 Ints Left(Ints v) { return _mm256_slli_epi16(v, n); }

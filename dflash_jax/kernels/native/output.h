@@ -63,6 +63,16 @@ struct Int8Operands {
   }
 };
 
+// Adds products of a group to the sums of a row, given its sums of products of codes, one for each scale.
+template <typename Format>
+inline void AddScaled(const Quantised& x, int64_t at, const Scales& scales, const Ints* dots,
+                      Floats& sum) {
+  Floats scaled = Multiply(ToFloats(dots[0]), scales.first);
+  if constexpr (Format::kHalves) scaled = MultiplyAdd(ToFloats(dots[1]), scales.second, scaled);
+  sum = MultiplyAdd(scaled, All(x.scale[at]), sum);
+  if constexpr (Format::kHasLow) sum = MultiplySubtract(scales.low, All(x.total[at]), sum);
+}
+
 }  // namespace dflash
 
 #endif  // DFLASH_NATIVE_OUTPUT_H_

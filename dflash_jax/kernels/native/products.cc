@@ -157,13 +157,8 @@ struct GroupTile {
     }
     const Scales scales = Format::Read(w, {place.strip, group, place.lane});
     for (int r = 0; r < R; r++) {
-      const int64_t at = (row + r) * x.groups + group;
       if constexpr (kDots > kScales) dots[r][0] = Add(dots[r][0], dots[r][1]);
-      Floats sum = dflash::Multiply(ToFloats(dots[r][0]), scales.first);
-      if constexpr (Format::kHalves) sum = MultiplyAdd(ToFloats(dots[r][1]), scales.second, sum);
-      sums[r] = MultiplyAdd(sum, All(x.scale[at]), sums[r]);
-      if constexpr (Format::kHasLow)
-        sums[r] = MultiplySubtract(scales.low, All(x.total[at]), sums[r]);
+      AddScaled<Format>(x, (row + r) * x.groups + group, scales, dots[r], sums[r]);
     }
   }
 };
@@ -308,9 +303,14 @@ ffi::Error GroupProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Rema
     w.data[part] = array->untyped_data();
   }
   const bool shifted = Format::kBytewise && !kUnsignedDot;  // DotBytes takes the zero point off
-  Quantised quantised(rows, depth, kGroup, Format::kHalves ? 2 : 1, shifted ? 0 : Format::kZeroPoint);
+  const bool tiled = Tiled(rows, Format::kHalves ? kHalvesTileRows : kGroupTileRows);
+  Quantised quantised(rows, depth, kGroup, Format::kHalves ? 2 : 1, shifted ? 0 : Format::kZeroPoint,
+                      tiled ? kGroupTiles : CodeLayout());
   Fill(pool, quantised, x.typed_data(), rows, depth);
-  Run(pool, GroupTile<Format>{quantised, w}, rows, depth, out);
+  if (tiled)
+    RunTiled(pool, GroupTiles<Format>{quantised, w}, rows, depth, out);
+  else
+    Run(pool, GroupTile<Format>{quantised, w}, rows, depth, out);
   return ffi::Error::Success();
 }
 
