@@ -206,8 +206,12 @@ def _about_kernels(plan: Plan, device: Device) -> str:
     """Return which kernels a CPU uses, and why it has no native ones."""
     if plan.kernels == "native":
         alike = ", one token wide in plain steps" if plan.exact and plan.plain_width == 1 else ""
+        if plan.weights == "float":
+            return f"native kernels{alike}"
         by = f", {plan.weights} weights by activations in {plan.activations}"
-        return f"native kernels{by * (plan.weights != 'float')}{alike}"
+        without = library().no_amx
+        amx = f", without AMX: {without}" if without else ", several tokens by AMX"
+        return f"native kernels{by}{amx * (plan.activations == 'int8')}{alike}"
     if plan.kernels == "auto" and device.name == "CPU" and not library():
         return f"no native kernels, which are several times as fast: {library().reason}"
     return ""

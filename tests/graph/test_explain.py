@@ -240,5 +240,9 @@ def test_a_cpu_without_native_kernels_is_told_why(monkeypatch: pytest.MonkeyPatc
     for name in ("graph.resolve", "graph.explain"):
         monkeypatch.setattr(sys.modules[f"dflash_jax.{name}"], "library", lambda: here)
     assert notes(exact=False) == "native kernels"
-    assert "native kernels, int8 weights by activations in int8" in notes(weights="int8")
+    several = "native kernels, int8 weights by activations in int8, several tokens by AMX"
+    assert several in notes(weights="int8")
     assert "in float" in notes(weights="int8", activations="float")
+    assert "AMX" not in notes(weights="int8", activations="float")
+    here = Library(Path("made.so"), no_amx="the processor has none")
+    assert "in int8, without AMX: the processor has none" in notes(weights="int8")

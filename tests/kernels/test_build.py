@@ -207,7 +207,14 @@ def test_what_a_killed_process_left_is_removed(cxx: Path, tmp_path: Path) -> Non
 
 
 def test_a_level_may_be_chosen_and_is_not_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for setting, first in (("", 0), ("on", 0), ("avx_vnni", 1), ("AVX2", 2), ("/folder", 0)):
+    for setting, first in (
+        ("", 0),
+        ("on", 0),
+        ("amx", 0),
+        ("avx_vnni", 1),
+        ("AVX2", 2),
+        ("/folder", 0),
+    ):
         monkeypatch.setenv(native.ENVIRONMENT, setting)
         for needs in (level.needs for level in compiling.LEVELS):
             monkeypatch.setattr(native, "features", lambda needs=needs: needs)
@@ -228,14 +235,19 @@ def test_a_level_may_be_chosen_and_is_not_exceeded(monkeypatch: pytest.MonkeyPat
         ("avx_vnni", ""),
         ("", "-fsanitize=undefined -fno-sanitize-recover=all"),
         ("", "-fsanitize=address"),
+        ("avx512", "-fsanitize=undefined -fno-sanitize-recover=all"),  # without AMX
+        ("avx512", "-fsanitize=address"),
     ],
 )
 def test_kernels_are_right_for_other_processors(tmp_path: Path, level: str, options: str) -> None:
     """The tests of the kernels' numbers, with fewer features of the processor or with checks."""
+    if level not in ("", *(usable.name for usable in native.usable_levels())):
+        pytest.skip(f"the processor has no {level}")
     compiler = [*compiling.find_compiler(), *options.split()]
     variables = os.environ | {
         "CXX": " ".join(compiler),
-        native.ENVIRONMENT: level or str(tmp_path / "made"),
+        native.ENVIRONMENT: level,
+        "XDG_CACHE_HOME": str(tmp_path),
     }
     if "address" in options:
         query = [[*compiler, f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so")]
@@ -248,6 +260,7 @@ def test_kernels_are_right_for_other_processors(tmp_path: Path, level: str, opti
     tests = [
         Path(__file__).with_name(f"test_{name}.py") for name in ("products", "layers", "widths")
     ]
+    tests += [Path(__file__).with_name("test_amx.py")] * (not level and not library().no_amx)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *map(str, tests)]
     run = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]

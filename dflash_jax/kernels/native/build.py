@@ -29,7 +29,16 @@ from dflash_jax.utils.progress import announced, is_shown
 from dflash_jax.utils.switches import NO, YES
 
 log = logging.getLogger("dflash_jax.kernels.native")
-ENVIRONMENT = "DFLASH_NATIVE"  # "off", a level, or a folder for compiled libraries
+ENVIRONMENT = "DFLASH_NATIVE"  # "off", "amx", a level, or a folder for compiled libraries
+AMX = "amx"  # the best level, with products by tiles
+# Why products do without tiles, by the numbers that amx.h has for it.
+NO_TILES = (
+    "",
+    "the kernels were compiled without it",
+    "the processor has none",
+    "the operating system does not enable it",
+    "the operating system does not permit it to this process",
+)
 PRODUCTS = ("float", "int8", "int8_by_floats", "q8_0", "q4_0", "q4_1", "int4z", "q4_k", "q6_k")
 NAMES = (*PRODUCTS, "attend", "norm", "rotate", "largest")  # of the handlers, each dflash_NAME
 WAIT = compiling.PATIENCE + 30  # seconds to wait for a process that compiles
@@ -47,12 +56,15 @@ class Library:
       reason: why there is none.
       level: the name of the features that it was compiled for.
       digest: of its contents.
+      no_amx: why products do without AMX; "" if many rows are multiplied by its tiles. Results have
+        the same bits.
     """
 
     path: Path | None
     reason: str = ""
     level: str = ""
     digest: str = ""
+    no_amx: str = ""
 
     def __bool__(self) -> bool:
         return self.path is not None
@@ -78,16 +90,17 @@ def _library() -> Library:
     try:
         if found := shipped.find(levels):
             level, path, contents = found
-            _register(path)
-            return Library(path, level=level.name, digest=contents)
+            without = _register(path)
+            return Library(path, level=level.name, digest=contents, no_amx=without)
     except NativeError as error:
         log.warning("%s", error)
     try:
         path = build(levels[0], shown=is_shown())
-        _register(path)
+        without = _register(path)
     except NativeError as error:
         return Library(None, str(error))
-    return Library(path, level=levels[0].name, digest=path.stem.rpartition("-")[2])
+    contents = path.stem.rpartition("-")[2]
+    return Library(path, level=levels[0].name, digest=contents, no_amx=without)
 
 
 def usable_levels() -> list[Level]:
@@ -101,8 +114,24 @@ def _setting() -> str:
     return os.environ.get(ENVIRONMENT, "").strip()
 
 
-def _register(path: Path) -> None:
-    """Load a library and register its handlers with JAX.
+def choose_amx(path: Path) -> str:
+    """Turn products by AMX on unless `DFLASH_NATIVE` names a level; return why they are off."""
+    if _setting().lower() not in (level.name for level in LEVELS):
+        return use_amx(path)
+    use_amx(path, wanted=False)
+    return f"{ENVIRONMENT} is {_setting()}"
+
+
+def use_amx(path: Path, *, wanted: bool = True) -> str:
+    """Turn products by tiles of AMX on, if that is possible, or off; return why they are off."""
+    if not wanted:
+        ctypes.CDLL(str(path)).dflash_use_tiles(0)
+        return "it was turned off"
+    return NO_TILES[ctypes.CDLL(str(path)).dflash_use_tiles(1)]
+
+
+def _register(path: Path) -> str:
+    """Load a library and register its handlers with JAX; return why products do without AMX.
 
     Raises:
       NativeError: it cannot be loaded, or is not for this version of JAX.
@@ -112,6 +141,7 @@ def _register(path: Path) -> None:
         functions = {f"dflash_{name}": getattr(loaded, f"dflash_{name}") for name in NAMES}
         for name, function in functions.items():
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
+        return choose_amx(path)
     except (OSError, AttributeError, RuntimeError, ValueError) as error:
         text = str(error).partition("\n")[0][:300]
         raise NativeError(f"the native kernels {path} cannot be loaded: {text}") from error
@@ -212,7 +242,7 @@ def _folder() -> Path:
       NativeError: it is not given, and there is no home directory.
     """
     given = _setting()
-    if given.lower() not in ("", *YES, *(level.name for level in LEVELS)):
+    if given.lower() not in ("", AMX, *YES, *(level.name for level in LEVELS)):
         return Path(given).expanduser().absolute()
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -159,22 +159,46 @@ constexpr int64_t PerStrip(Part part, int64_t groups) {
 
 // -- activations --------------------------------------------------------------------------------
 
+// Where codes lie: row after row, or in tiles of 16 rows, each of 2^`tile` codes of each row.
+struct CodeLayout {
+  int rows = 0, tile = 5;  // binary logarithms; with one row in a tile, these follow each other
+
+  // Rows with those that fill the last tile.
+  int64_t Padded(int64_t count) const { return (((count - 1) >> rows) + 1) << rows; }
+  int64_t At(int64_t row, int64_t k, int64_t width) const {
+    const int64_t first = row >> rows, run = k >> tile;
+    return (first * width << rows) + (run << tile << rows) + ((row - (first << rows)) << tile) +
+           (k - (run << tile));
+  }
+};
+constexpr int kTiled = 4;  // `rows` of a layout in tiles
+
 // Activations in int8, each group of a row with a scale: max|x| / 127, as in ggml.
 struct Quantised {
   const int64_t depth, group;        // K, and the activations that share a scale
   const int64_t groups, width;       // groups of a row, and codes stored for it
   const int64_t parts;               // equal parts of a group, each with a start
   const int32_t zero;                // zero point of the weights
+  const CodeLayout layout;
   const std::unique_ptr<int8_t[]> codes;   // [M, width]
-  const std::unique_ptr<float[]> scale;    // [M, groups]
-  const std::unique_ptr<float[]> total;    // [M, groups]: the sum of the quantised activations
-  const std::unique_ptr<int32_t[]> start;  // [M, groups, parts]: - zero * the sum of the codes
+  const std::unique_ptr<float[]> scale;    // at Group(row, group)
+  const std::unique_ptr<float[]> total;    // at the same: the sum of the quantised activations
+  const std::unique_ptr<int32_t[]> start;  // [.., parts]: - zero * the sum of the codes
 
-  Quantised(int64_t rows, int64_t depth, int64_t group, int64_t parts, int32_t zero)
+  Quantised(int64_t rows, int64_t depth, int64_t group, int64_t parts, int32_t zero,
+            CodeLayout layout = {})
       : depth(depth), group(group), groups(group ? depth / group : 0),
-        width((depth + kStrip - 1) / kStrip * kStrip), parts(parts), zero(zero),
-        codes(new int8_t[rows * width]), scale(new float[rows * groups]),
-        total(new float[rows * groups]), start(new int32_t[rows * groups * parts]) {}
+        width((depth + kStrip - 1) / kStrip * kStrip), parts(parts), zero(zero), layout(layout),
+        codes(new int8_t[layout.Padded(rows) * width]),
+        scale(new float[layout.Padded(rows) * groups]()),
+        total(new float[layout.Padded(rows) * groups]()),
+        start(new int32_t[layout.Padded(rows) * groups * parts]) {}
+
+  // Where the scale of a group of a row lies: those of the rows of a tile are side by side.
+  int64_t Group(int64_t row, int64_t group) const {
+    const int64_t first = row >> layout.rows;
+    return ((first * groups + group) << layout.rows) + row - (first << layout.rows);
+  }
 
   // Quantises rows of x [M, K].
   void Fill(const float* x, int64_t begin, int64_t end) {
@@ -182,12 +206,12 @@ struct Quantised {
   }
 
   void FillRow(const float* x, int64_t row) {
-    for (int64_t g = 0; g < groups; g++)
-      FillGroup(x + g * group, codes.get() + row * width + g * group, row * groups + g);
+    for (int64_t g = 0; g < groups; g++) FillGroup(x + g * group, row, g);
   }
 
  private:
-  void FillGroup(const float* x, int8_t* to, int64_t at) {
+  void FillGroup(const float* x, int64_t row, int64_t g) {
+    const int64_t at = Group(row, g);
     Ints most = AllInts(0);
     Each(x, [&](int64_t, Floats v) { most = Max(most, Magnitude(v)); });
     const int32_t bits = Max(most);
@@ -201,7 +225,7 @@ struct Quantised {
       const Ints rounded = finite ? Rounded(Multiply(v, inverse)) : AllInts(0);
       Ints& sum = sums[parts == 2 && k >= group / 2];
       sum = Add(sum, rounded);
-      StoreBytes(to + k, rounded);
+      StoreBytes(codes.get() + layout.At(row, g * group + k, width), rounded);
     });
     const int32_t first = Sum(sums[0]), second = Sum(sums[1]);
     scale[at] = finite ? largest * (1.0f / 127.0f) : std::numeric_limits<float>::quiet_NaN();
@@ -244,10 +268,14 @@ struct Outliers {
     int64_t k = 0;
     for (; k + kLanes <= depth; k += kLanes) {
       const Ints magnitudes = Magnitude(Load(x + k));
-      if (!AnyGreater(magnitudes, AllInts(sizes[kMost]))) continue;
+      unsigned greater = Greater(magnitudes, AllInts(sizes[kMost]));
+      if (!greater) continue;
       int32_t each[kLanes];
       std::memcpy(each, &magnitudes, sizeof each);
-      for (int64_t i = 0; i < kLanes; i++) insert(each[i], k + i);
+      for (; greater; greater &= greater - 1) {
+        const int i = __builtin_ctz(greater);
+        insert(each[i], k + i);
+      }
     }
     for (; k < depth; k++) insert(Bits(x[k]) & 0x7fffffff, k);
     const float largest = Number(sizes[0]), other = Number(sizes[kMost]);
@@ -278,8 +306,8 @@ struct QuantisedRows {
   Quantised others;
   const std::unique_ptr<Outliers[]> outliers;  // [M]
 
-  QuantisedRows(int64_t rows, int64_t depth, int32_t zero)
-      : others(rows, depth, depth, 1, zero), outliers(new Outliers[rows]) {}
+  QuantisedRows(int64_t rows, int64_t depth, int32_t zero, CodeLayout layout = {})
+      : others(rows, depth, depth, 1, zero, layout), outliers(new Outliers[rows]) {}
 
   void Fill(const float* x, int64_t begin, int64_t end) {
     std::vector<float> rest(others.depth);

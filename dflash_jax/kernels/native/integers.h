@@ -15,6 +15,8 @@ inline Ints AllBytes(int8_t value) { return _mm512_set1_epi8(value); }
 inline Ints And(Ints a, Ints b) { return _mm512_and_si512(a, b); }
 inline Ints Or(Ints a, Ints b) { return _mm512_or_si512(a, b); }
 inline Ints Add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Ints SubtractBytes(Ints a, Ints b) { return _mm512_sub_epi8(a, b); }
+inline void StoreInts(void* at, Ints v) { _mm512_storeu_si512(at, v); }
 inline Ints Max(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
 template <int n>
 Ints Left(Ints v) { return _mm512_slli_epi16(v, n); }
@@ -27,7 +29,8 @@ inline Ints Rounded(Floats v) { return _mm512_cvtps_epi32(v); }
 inline Ints Magnitude(Floats v) {  // its bits, which as integers have the order of |v|
   return And(_mm512_castps_si512(v), AllInts(0x7fffffff));
 }
-inline bool AnyGreater(Ints a, Ints b) { return _mm512_cmpgt_epi32_mask(a, b); }
+// A bit for each number of a that is greater than that of b.
+inline unsigned Greater(Ints a, Ints b) { return _mm512_cmpgt_epi32_mask(a, b); }
 inline Ints Multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
 inline Ints ByteOf(Ints v, int n) {  // the n-th byte of each number
   return And(_mm512_srl_epi32(v, _mm_cvtsi32_si128(8 * n)), AllInts(255));
@@ -53,6 +56,8 @@ inline Ints AllBytes(int8_t value) { return _mm256_set1_epi8(value); }
 inline Ints And(Ints a, Ints b) { return _mm256_and_si256(a, b); }
 inline Ints Or(Ints a, Ints b) { return _mm256_or_si256(a, b); }
 inline Ints Add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+inline Ints SubtractBytes(Ints a, Ints b) { return _mm256_sub_epi8(a, b); }
+inline void StoreInts(void* at, Ints v) { _mm256_storeu_si256(static_cast<__m256i*>(at), v); }
 inline Ints Max(Ints a, Ints b) { return _mm256_max_epi32(a, b); }
 template <int n>
 Ints Left(Ints v) { return _mm256_slli_epi16(v, n); }
@@ -75,7 +80,9 @@ inline Ints Rounded(Floats v) { return _mm256_cvtps_epi32(v); }
 inline Ints Magnitude(Floats v) {  // its bits, which as integers have the order of |v|
   return And(_mm256_castps_si256(v), AllInts(0x7fffffff));
 }
-inline bool AnyGreater(Ints a, Ints b) { return _mm256_movemask_epi8(_mm256_cmpgt_epi32(a, b)); }
+inline unsigned Greater(Ints a, Ints b) {
+  return _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(a, b)));
+}
 inline Ints Multiply(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
 inline Ints ByteOf(Ints v, int n) {  // the n-th byte of each number
   return And(_mm256_srl_epi32(v, _mm_cvtsi32_si128(8 * n)), AllInts(255));

@@ -11,9 +11,9 @@
 #include <cstdint>
 #include <iterator>
 
-#include "common.h"
-#include "formats.h"
-#include "integers.h"
+#include "amx.h"
+#include "output.h"
+#include "tiled_products.h"
 
 namespace dflash {
 namespace {
@@ -21,34 +21,7 @@ namespace {
 constexpr int64_t kPart = 256;        // columns that a thread takes at a time, or more
 constexpr int64_t kClose = 128;       // of these, columns that are multiplied with all rows first
 constexpr int64_t kSerial = 1 << 18;  // products with fewer multiplications run on one thread
-constexpr int64_t kAhead = 8192;      // bytes between what is multiplied and what is prefetched
-constexpr int64_t kVectors = kStrip / kLanes;  // of a strip
 constexpr int kRows = DFLASH_AVX512 ? 8 : 4;   // most rows of a tile
-
-// The place of a vector of columns.
-struct Place {
-  int64_t strip, lane;
-  explicit Place(int64_t vector) : strip(vector / kVectors), lane(vector % kVectors * kLanes) {}
-};
-
-// The result, [M, N].
-struct Output {
-  float* data;
-  int64_t columns;
-
-  void Put(int64_t row, int64_t vector, Floats values) const {
-    const int64_t column = vector * kLanes;
-    float* to = data + row * columns + column;
-    if (column + kLanes <= columns) return Store(to, values);
-    float last[kLanes];
-    Store(last, values);
-    std::copy_n(last, columns - column, to);
-  }
-};
-
-inline void Prefetch(const void* at) {
-  _mm_prefetch(static_cast<const char*>(at) + kAhead, _MM_HINT_T0);
-}
 
 // -- tiles --------------------------------------------------------------------------------------
 // Each computes the products of R rows with C vectors of columns, C = kColumns or 1. Packed weights are
@@ -89,17 +62,7 @@ struct FloatTile {
   }
 };
 
-// The quads of a vector of columns of int8 weights.
-inline const uint8_t* Quads(const uint8_t* w, int64_t depth, Place place) {
-  return w + place.strip * ((depth + 3) / 4) * kQuads + place.lane * 4;
-}
-
-struct Int8Tile {
-  const QuantisedRows& x;
-  const uint8_t* w;    // [strips, K / 4, 16, 4], codes + 128
-  const float* scale;  // [strips, 16]
-  int64_t depth;
-
+struct Int8Tile : Int8Operands {
   static constexpr int kColumns = 1;
 
   template <int R, int C>
@@ -117,17 +80,7 @@ struct Int8Tile {
       for (int r = 0; r < R; r++)
         sums[r] = DotBytes(sums[r], weights, Quad(rows + r * others.width + q * 4));
     }
-    const Floats scales = Load(scale + vector * kLanes);
-    for (int r = 0; r < R; r++) {
-      const Outliers& outliers = x.outliers[row + r];
-      for (int i = 0; i < outliers.count; i++) {
-        const int64_t k = outliers.places[i];
-        const Ints weights = ByteOf(LoadBytes(from + k / 4 * kQuads), k % 4);
-        sums[r] = Add(sums[r], dflash::Multiply(AllInts(outliers.codes[i]), weights));
-      }
-      const Floats factor = dflash::Multiply(All(others.scale[row + r]), scales);
-      out.Put(row + r, vector, dflash::Multiply(ToFloats(sums[r]), factor));
-    }
+    for (int r = 0; r < R; r++) Finish(row + r, vector, sums[r], out);
   }
 };
 
@@ -204,13 +157,8 @@ struct GroupTile {
     }
     const Scales scales = Format::Read(w, {place.strip, group, place.lane});
     for (int r = 0; r < R; r++) {
-      const int64_t at = (row + r) * x.groups + group;
       if constexpr (kDots > kScales) dots[r][0] = Add(dots[r][0], dots[r][1]);
-      Floats sum = dflash::Multiply(ToFloats(dots[r][0]), scales.first);
-      if constexpr (Format::kHalves) sum = MultiplyAdd(ToFloats(dots[r][1]), scales.second, sum);
-      sums[r] = MultiplyAdd(sum, All(x.scale[at]), sums[r]);
-      if constexpr (Format::kHasLow)
-        sums[r] = MultiplySubtract(scales.low, All(x.total[at]), sums[r]);
+      AddScaled<Format>(x, (row + r) * x.groups + group, scales, dots[r], sums[r]);
     }
   }
 };
@@ -235,20 +183,36 @@ void MultiplyFrom(const Tile& tile, int64_t row, int64_t rows, int64_t begin, in
   if constexpr (R > 1) MultiplyFrom<kFewer>(tile, row, rows, begin, end, out);
 }
 
-template <typename Tile>
-void Run(ffi::ThreadPool pool, const Tile& tile, int64_t rows, int64_t depth, const Output& out) {
-  const int64_t vectors = (out.columns + kLanes - 1) / kLanes;
-  const bool serial = rows * depth * out.columns < kSerial;
-  // Few columns at a time, so that their weights stay in the cache for all rows.
-  const int64_t step = rows <= kRows ? kClose / kLanes : 2;
-  // Equal parts, as many for each thread: one that has no part left would wait for the others.
+// Splits the columns of a product in equal parts, as many for each thread: one that has no part left
+// would wait for the others.
+template <typename Work>
+void SplitColumns(ffi::ThreadPool pool, int64_t rows, int64_t depth, int64_t columns,
+                  const Work& work) {
+  const int64_t vectors = (columns + kLanes - 1) / kLanes;
   const int64_t threads = std::max<int64_t>(pool.num_threads(), 1);
   const int64_t parts = threads * std::max<int64_t>(vectors * kLanes / (threads * kPart), 1);
-  Split(pool, vectors, (vectors + parts - 1) / parts, serial, [&](int64_t begin, int64_t end) {
+  const bool serial = rows * depth * columns < kSerial;
+  Split(pool, vectors, (vectors + parts - 1) / parts, serial, work);
+}
+
+template <typename Tile>
+void Run(ffi::ThreadPool pool, const Tile& tile, int64_t rows, int64_t depth, const Output& out) {
+  // Few columns at a time, so that their weights stay in the cache for all rows.
+  const int64_t step = rows <= kRows ? kClose / kLanes : 2;
+  SplitColumns(pool, rows, depth, out.columns, [&](int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end; at += step) {
       const int64_t until = std::min(at + step, end);
       MultiplyFrom<kRows>(tile, 0, rows, at, until, out);
     }
+  });
+}
+
+// The same by tiles of AMX.
+template <typename Product>
+void RunTiled(ffi::ThreadPool pool, const Product& product, int64_t rows, int64_t depth,
+              const Output& out) {
+  SplitColumns(pool, rows, depth, out.columns, [&](int64_t begin, int64_t end) {
+    product.Multiply(rows, begin, end, out);
   });
 }
 
@@ -306,9 +270,12 @@ ffi::Error Int8Product(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> w, ffi::Buf
 ffi::Error Int8ByInt8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> w,
                 ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> result) {
   return Int8Product(x, w, scale, result, [&](int64_t rows, int64_t depth, const Output& out) {
-    QuantisedRows quantised(rows, depth, kUnsignedDot ? 128 : 0);
+    const bool tiled = Tiled(rows, kInt8TileRows) && depth && depth % kTileBytes == 0;
+    QuantisedRows quantised(rows, depth, kUnsignedDot ? 128 : 0, tiled ? kInt8Tiles : CodeLayout());
     Fill(pool, quantised, x.typed_data(), rows, depth);
-    Run(pool, Int8Tile{quantised, w.typed_data(), scale.typed_data(), depth}, rows, depth, out);
+    const Int8Operands operands{quantised, w.typed_data(), scale.typed_data(), depth};
+    if (tiled) return RunTiled(pool, Int8Tiles{operands}, rows, depth, out);
+    Run(pool, Int8Tile{operands}, rows, depth, out);
   });
 }
 
@@ -336,9 +303,14 @@ ffi::Error GroupProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Rema
     w.data[part] = array->untyped_data();
   }
   const bool shifted = Format::kBytewise && !kUnsignedDot;  // DotBytes takes the zero point off
-  Quantised quantised(rows, depth, kGroup, Format::kHalves ? 2 : 1, shifted ? 0 : Format::kZeroPoint);
+  const bool tiled = Tiled(rows, Format::kHalves ? kHalvesTileRows : kGroupTileRows);
+  Quantised quantised(rows, depth, kGroup, Format::kHalves ? 2 : 1, shifted ? 0 : Format::kZeroPoint,
+                      tiled ? kGroupTiles : CodeLayout());
   Fill(pool, quantised, x.typed_data(), rows, depth);
-  Run(pool, GroupTile<Format>{quantised, w}, rows, depth, out);
+  if (tiled)
+    RunTiled(pool, GroupTiles<Format>{quantised, w}, rows, depth, out);
+  else
+    Run(pool, GroupTile<Format>{quantised, w}, rows, depth, out);
   return ffi::Error::Success();
 }
 
@@ -346,6 +318,13 @@ ffi::Error GroupProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Rema
 }  // namespace dflash
 
 using namespace dflash;
+
+// Turns tiles of AMX on, if this process may use them, or off; returns a TileState.
+extern "C" int32_t dflash_use_tiles(int32_t wanted) {
+  const TileState state = wanted ? FindTiles() : kUsable;
+  use_tiles = wanted && state == kUsable;
+  return state;
+}
 
 #define PRODUCT(name, function, ...)                                                                 \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function,                                                      \

@@ -1,0 +1,78 @@
+// What all products share: the result, and places in weights in strips of 16 columns.
+
+#ifndef DFLASH_NATIVE_OUTPUT_H_
+#define DFLASH_NATIVE_OUTPUT_H_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "formats.h"
+
+namespace dflash {
+
+constexpr int64_t kAhead = 8192;               // bytes between what is multiplied and what is prefetched
+constexpr int64_t kVectors = kStrip / kLanes;  // of a strip
+
+// The place of a vector of columns.
+struct Place {
+  int64_t strip, lane;
+  explicit Place(int64_t vector) : strip(vector / kVectors), lane(vector % kVectors * kLanes) {}
+};
+
+// The result, [M, N].
+struct Output {
+  float* data;
+  int64_t columns;
+
+  void Put(int64_t row, int64_t vector, Floats values) const {
+    const int64_t column = vector * kLanes;
+    float* to = data + row * columns + column;
+    if (column + kLanes <= columns) return Store(to, values);
+    float last[kLanes];
+    Store(last, values);
+    std::copy_n(last, columns - column, to);
+  }
+};
+
+inline void Prefetch(const void* at) {
+  _mm_prefetch(static_cast<const char*>(at) + kAhead, _MM_HINT_T0);
+}
+
+// The quads of a vector of columns of int8 weights.
+inline const uint8_t* Quads(const uint8_t* w, int64_t depth, Place place) {
+  return w + place.strip * ((depth + 3) / 4) * kQuads + place.lane * 4;
+}
+
+// Int8 weights and activations, and the end of their products.
+struct Int8Operands {
+  const QuantisedRows& x;
+  const uint8_t* w;    // [strips, K / 4, 16, 4], codes + 128
+  const float* scale;  // [strips, 16]
+  int64_t depth;
+
+  // Puts what follows from sums of products of codes, which began with the row's `start`.
+  void Finish(int64_t row, int64_t vector, Ints sum, const Output& out) const {
+    const Outliers& outliers = x.outliers[row];
+    for (int i = 0; i < outliers.count; i++) {
+      const int64_t k = outliers.places[i];
+      const uint8_t* quad = Quads(w, depth, Place(vector)) + k / 4 * kQuads;
+      sum = Add(sum, Multiply(AllInts(outliers.codes[i]), ByteOf(LoadBytes(quad), k % 4)));
+    }
+    const Floats factor = Multiply(All(x.others.scale[row]), Load(scale + vector * kLanes));
+    out.Put(row, vector, Multiply(ToFloats(sum), factor));
+  }
+};
+
+// Adds products of a group to the sums of a row, given its sums of products of codes, one for each scale.
+template <typename Format>
+inline void AddScaled(const Quantised& x, int64_t at, const Scales& scales, const Ints* dots,
+                      Floats& sum) {
+  Floats scaled = Multiply(ToFloats(dots[0]), scales.first);
+  if constexpr (Format::kHalves) scaled = MultiplyAdd(ToFloats(dots[1]), scales.second, scaled);
+  sum = MultiplyAdd(scaled, All(x.scale[at]), sum);
+  if constexpr (Format::kHasLow) sum = MultiplySubtract(scales.low, All(x.total[at]), sum);
+}
+
+}  // namespace dflash
+
+#endif  // DFLASH_NATIVE_OUTPUT_H_

@@ -1,0 +1,246 @@
+// Products of many rows with packed weights by tiles of AMX. Sums of products of codes are exact, so
+// that results have the bits of those without tiles.
+
+#ifndef DFLASH_NATIVE_TILED_PRODUCTS_H_
+#define DFLASH_NATIVE_TILED_PRODUCTS_H_
+
+#include "amx.h"
+#include "output.h"
+
+namespace dflash {
+
+// Rows from which tiles are faster.
+constexpr int64_t kInt8TileRows = 2, kGroupTileRows = 16, kHalvesTileRows = 12;
+constexpr CodeLayout kInt8Tiles{kTiled, 6};  // tiles of 64 codes of a row
+constexpr CodeLayout kGroupTiles{kTiled, 5};  // tiles of a group of a row
+constexpr int64_t kNear = 1 << 20;    // bytes of activations that stay in the cache
+
+inline bool Tiled(int64_t rows, int64_t least) {
+  return rows >= least && use_tiles.load(std::memory_order_relaxed);
+}
+
+struct Int8Tiles : Int8Operands {
+  // Multiplies all rows by strips.
+  void Multiply(int64_t rows, int64_t begin, int64_t end, const Output& out) const {
+    Tiles tiles;
+    const int64_t close = std::max<int64_t>(kNear / depth / (2 * kTileRows), 1) * 2 * kTileRows;
+    for (int64_t first = 0; first < rows; first += close) {
+      const int64_t last = std::min(first + close, rows);
+      for (int64_t strip = begin; strip < end; strip += 2) {
+        const bool two = strip + 1 < end;
+        for (int64_t row = first; row < last; row += 2 * kTileRows) {
+          const int64_t count = std::min(2 * kTileRows, last - row);
+          tiles.Shape(count, Shapes);
+          if (count > kTileRows)
+            two ? Block<2, 2>(row, count, strip, out) : Block<2, 1>(row, count, strip, out);
+          else
+            two ? Block<1, 2>(row, count, strip, out) : Block<1, 1>(row, count, strip, out);
+        }
+      }
+    }
+  }
+
+ private:
+  // Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 strips.
+  static TileShapes Shapes(int64_t rows) {
+    TileShapes shapes;
+    for (int i = 0; i < 2; i++) {
+      const int64_t count = std::clamp<int64_t>(rows - i * kTileRows, 1, kTileRows);
+      for (const int tile : {2 * i, 2 * i + 1, 4 + i}) shapes.Set(tile, count, kTileBytes);
+      shapes.Set(6 + i, kTileRows, kTileBytes);
+    }
+    return shapes;
+  }
+
+  // Multiplies `count` rows, in A tiles, by S strips.
+  template <int A, int S>
+  void Block(int64_t row, int64_t count, int64_t strip, const Output& out) const {
+    const int64_t size = depth * kStrip;  // bytes of a strip, and of the codes of 16 rows
+    const uint8_t* from = w + strip * size;
+    const int8_t* codes = x.others.codes.get() + row / kTileRows * size;
+    ClearTile<0>(), ClearTile<1>(), ClearTile<2>(), ClearTile<3>();
+    for (int64_t at = 0; at < size; at += kTileRows * kTileBytes) {
+      LoadTile<6>(from + at);
+      LoadTile<4>(codes + at);
+      MultiplyTiles<0, 4, 6>();
+      if constexpr (S == 2) LoadTile<7>(from + size + at), MultiplyTiles<1, 4, 7>();
+      if constexpr (A == 2) LoadTile<5>(codes + size + at), MultiplyTiles<2, 5, 6>();
+      if constexpr (A == 2 && S == 2) MultiplyTiles<3, 5, 7>();
+      if (S == 2 && row == 0) FetchTile(from + 2 * size + at), FetchTile(from + 3 * size + at);
+    }
+    Finish<0>(row, std::min(count, kTileRows), strip, out);
+    if constexpr (S == 2) Finish<1>(row, std::min(count, kTileRows), strip + 1, out);
+    if constexpr (A == 2) Finish<2>(row + kTileRows, count - kTileRows, strip, out);
+    if constexpr (A == 2 && S == 2) Finish<3>(row + kTileRows, count - kTileRows, strip + 1, out);
+  }
+
+  // Reads weights of the next strips into the cache, while the first rows are multiplied.
+  static void FetchTile(const uint8_t* at) {
+    for (int64_t row = 0; row < kTileRows; row++)
+      _mm_prefetch(reinterpret_cast<const char*>(at + row * kTileBytes), _MM_HINT_T1);
+  }
+
+  template <int tile>
+  void Finish(int64_t row, int64_t count, int64_t strip, const Output& out) const {
+    alignas(64) uint8_t sums[kTileRows][kTileBytes];
+    StoreTile<tile>(sums);
+    for (int64_t r = 0; r < count; r++) {
+      const Ints sum = Add(LoadBytes(sums[r]), AllInts(x.others.start[row + r]));
+      Int8Operands::Finish(row + r, strip, sum, out);
+    }
+  }
+};
+
+// Codes are unpacked, less their zero point, while the first 16 rows are multiplied, some groups at a
+// time, which are then multiplied with the other rows. Tiles have 4, 8, 12 or 16 rows.
+template <typename Format>
+struct GroupTiles {
+  const Quantised& x;
+  const Arrays& w;
+
+  // Multiplies all rows by strips.
+  void Multiply(int64_t rows, int64_t begin, int64_t end, const Output& out) const {
+    Tiles tiles;
+    Work work;
+    for (int64_t first = 0; first < rows; first += kPanel)
+      for (int64_t strip = begin; strip < end; strip++)
+        for (int64_t group = 0; group < x.groups; group += kUnpacked) {
+          const int64_t last = std::min(first + kPanel, rows);
+          for (int64_t row = first; row < last; row += kTileRows) {
+            const int64_t count = std::min(kTileRows, last - row), four = (count + 3) / 4;
+            tiles.Shape(4 * four, Shapes);
+            const int64_t groups = std::min(kUnpacked, x.groups - group);
+            const Piece piece{strip, group, groups, row, count, row == first};
+            float* sums = work.sums[(row - first) / kTileRows][0];
+            if (four == 1) Block<4>(piece, work, sums, out);
+            if (four == 2) Block<8>(piece, work, sums, out);
+            if (four == 3) Block<12>(piece, work, sums, out);
+            if (four == 4) Block<16>(piece, work, sums, out);
+          }
+        }
+  }
+
+ private:
+  static constexpr int64_t kPanel = 256;   // rows
+  static constexpr int64_t kUnpacked = 32;  // groups
+  static constexpr int kScales = Format::kHalves ? 2 : 1;
+  static constexpr int64_t kStep = 2 / kScales;  // groups whose sums fill two tiles
+  static constexpr int64_t kBefore = 3 * kStep;  // groups from unpacking to multiplying
+
+  struct alignas(64) Work {
+    uint8_t codes[kUnpacked][8 * kQuads];
+    float sums[kPanel / kTileRows][kTileRows][kStrip];
+    uint8_t dots[2][2][kTileRows][kTileBytes];  // of two steps
+  };
+
+  // Some groups of a strip, and rows.
+  struct Piece {
+    int64_t strip, group, groups, row, rows;
+    bool first;  // whether to unpack the groups
+  };
+
+  // Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 weights.
+  static TileShapes Shapes(int64_t rows) {
+    TileShapes shapes;
+    for (int i = 0; i < 4; i++) shapes.Set(i, rows, kTileBytes);
+    for (int i = 0; i < 2; i++) {
+      shapes.Set(4 + i, rows, kGroup / kScales);
+      shapes.Set(6 + i, kGroup / 4 / kScales, kTileBytes);
+    }
+    return shapes;
+  }
+
+  void Unpack(int64_t strip, int64_t group, uint8_t* to) const {
+    constexpr int64_t kBytes = Format::kGroupBytes;
+    const auto* codes = w.At<uint8_t>(kCodes, strip, x.groups * kBytes, group * kBytes);
+    const Ints zero = AllBytes(static_cast<int8_t>(Format::kZeroPoint));
+    for (int64_t i = 0; i < kBytes; i += 64) Prefetch(codes + i);
+    for (int i = 0; i < 4; i++) {
+      Pair pair = Format::Codes(codes, i);
+      if (Format::kZeroPoint)
+        pair = {SubtractBytes(pair.first, zero), SubtractBytes(pair.second, zero)};
+      StoreInts(to + i * kQuads, pair.first);
+      StoreInts(to + (i + 4) * kQuads, pair.second);
+    }
+  }
+
+  void UnpackStep(const Piece& piece, int64_t step, Work& work) const {
+    if (piece.first)
+      for (int64_t i = step; i < std::min(step + kStep, piece.groups); i++)
+        Unpack(piece.strip, piece.group + i, work.codes[i]);
+  }
+
+  // Multiplies codes of the groups of a step, which takes a while, into tiles of `set`.
+  template <int set>
+  void Start(const Piece& piece, int64_t step, Work& work) const {
+    const uint8_t* codes = work.codes[step];
+    const int8_t* rows = x.codes.get() + piece.row * x.width + (piece.group + step) * kTileRows * kGroup;
+    ClearTile<2 * set>(), ClearTile<2 * set + 1>();
+    LoadTile<6>(codes);
+    LoadTile<4, kGroup>(rows);
+    MultiplyTiles<2 * set, 4, 6, true>();
+    if (step + kStep <= piece.groups) {
+      LoadTile<7>(codes + kQuads * 8 / kScales);
+      LoadTile<5, kGroup>(rows + kGroup * (kScales == 1 ? kTileRows : 1) / kScales);
+      MultiplyTiles<2 * set + 1, 5, 7, true>();
+    }
+    UnpackStep(piece, step + kBefore, work);
+  }
+
+  // Stores what was started.
+  template <int set>
+  static void End(Work& work) {
+    StoreTile<2 * set>(work.dots[set][0]);
+    StoreTile<2 * set + 1>(work.dots[set][1]);
+  }
+
+  // Adds products of the groups of a step to the sums of R rows.
+  template <int R>
+  void ScaleStep(const Piece& piece, int64_t step, const Work& work, float* sums) const {
+    const auto* dots = work.dots[step / kStep % 2];
+    if (step + kStep <= piece.groups)
+      Scale<R, kStep>(piece, piece.group + step, dots, sums);
+    else
+      Scale<R, 1>(piece, piece.group + step, dots, sums);
+  }
+
+  // Adds products of N groups, given their sums of products of codes.
+  template <int R, int N>
+  void Scale(const Piece& piece, int64_t group, const uint8_t (*dots)[kTileRows][kTileBytes],
+             float* sums) const {
+    Scales scales[N];
+    for (int i = 0; i < N; i++) scales[i] = Format::Read(w, {piece.strip, group + i, 0});
+    const int64_t first = piece.row * x.groups + group * kTileRows;  // of the first row
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      Floats sum = Load(sums + r * kStrip);
+      for (int i = 0; i < N; i++) {
+        Ints both[kScales];
+        for (int half = 0; half < kScales; half++) both[half] = LoadBytes(dots[i + half][r]);
+        AddScaled<Format>(x, first + i * kTileRows + r, scales[i], both, sum);
+      }
+      Store(sums + r * kStrip, sum);
+    }
+  }
+
+  template <int R>
+  void Block(const Piece& piece, Work& work, float* sums, const Output& out) const {
+    if (piece.group == 0) std::fill_n(sums, R * kStrip, 0.0f);
+    for (int64_t step = 0; step < kBefore; step += kStep) UnpackStep(piece, step, work);
+    Start<0>(piece, 0, work);
+    // A step is multiplied while the one before is stored and the one before that is scaled.
+    for (int64_t step = 0; step < piece.groups; step += kStep) {
+      const bool odd = step / kStep % 2, more = step + kStep < piece.groups;
+      if (more) odd ? Start<0>(piece, step + kStep, work) : Start<1>(piece, step + kStep, work);
+      odd ? End<1>(work) : End<0>(work);
+      if (step) ScaleStep<R>(piece, step - kStep, work, sums);
+    }
+    ScaleStep<R>(piece, (piece.groups - 1) / kStep * kStep, work, sums);
+    if (piece.group + piece.groups == x.groups)
+      for (int r = 0; r < piece.rows; r++) out.Put(piece.row + r, piece.strip, Load(sums + r * kStrip));
+  }
+};
+
+}  // namespace dflash
+
+#endif  // DFLASH_NATIVE_TILED_PRODUCTS_H_
