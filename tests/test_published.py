@@ -28,7 +28,7 @@ def made(oracle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "refs" / "main").write_text("abc123")
     copy(oracle / "drafters" / "v1_sliding", folder / "snapshots" / "abc123")
     target = copy(oracle / "drafters" / "target_qwen3", tmp_path / "Made-AWQ")
-    config, _ = describe(target, None)
+    config = describe(target, None).target.config
     shape = config.hidden_size, config.num_layers, config.vocab_size
     row = PublishedDrafter("somebody/Made", shape, DRAFTER, 8)
     monkeypatch.setattr(published, "DRAFTERS", (*DRAFTERS, row))
@@ -49,10 +49,10 @@ def test_auto_takes_the_drafter_published_for_the_target(made: Path) -> None:
 
 def test_a_target_without_a_drafter_says_which_one_was_published(made: Path) -> None:
     with pytest.warns(UserWarning, match=f"drafter='auto' takes .*{DRAFTER}"):
-        assert describe(made)[1] is None
+        assert describe(made).drafter is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert describe(made, None)[1] is None
+        assert describe(made, None).drafter is None
 
 
 def test_auto_names_what_may_fit_a_target_of_another_name(made: Path) -> None:

@@ -315,7 +315,6 @@ def _submit(
     live = engine.submit(
         prompts[prompt],
         max_tokens=int(rng.integers(1, most + 1)),
-        seed=int(rng.integers(2**32)),
         ignore_eos=True,
         **KINDS[kind],
     )

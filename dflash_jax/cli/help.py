@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from dflash_jax.cli.terminal import FEWEST
+from dflash_jax.engine.sampling_params import OPTIONS
 from dflash_jax.plan import FIELDS
 
 
@@ -19,22 +20,37 @@ def _rare_model_options(*usual: str) -> tuple[str, ...]:
     return tuple(name for name in (*FIELDS, *others) if name not in shown)
 
 
+# Options of requests without the usual ones.
+_RARE_SAMPLING = (
+    *(name for name in OPTIONS if name not in ("max_tokens", "temperature")),
+    "stop",
+)
+
 # By command, the attributes set by options that only `--help-all` shows.
 HIDDEN = {
     "generate": (
-        *("prompt_ids", "raw", "top_p", "top_k", "seed", "stop", "ignore_eos", "json"),
+        *("prompt_ids", "raw", "json"),
+        *_RARE_SAMPLING,
         *_rare_model_options(),
     ),
-    "chat": ("top_p", "top_k", "seed", *_rare_model_options()),
+    "chat": (*_RARE_SAMPLING, *_rare_model_options()),
     "serve": (
         *("queue", "timeout", "drain", "max_body", "max_tokens", "temperature", "recovery"),
-        *("allowed_host", "cors", "metrics", "quiet", "warm", "compile_wait", "grammar_timeout"),
+        *(
+            "allowed_host",
+            "cors_origin",
+            "metrics",
+            "quiet",
+            "warm",
+            "compile_wait",
+            "grammar_timeout",
+        ),
         *("hosts", "ray"),
         *_rare_model_options("rows"),
     ),
     "explain": ("params", "stablehlo", "hlo", *_rare_model_options("rows", "dtype")),
     "bench": ("temperature", "seed", "repeats", "name", "out", *_rare_model_options("rows")),
-    "verify": ("prompt_ids", "raw", "system", *_rare_model_options()),
+    "verify": ("prompt_ids", "raw", "system", *_RARE_SAMPLING, *_rare_model_options()),
     "replay": _rare_model_options(),
 }
 

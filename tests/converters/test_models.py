@@ -75,7 +75,8 @@ def test_a_speculators_folder_is_the_published_drafter(tmp_path):
 def test_a_speculators_drafter_is_described_by_its_config_alone(tmp_path, vocabulary):
     folder = speculators_folder(tmp_path, draft_vocab_size=vocabulary)
     (folder / "model.safetensors").unlink()
-    target, drafter = describe(ORACLE / "drafters" / "target_qwen3", folder)
+    pair = describe(ORACLE / "drafters" / "target_qwen3", folder)
+    target, drafter = pair.target.config, pair.drafter.config
     assert (drafter.draft_vocab_size, drafter.own_head) == (vocabulary or 0, bool(vocabulary))
     plan = resolve_here(Plan(max_length=64), build_pair(target, drafter))
     assert declare(planned(target, drafter, plan))
@@ -102,7 +103,7 @@ def test_gguf_files_are_recognised_by_their_first_bytes(tmp_path, name, capsys):
     path = write_target(ORACLE / "targets" / "qwen3", tmp_path / "made").rename(tmp_path / name)
     assert locate(path, "target") == path
     assert open_model(path).layout == "GGUF, architecture qwen3"
-    assert describe(path, None)[0] == open_model(path).config
+    assert describe(path, None).target.config == open_model(path).config
     with pytest.raises(CheckpointError, match=f"holds GGUF files; give one of them: {name}"):
         open_model(tmp_path)
     for command in (["inspect"], ["convert", "--json"], ["compare"]):

@@ -13,6 +13,7 @@ import pytest
 
 from dflash_jax.engine.structured import grammars as structured
 from dflash_jax.engine.structured import process as grammar_process
+from dflash_jax.engine.structured import trial_process
 from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.errors import RequestError
 from dflash_jax.loading import locate
@@ -200,7 +201,7 @@ def test_the_process_ends_with_its_input_in_the_middle_of_a_grammar() -> None:
     """As if its parent was killed; and it never imports jax."""
     import llguidance
 
-    worker = grammar_process.grammar_worker.__file__
+    worker = trial_process.__file__
     tokenizer = Tokenizer.from_directory(locate("tiny", "target"))
     assert tokenizer is not None
     setup = {"path": "", "tokenizer": tokenizer.core.to_str(), "vocab": 2048, "eos": [2040]}

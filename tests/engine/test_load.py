@@ -23,7 +23,6 @@ def test_mixed_traffic_gives_the_outputs_of_single_requests_and_leaves_none(
     traffic = drive(engine, prompts, requests=60, most=20)
     assert traffic.good, traffic
     assert traffic.requests == 60
-    assert traffic.greedy > 60 * 0.5
     assert traffic.cancelled > 3
     assert traffic.hit_tokens > 0
     assert len(KINDS) == 8

@@ -175,7 +175,7 @@ def test_every_api_keeps_a_stream_alive_until_it_begins(
         gate.open.set()
         after = list(lines)
     comments = [line for line in before if line.startswith(":")]
-    assert set(comments) == {": compiling forced_tokens: 0 of 2 programs"}
+    assert set(comments) == {": compiling recovery: 0 of 2 programs"}
     if path == MESSAGES:
         at = before.index(comments[0])
         assert before[at + 1 : at + 4] == ["event: ping", 'data: {"type":"ping"}', ""]
@@ -319,7 +319,7 @@ def test_common_programs_are_ready_first_and_the_others_follow(start: Start, gat
     assert httpx.get(live.url + "/ready").status_code == 200
     found = states(live)
     assert [found.pop(name) for name in ("greedy", "sampled")] == ["ready", "ready"]
-    assert found.pop("forced_tokens") == "compiling"
+    assert found.pop("recovery") == "compiling"
     assert set(found.values()) == {"waiting"}
     gate.open.set()
     assert soon(lambda: set(states(live).values()) == {"ready"})

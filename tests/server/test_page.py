@@ -101,7 +101,9 @@ def test_an_option_leaves_the_page_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("dflash_jax.server.run.serve", note)
     for words in ([], ["--no-ui"]):
-        assert serve.run(parser().parse_args(["serve", *words])) == 0
+        options = parser().parse_args(["serve", *words])
+        options.check(options)
+        assert serve.run(options) == 0
     assert found == [True, False]
 
 
