@@ -14,7 +14,7 @@ from dflash_jax.declared import Field
 from dflash_jax.errors import RequestError
 from dflash_jax.plan import FIELDS as PLAN_FIELDS
 from dflash_jax.plan import Plan
-from dflash_jax.utils.sources import find_local
+from dflash_jax.utils.sources import check_exists
 
 KEYS = "DFLASH_API_KEY"
 PREFIX_CACHE = 2**28  # bytes; every turn of a conversation extends the last
@@ -201,8 +201,7 @@ class ServeOptions:
         """Raise CheckpointError if a model or tokenizer does not exist."""
         for name in ("target", "drafter", "tokenizer", "lora"):
             source = getattr(self, name)
-            if source is not None and not (name == "drafter" and source in ("own", "auto", "none")):
-                find_local(source, "adapter" if name == "lora" else name)
+            check_exists(source, "adapter" if name == "lora" else name)
 
     def _check_hosts(self) -> None:
         """Check the options of several hosts."""

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
 from dflash_jax import device
+from dflash_jax.cli import parser
 from dflash_jax.cli.describe import describe
 from dflash_jax.device import free_memory
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError, RequestError
@@ -440,3 +441,14 @@ def test_a_template_without_the_users_messages_is_named_when_it_is_loaded(tmp_pa
         open_pair(folder, None)
     (folder / "chat_template.jinja").write_text(template.replace("m.role", "m.content[0].text"))
     assert open_pair(folder, None).tokenizer
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "verify", "explain", "bench"])
+def test_every_command_knows_the_names_of_drafters_that_are_no_files(command: str) -> None:
+    words = ["a"] if command == "generate" else []
+    for name in ("ngram", "none", "auto", "own"):
+        options = parser().parse_args([command, *words, "--drafter", name])
+        options.check(options)
+    options = parser().parse_args([command, *words, "--drafter", "ngrm"])
+    with pytest.raises(CheckpointError, match="there is no drafter at ngrm"):
+        options.check(options)

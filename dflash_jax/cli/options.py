@@ -14,7 +14,7 @@ from dflash_jax.plan import FIELDS, Plan
 from dflash_jax.serve_options import FIELDS as SERVE_FIELDS
 from dflash_jax.serve_options import ServeOptions
 from dflash_jax.utils.progress import announced, is_shown
-from dflash_jax.utils.sources import find_local
+from dflash_jax.utils.sources import check_exists
 
 MODELS = ("target", "drafter", "layer_ids", "lora", "tokenizer")
 ALSO = {"cors_origin": ("--cors",)}  # further flags
@@ -63,10 +63,7 @@ def check_values(options: argparse.Namespace) -> None:
         chosen_plan(options)
     for name in ("target", "drafter", "tokenizer", "lora"):
         source = getattr(options, name, None)
-        if source is not None and not (
-            name == "drafter" and source in ("own", "auto", "ngram", "none")
-        ):
-            find_local(source, "adapter" if name == "lora" else name)
+        check_exists(source, "adapter" if name == "lora" else name)
 
 
 def check_request(options: argparse.Namespace) -> None:

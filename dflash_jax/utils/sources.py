@@ -10,6 +10,8 @@ from dflash_jax.utils import smollm2
 
 Source = str | os.PathLike[str]
 SHIPPED = "tiny"
+# Drafters that are no files, or are found by the target.
+DRAFTER_NAMES = ("own", "auto", "ngram", "none")
 
 
 def find_local(source: Source, role: str) -> Path | None:
@@ -71,6 +73,16 @@ def _smollm2(role: str) -> Path:
             " directory, a .gguf file or a hub id"
         )
     return folder
+
+
+def check_exists(source: Source | None, role: str) -> None:
+    """Check that a source on this machine exists, before models are opened.
+
+    Raises:
+      CheckpointError: it does not.
+    """
+    if source is not None and not (role == "drafter" and source in DRAFTER_NAMES):
+        find_local(source, role)
 
 
 def locate(source: Source, role: str) -> Path:
