@@ -32,7 +32,7 @@ from benchmarks.environment import write_result
 from dflash_jax.bench import endings
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.tool_parsers import SYNTAXES, Syntax, syntax_of
+from dflash_jax.tool_parsers import MARKERS, SYNTAXES, Syntax, syntax_of
 
 ORACLE = Path("tests/oracle/targets")
 FAMILIES = {
@@ -63,8 +63,9 @@ def byte_tokenizer(syntax: Syntax) -> Tokenizer:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
-    call = json.dumps(syntax.render("NAME", {"KEY": "value"}))
-    marker = json.dumps("<|start_header_id|>" if syntax.name == "llama" else "")
+    rendered = syntax.render("NAME", {"KEY": "value"})
+    marker = next(text for text, family in MARKERS if family is syntax)
+    call, marker = json.dumps(rendered), json.dumps("" if marker in rendered else marker)
     template = (
         "{%- if tools %}{{ tools | tojson + '\\n' + " + call + " + " + marker + " }}{% endif -%}"
         "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,12 @@ from dflash_jax.engine.result import Result
 from dflash_jax.engine.state_machine import Recovery
 from dflash_jax.errors import RequestError
 from dflash_jax.tool_parsers import CallState, Syntax, syntax_of
+from dflash_jax.tool_parsers.events import ToolCallDelta, ToolCallStart
 from dflash_jax.tool_parsers.malformed_calls import is_a
-from dflash_jax.tool_parsers.tool_schema import Tool, kinds_of, tools_of
+from dflash_jax.tool_parsers.stream import OutputParser
+from dflash_jax.tool_parsers.tool_schema import Tool, kinds_of, parse_json, tools_of
 
 CLASSES = ("empty", "tool call", "prose", "bounded length")
-_HERMES_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,18 +170,19 @@ def is_valid_call(text: str, syntax: Syntax, tools: Sequence[Tool]) -> bool:
     """Return whether the text has only complete calls of declared tools with valid arguments."""
     if syntax.call_state(text) is not CallState.COMPLETE:
         return False
-    if syntax.name != "hermes":
-        return any(tool.name in text for tool in tools)
-    try:
-        calls = [json.loads(body) for body in _HERMES_CALL.findall(text)]
-    except json.JSONDecodeError:
-        return False
-    return bool(calls) and all(_fits(call, tools) for call in calls)
+    parser, named = OutputParser(syntax, tools, lenient=False), {tool.name: tool for tool in tools}
+    events = [*parser.push(text), *parser.finish()]
+    calls = [event for event in events if isinstance(event, ToolCallStart)]
+    given = [
+        "".join(e.text for e in events if isinstance(e, ToolCallDelta) and e.index == call.index)
+        for call in calls
+    ]
+    fit = [_fits(named.get(call.name), text) for call, text in zip(calls, given, strict=True)]
+    return bool(fit) and all(fit) and not parser.unreadable
 
 
-def _fits(call: dict[str, Any], tools: Sequence[Tool]) -> bool:
-    tool = next((t for t in tools if t.name == call.get("name")), None)
-    arguments = call.get("arguments")
+def _fits(tool: Tool | None, given: str) -> bool:
+    arguments = parse_json(given or "{}", None)
     if tool is None or not isinstance(arguments, dict):
         return False
     allowed = set(tool.parameters.get("required", ())) <= set(arguments) <= set(tool.properties)

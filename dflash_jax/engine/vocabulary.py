@@ -12,7 +12,7 @@ from dflash_jax.errors import RequestError
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import Syntax, syntax_of, tools_warning
 from dflash_jax.tool_parsers.grammar import call_grammar
-from dflash_jax.tool_parsers.tool_schema import call_beginnings, choice_of, tools_of
+from dflash_jax.tool_parsers.tool_schema import choice_of, tools_of
 
 PROMPT_END = 64  # ids at the end of a prompt that show whether it opens a thought
 LONGEST_TURN = 2**16  # ids of a turn that is continued
@@ -38,7 +38,7 @@ def words_of(
     if tokenizer is None or recovery == OFF:
         return NO_WORDS
     syntax = syntax_of(tokenizer.teaches)
-    beginnings = call_beginnings(declared, choice, syntax) if syntax else ()
+    beginnings = syntax.beginnings(declared, choice) if syntax else ()
     own = syntax.lead + syntax.marker if syntax and recovery.below_floor == "odds" else ""
     beginnings = tuple(b if b.startswith(own) else own + b for b in beginnings)
     thought = syntax.thought if syntax else None

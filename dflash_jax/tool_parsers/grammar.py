@@ -4,19 +4,12 @@ Special tokens are written as `<name>`, other text as strings, and arguments as 
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
-from dflash_jax.errors import RequestError
-from dflash_jax.tool_parsers.bounded_schema import bounded
-from dflash_jax.tool_parsers.finite_schema import FiniteSchema, endless, relocated
-from dflash_jax.tool_parsers.gemma4 import QUOTE
-from dflash_jax.tool_parsers.harmony import ASSISTANT, FINAL
+from dflash_jax.tool_parsers.argument_rules import Quote
 from dflash_jax.tool_parsers.syntax import Syntax
-from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice, kinds_of
+from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice
 
-Quote = Callable[[str], str]
-WHOLE = "parameters"  # a definition with those of the tool, for references between them
 MOST_CALLS = 64  # of one output
 
 
@@ -50,12 +43,12 @@ def call_grammar(
         """Return a text as grammar terminals: special tokens by name, the rest as strings."""
         return _terminals(text, specials)
 
-    calls = " | ".join(_CALLS[syntax.name](tool, quote) for tool in allowed)
-    more_than_one = parallel and syntax.name in ("hermes", "qwen_xml", "gemma4")
-    start = f"call (/\\n/ call){{0,{MOST_CALLS - 1}}}" if more_than_one else "call"
+    calls = " | ".join(syntax.grammar(tool, quote) for tool in allowed)
+    several = parallel and syntax.parallel
+    start = f"call (/\\n/ call){{0,{MOST_CALLS - 1}}}" if several else "call"
     start = f"({start} | {_answer(syntax, quote)})" if answer else start
     opened, thought = _thought(syntax, quote, thinking=thinking, thoughts=thoughts)
-    lines = [f"start: {opened} {start}", f"call: {calls}", *thought, *_rules(syntax, quote)]
+    lines = [f"start: {opened} {start}", f"call: {calls}", *thought, *syntax.grammar_rules(quote)]
     return "\n".join(lines)
 
 
@@ -79,7 +72,7 @@ def answer_grammar(
 
 def _answer(syntax: Syntax, quote: Quote) -> str:
     """Return the rule `answer` with the markup that the family writes before answers."""
-    return f"{quote(FINAL)} @answer" if syntax.name == "harmony" else "@answer"
+    return f"{quote(syntax.answer_header)} @answer".lstrip()
 
 
 def _thought(
@@ -89,7 +82,7 @@ def _thought(
     if syntax.thought is None or not (thinking or thoughts):
         return "", THOUGHT if syntax.thought else []
     opening, closing = quote(syntax.thought.opening), quote(syntax.thought.closing)
-    after = quote(ASSISTANT) if syntax.name == "harmony" else "BLANK"
+    after = quote(syntax.before_answer) or "BLANK"
     if closing.startswith('"'):  # no token of its own: reasoning ends with the first such text
         rules, body = [f"thought[suffix={closing}]: /(.|\\n)*/"], f"thought {after}"
     else:
@@ -112,144 +105,3 @@ def _terminals(text: str, specials: Collection[str]) -> str:
         _terminals(text[at + len(special) :], specials),
     ]
     return " ".join(part for part in parts if part)
-
-
-def _schema(tool: Tool) -> str:
-    return _json(tool, tool.parameters or {"type": "object"})
-
-
-def _json(tool: Tool, schema: Mapping[str, Any]) -> str:
-    """Return a schema of a tool as a part of a rule.
-
-    Raises:
-      RequestError: a number cannot be followed exactly, or no finite value fits the schema.
-    """
-    try:
-        return f"%json {json.dumps(bounded(schema))}"
-    except RequestError as error:
-        raise RequestError(f"the tool {tool.name!r}: {error}") from error
-
-
-def _parameter_schema(tool: Tool, name: str) -> Mapping[str, Any]:
-    """Return the schema of one parameter with the definitions that its references need."""
-    schema = tool.properties[name]
-    if not isinstance(schema, Mapping):
-        return {}
-    if '"$ref"' not in json.dumps(schema):
-        return schema
-    moved = relocated(tool.parameters, "#", f"#/$defs/{WHOLE}")
-    path = "/properties/" + name.replace("~", "~0").replace("/", "~1")
-    return {"$ref": f"#/$defs/{WHOLE}{path}", "$defs": {WHOLE: moved}}
-
-
-def _hermes(tool: Tool, quote: Quote) -> str:
-    head = f'<tool_call>\n{{"name": {json.dumps(tool.name)}, "arguments": '
-    closing = quote("}\n</tool_call>")
-    return f"{quote(head)} {_schema(tool)} {closing}"
-
-
-def _llama(tool: Tool, quote: Quote) -> str:
-    head = f'{{"name": {json.dumps(tool.name)}, "parameters": '
-    return f"{quote(head)} {_schema(tool)} {quote('}')}"
-
-
-def _harmony(tool: Tool, quote: Quote) -> str:
-    head = f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>"
-    return f"{quote(head)} {_schema(tool)}"
-
-
-def _xml(tool: Tool, quote: Quote) -> str:
-    end = quote("\n</parameter>\n")
-
-    def value(name: str, schema: Any) -> str:
-        if texts := _enum_texts(schema):
-            return "(" + " | ".join(map(quote, texts)) + f") {end}"
-        if "string" in (kinds_of(tool, name) or ("string",)):  # strings are written verbatim
-            return "parameter"
-        return f"{_json(tool, _parameter_schema(tool, name))} {end}"
-
-    blocks = []
-    for name, schema, required in _parameters(tool):
-        block = f"{quote(f'<parameter={name}>' + chr(10))} {value(name, schema)}"
-        blocks.append(block if required else f"({block})?")
-    head = f"<tool_call>\n<function={tool.name}>\n"
-    return " ".join([quote(head), *blocks, quote("</function>\n</tool_call>")])
-
-
-def _gemma4(tool: Tool, quote: Quote) -> str:
-    def value(name: str, schema: Any) -> str:
-        if texts := _enum_texts(schema):
-            return "(" + " | ".join(quote(QUOTE + text + QUOTE) for text in texts) + ")"
-        kinds = kinds_of(tool, name)
-        if kinds and kinds <= {"integer", "number", "boolean", "null"}:  # written as in JSON
-            return _json(tool, _parameter_schema(tool, name))
-        return "quoted" if kinds == {"string"} else "value"
-
-    pairs = [
-        (f"{quote(name + ':')} {value(name, schema)}", needed)
-        for name, schema, needed in _parameters(tool)
-    ]
-    needed = ' "," '.join(pair for pair, required in pairs if required)
-    others = [pair for pair, required in pairs if not required]
-    if needed:
-        inner = " ".join([needed, *(f'("," {pair})?' for pair in others)])
-    else:  # at most one: commas between optional parameters would depend on each other
-        inner = "(" + " | ".join(others) + ")?" if others else ""
-    head = quote(f"<|tool_call>call:{tool.name}{{")
-    return f"{head} {inner} {quote('}<tool_call|>')}"
-
-
-def _parameters(tool: Tool) -> list[tuple[str, Any, bool]]:
-    """Return (name, schema, required) of the parameters in declaration order.
-
-    Optional parameters without a finite value are left out.
-
-    Raises:
-      RequestError: a required parameter has no finite value.
-    """
-    finite = FiniteSchema(tool.parameters)
-    if not finite.ends(tool.parameters):
-        raise RequestError(f"the tool {tool.name!r}: {endless(finite)}")
-    required = tool.parameters.get("required")
-    required = required if isinstance(required, list) else []
-    return [
-        (name, schema, name in required)
-        for name, schema in tool.properties.items()
-        if schema is not False and finite.ends(schema)
-    ]
-
-
-def _enum_texts(schema: Any) -> list[str]:
-    """Return the values of a string enum; empty for other schemas."""
-    values = schema.get("enum") if isinstance(schema, Mapping) else None
-    return values if isinstance(values, list) and all(isinstance(v, str) for v in values) else []
-
-
-def _rules(syntax: Syntax, quote: Quote) -> list[str]:
-    """Return the rules that the calls of a family refer to."""
-    if syntax.name == "qwen_xml":
-        return ['parameter[suffix="\\n</parameter>\\n"]: /(.|\\n)*/']
-    if syntax.name != "gemma4":
-        return []
-    mark = quote(QUOTE)
-    return [
-        f"quoted: {mark} TEXT {mark}"
-        if not mark.startswith('"')
-        else f"quoted: {mark} BARE {mark}",
-        'value: quoted | NUMBER | truth | "null" | list | object',
-        'truth: "true" | "false"',
-        'list: "[" (value ("," value)*)? "]"',
-        'object: "{" (KEY ":" value ("," KEY ":" value)*)? "}"',
-        "KEY: /[A-Za-z0-9_]{1,64}/",
-        "BARE: /[^<]*/",
-        "NUMBER: /-?(0|[1-9][0-9]{0,17})([.][0-9]{1,17})?/",
-    ]
-
-
-_CALLS: dict[str, Callable[[Tool, Quote], str]] = {
-    "hermes": _hermes,
-    "llama": _llama,
-    "harmony": _harmony,
-    "qwen_xml": _xml,
-    "gemma4": _gemma4,
-}

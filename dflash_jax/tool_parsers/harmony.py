@@ -12,7 +12,9 @@ forced call first ends the open message.
 from collections.abc import Mapping
 from typing import Any
 
+from dflash_jax.tool_parsers.argument_rules import Quote, all_arguments
 from dflash_jax.tool_parsers.syntax import Syntax, Thought, as_json
+from dflash_jax.tool_parsers.tool_schema import Tool
 
 ASSISTANT = "<|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
@@ -28,6 +30,11 @@ def _render(name: str, arguments: Mapping[str, Any]) -> str:
     return f"{_CALL}{name}{_ARGUMENTS}{as_json(arguments)}<|call|>"
 
 
+def _grammar(tool: Tool, quote: Quote) -> str:
+    head = f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>"
+    return f"{quote(head)} {all_arguments(tool)}"
+
+
 HARMONY = Syntax(
     name="harmony",
     thought=Thought("<|channel|>analysis<|message|>", "<|end|>", f"<|end|>{ASSISTANT}{FINAL}"),
@@ -38,4 +45,9 @@ HARMONY = Syntax(
     marker="commentary",
     begin=_begin,
     render=_render,
+    grammar=_grammar,
+    parallel=False,
+    channels=(f"{ASSISTANT}{FINAL}<|end|><|call|>",),
+    before_answer=ASSISTANT,
+    answer_header=FINAL,
 )

@@ -5,10 +5,13 @@
 </tool_call>
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
+from dflash_jax.tool_parsers.argument_rules import Quote, all_arguments
 from dflash_jax.tool_parsers.syntax import QWEN_THOUGHT, Syntax, as_json
+from dflash_jax.tool_parsers.tool_schema import Tool
 
 
 def _begin(name: str, parameter: str | None) -> str:
@@ -18,6 +21,12 @@ def _begin(name: str, parameter: str | None) -> str:
 
 def _render(name: str, arguments: Mapping[str, Any]) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {as_json(arguments)}}}\n</tool_call>'
+
+
+def _grammar(tool: Tool, quote: Quote) -> str:
+    head = f'<tool_call>\n{{"name": {json.dumps(tool.name)}, "arguments": '
+    closing = quote("}\n</tool_call>")
+    return f"{quote(head)} {all_arguments(tool)} {closing}"
 
 
 HERMES = Syntax(
@@ -30,4 +39,5 @@ HERMES = Syntax(
     marker="<tool_call>",
     begin=_begin,
     render=_render,
+    grammar=_grammar,
 )

@@ -8,7 +8,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from dflash_jax.tool_parsers.argument_rules import Quote, all_arguments
 from dflash_jax.tool_parsers.syntax import CallState, Syntax, as_json
+from dflash_jax.tool_parsers.tool_schema import Tool
 
 
 def _begin(name: str, parameter: str | None) -> str:
@@ -32,6 +34,11 @@ def _state(syntax: Syntax, text: str) -> CallState:
     return CallState.COMPLETE
 
 
+def _grammar(tool: Tool, quote: Quote) -> str:
+    head = f'{{"name": {json.dumps(tool.name)}, "parameters": '
+    return f"{quote(head)} {all_arguments(tool)} {quote('}')}"
+
+
 LLAMA = Syntax(
     name="llama",
     thought=None,
@@ -42,5 +49,7 @@ LLAMA = Syntax(
     marker='{"name"',
     begin=_begin,
     render=_render,
+    grammar=_grammar,
+    parallel=False,
     read_state=_state,
 )

@@ -16,7 +16,15 @@ and so do forced calls.
 from collections.abc import Mapping
 from typing import Any
 
+from dflash_jax.tool_parsers.argument_rules import (
+    Quote,
+    as_rule,
+    enum_texts,
+    finite_parameters,
+    parameter_schema,
+)
 from dflash_jax.tool_parsers.syntax import QWEN_THOUGHT, Syntax, as_json
+from dflash_jax.tool_parsers.tool_schema import Tool, kinds_of
 
 
 def _begin(name: str, parameter: str | None) -> str:
@@ -29,6 +37,28 @@ def _render(name: str, arguments: Mapping[str, Any]) -> str:
     return f"<tool_call>\n<function={name}>\n{blocks}</function>\n</tool_call>"
 
 
+def _grammar(tool: Tool, quote: Quote) -> str:
+    end = quote("\n</parameter>\n")
+
+    def value(name: str, schema: Any) -> str:
+        if texts := enum_texts(schema):
+            return "(" + " | ".join(map(quote, texts)) + f") {end}"
+        if "string" in (kinds_of(tool, name) or ("string",)):  # strings are written verbatim
+            return "parameter"
+        return f"{as_rule(tool, parameter_schema(tool, name))} {end}"
+
+    blocks = []
+    for name, schema, required in finite_parameters(tool):
+        block = f"{quote(f'<parameter={name}>' + chr(10))} {value(name, schema)}"
+        blocks.append(block if required else f"({block})?")
+    head = f"<tool_call>\n<function={tool.name}>\n"
+    return " ".join([quote(head), *blocks, quote("</function>\n</tool_call>")])
+
+
+def _rules(quote: Quote) -> list[str]:
+    return ['parameter[suffix="\\n</parameter>\\n"]: /(.|\\n)*/']
+
+
 QWEN_XML = Syntax(
     name="qwen_xml",
     thought=QWEN_THOUGHT,
@@ -39,4 +69,6 @@ QWEN_XML = Syntax(
     marker="<tool_call>",
     begin=_begin,
     render=_render,
+    grammar=_grammar,
+    grammar_rules=_rules,
 )

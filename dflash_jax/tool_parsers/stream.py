@@ -140,7 +140,7 @@ class OutputParser:
 
     @property
     def _is_harmony(self) -> bool:
-        return self._syntax is not None and self._syntax.name == "harmony"
+        return self._syntax is not None and bool(self._syntax.channels)
 
     # -- the outermost level ------------------------------------------------------------------
 

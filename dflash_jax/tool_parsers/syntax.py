@@ -3,8 +3,15 @@
 import dataclasses
 import enum
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from dflash_jax.tool_parsers.argument_rules import Quote
+from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice
+
+SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # names that are never parsed as markup
+PREFERRED = "terminal"  # the tool with which an agent can do anything
 
 
 class CallState(enum.Enum):
@@ -64,6 +71,12 @@ class Syntax:
         or up to the arguments without a parameter. It never ends in a space, since tokenizers
         merge spaces with the following text.
       render: returns a call as the family's chat template writes it.
+      grammar: returns the rule of a call of a tool, from the tool and a function that quotes texts.
+      grammar_rules: returns the rules that it refers to.
+      parallel: an output may have several calls.
+      channels: all further markup, if outputs are messages in channels, and not text with markers.
+      before_answer: text between reasoning and the header of a message.
+      answer_header: text that every answer starts with.
       read_state: implements `call_state`.
     """
 
@@ -76,11 +89,30 @@ class Syntax:
     marker: str
     begin: Callable[[str, str | None], str]
     render: Callable[[str, Mapping[str, Any]], str]
+    grammar: Callable[[Tool, Quote], str]
+    grammar_rules: Callable[[Quote], list[str]] = lambda quote: []
+    parallel: bool = True
+    channels: tuple[str, ...] = ()
+    before_answer: str = ""
+    answer_header: str = ""
     read_state: Callable[["Syntax", str], CallState] = by_markers
 
     def call_state(self, text: str) -> CallState:
         """Return the state of the calls of an output."""
         return self.read_state(self, text)
+
+    def beginnings(self, tools: Sequence[Tool], choice: ToolChoice) -> tuple[str, ...]:
+        """Return the texts with which recovery may force a call, one per tool.
+
+        A text contains the names of the tool and its first parameter. If a tool is required or
+        preferred, it is the only one. Tools whose names could be parsed as markup are left out.
+        """
+        if choice.kind == "none":
+            return ()
+        wanted = [tool for tool in tools if tool.name == (choice.name or PREFERRED)] or tools
+        pairs = [(tool.name, tool.first_parameter) for tool in wanted]
+        safe = [pair for pair in pairs if all(SAFE.fullmatch(n) for n in pair if n is not None)]
+        return tuple(self.begin(name, parameter) for name, parameter in safe)
 
     def markers(self, *, calls: bool) -> tuple[str, ...]:
         """Return texts with all special tokens that must be kept when output is decoded.
@@ -89,11 +121,9 @@ class Syntax:
           calls: include the markup of calls.
         """
         texts = [self.thought.opening, self.thought.closing] if self.thought else []
-        if calls or self.name == "harmony":
+        if calls or self.channels:
             texts += [*self.opens, *self.closes, self.opening, self.render("f", {"k": "v"})]
-        if self.name == "harmony":
-            texts += ["<|start|>assistant<|channel|>final<|message|><|end|><|call|>"]
-        return tuple(texts)
+        return (*texts, *self.channels)
 
 
 def as_json(value: Any) -> str:

@@ -5,12 +5,10 @@ Chat completions nest a `function`, Responses are flat, and Anthropic has an `in
 
 import dataclasses
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from dflash_jax.errors import RequestError
-from dflash_jax.tool_parsers.syntax import Syntax
 
 KINDS: dict[str, tuple[type, ...]] = {
     "string": (str,),
@@ -21,10 +19,8 @@ KINDS: dict[str, tuple[type, ...]] = {
     "array": (list,),
     "null": (type(None),),
 }
-SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MOST_DEPTH = 200  # nesting of lists and mappings: json and templates are recursive
 UNREADABLE = "raw"  # the argument for the text of arguments that are no JSON object
-PREFERRED = "terminal"  # the tool with which an agent can do anything
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,20 +117,6 @@ def choice_of(tool_choice: Any, tools: Sequence[Tool]) -> ToolChoice:
             " declare it, or choose one of those"
         )
     return ToolChoice("named", name)
-
-
-def call_beginnings(tools: Sequence[Tool], choice: ToolChoice, syntax: Syntax) -> tuple[str, ...]:
-    """Return the texts with which recovery may force a call, one per tool.
-
-    A text contains the names of the tool and its first parameter. If a tool is required or
-    preferred, it is the only one. Tools whose names could be parsed as markup are left out.
-    """
-    if choice.kind == "none":
-        return ()
-    wanted = [tool for tool in tools if tool.name == (choice.name or PREFERRED)] or tools
-    pairs = [(tool.name, tool.first_parameter) for tool in wanted]
-    safe = [pair for pair in pairs if all(SAFE.fullmatch(n) for n in pair if n is not None)]
-    return tuple(syntax.begin(name, parameter) for name, parameter in safe)
 
 
 def typed_value(text: str, tool: Tool | None, parameter: str) -> Any:

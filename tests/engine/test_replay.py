@@ -21,7 +21,7 @@ from dflash_jax.cli import main
 from dflash_jax.cli.replay import FORMAT, SHIPPED
 from dflash_jax.engine.result import Result, Stats
 from dflash_jax.errors import RequestError
-from dflash_jax.tool_parsers import SYNTAXES
+from dflash_jax.tool_parsers import SYNTAXES, Syntax
 from dflash_jax.tool_parsers.tool_schema import tools_of
 
 TOOL = {
@@ -54,6 +54,14 @@ def test_a_call_counts_if_it_is_whole_and_fits_its_schema(body: str, valid: bool
     text = f"Let me go:\n<tool_call>\n{body}\n</tool_call>"
     assert is_valid_call(text, SYNTAXES["hermes"], tools_of([TOOL])) is valid
     assert not is_valid_call(text[:-12], SYNTAXES["hermes"], tools_of([TOOL]))
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES.values(), ids=list(SYNTAXES))
+def test_calls_of_every_syntax_are_judged_alike(syntax: Syntax) -> None:
+    tools = tools_of([TOOL])
+    assert is_valid_call("Well:" + syntax.render("move", {"to": "a", "steps": 3}), syntax, tools)
+    for wrong in ({"steps": 3}, {"to": "a", "steps": "x"}, {"to": "a", "by": "b"}):
+        assert not is_valid_call("Well:" + syntax.render("move", wrong), syntax, tools)
 
 
 @pytest.mark.parametrize(

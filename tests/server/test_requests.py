@@ -18,7 +18,6 @@ from dflash_jax.server.responses import decode_responses
 from dflash_jax.tool_parsers import SYNTAXES
 from dflash_jax.tool_parsers.events import ToolCallStart
 from dflash_jax.tool_parsers.stream import OutputParser
-from dflash_jax.tool_parsers.tool_schema import call_beginnings
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -181,7 +180,7 @@ def test_tool_names_may_have_as_many_characters_as_anthropics(name: str) -> None
     long, syntax = "n" * 128, SYNTAXES[name]
     request = messages(tools=[{"name": long, "input_schema": SCHEMA}])
     assert [tool.name for tool in request.declared_tools] == [long]
-    assert call_beginnings(request.declared_tools, request.tool_choice, syntax) == ()
+    assert syntax.beginnings(request.declared_tools, request.tool_choice) == ()
     parser = OutputParser(syntax, request.declared_tools)
     events = parser.push(syntax.render(long, {"a": 1})) + parser.finish()
     assert [event.name for event in events if isinstance(event, ToolCallStart)] == [long]

@@ -10,7 +10,6 @@ from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.tool_schema import (
     Tool,
     ToolChoice,
-    call_beginnings,
     choice_of,
     parse_json,
     tools_of,
@@ -33,7 +32,7 @@ def named(name: str) -> dict[str, Any]:
 
 def begun(tools: Any, tool_choice: Any = "auto") -> tuple[str, ...]:
     declared = tools_of(tools)
-    return call_beginnings(declared, choice_of(tool_choice, declared), XML)
+    return XML.beginnings(declared, choice_of(tool_choice, declared))
 
 
 A, B, TERMINAL = tool("a"), tool("b"), tool("terminal", "command")
@@ -99,7 +98,7 @@ def test_the_calls_that_recovery_may_begin(
 def test_calls_of_several_tools_begin_alike_up_to_the_name(family: str) -> None:
     names = ("read", "read_file", "write")
     syntax, declared = SYNTAXES[family], tools_of([tool(name, "x") for name in names])
-    texts = call_beginnings(declared, ToolChoice("auto"), syntax)
+    texts = syntax.beginnings(declared, ToolChoice("auto"))
     for name, text in zip(names, texts, strict=True):
         assert text.removeprefix(syntax.opening).lstrip(' "').startswith(name)
     assert not [a for a in texts for b in texts if a != b and b.startswith(a)]
@@ -179,7 +178,7 @@ def test_what_cannot_be_written_as_json_is_not_read_as_json() -> None:
 def test_schemas_that_are_none_do_no_harm() -> None:
     for schema in ({"properties": 3}, {"properties": ["a"], "required": [["a"], {}]}):
         declared = tools_of([{"name": "a", "parameters": schema}])
-        assert call_beginnings(declared, ToolChoice("auto"), XML) == (OF_A,)
+        assert XML.beginnings(declared, ToolChoice("auto")) == (OF_A,)
         assert typed_value("1", declared[0], "a") == "1"
         parser = OutputParser(XML, declared)
         assert parser.push('{"a": 1}') + parser.finish()
