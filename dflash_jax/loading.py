@@ -21,12 +21,12 @@ from dflash_jax.errors import CheckpointError, ConfigError, PlanError, Tokenizer
 from dflash_jax.graph import Graph, Pair
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.cache import CompilationCache, use_compilation_cache
+from dflash_jax.graph.ngram import NGram
 from dflash_jax.graph.placement import device_mesh, param_shardings, place
 from dflash_jax.graph.resolve import resolve_here, wide_block
 from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.kernels.products import set_weight_layout, with_kernel
 from dflash_jax.models import build_pair
-from dflash_jax.models.ngram import NGram
 from dflash_jax.plan import Dtype, Plan
 from dflash_jax.quant.layouts import LAID_OUT, STACK, Spec
 from dflash_jax.target_model import TargetModel

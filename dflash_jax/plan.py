@@ -226,6 +226,15 @@ class Plan:
         maximum=1,
         metavar="P",
     )
+    ngram: int = plan_field(
+        0,
+        "draft what followed the last N tokens, or more, where they occurred before in the text, in"
+        " place of the drafter's drafts; 0 for never",
+        "cache",
+        details="Where all rows have such a match, the drafter does not run.",
+        minimum=0,
+        metavar="N",
+    )
     report_drafts: bool = plan_field(
         False,
         "report the drafts of every step, so that traces of requests show the rejected ones",

@@ -24,8 +24,8 @@ from dflash_jax.cli import parser
 from dflash_jax.cli.describe import describe
 from dflash_jax.device import free_memory
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError, RequestError
+from dflash_jax.graph.ngram import NGram
 from dflash_jax.loading import locate, open_pair
-from dflash_jax.models.ngram import NGram
 
 WEIGHTS = "model.safetensors"
 

@@ -14,9 +14,9 @@ from dflash_jax.config import (
     read_target_config,
 )
 from dflash_jax.graph import Pair
+from dflash_jax.graph.ngram import NGram
 from dflash_jax.loading import AUTO, NGRAM, OWN, Config, expect, locate_drafter
 from dflash_jax.models import build_pair
-from dflash_jax.models.ngram import NGram
 from dflash_jax.utils.sources import Source, locate
 
 

@@ -62,13 +62,14 @@ class OutputProcessor:
             return
         if row in step.work.drafting:
             count_round(sequence.stats, len(result.tokens), result.num_drafts, self._block - 1)
+            sequence.stats.copied += result.num_drafts * result.copied
         elif not prefill:
             sequence.stats.plain_steps += bool(result.tokens)
         logprobs = []
         if sequence.request.params.logprobs is not None:
             output, place = step.output_of(row)
             logprobs = token_logprobs(output, place, sequence.request)[: len(result.tokens)]
-        details = StepDetails(logprobs, result.drafts, time)
+        details = StepDetails(logprobs, result.drafts, result.copied, time)
         event = _event(step, row, result)
         effects = sequence.process(event, details)
         self.report(sequence, effects.notes)

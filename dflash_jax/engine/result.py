@@ -41,6 +41,7 @@ class Stats:
       rounds: draft-verify rounds that committed at least one token.
       plain_steps: steps without drafting that committed a token.
       drafted: number of drafts that were verified; `Plan.min_survival` leaves some out.
+      copied: number of them that were copied from the text, see `Plan.ngram`.
       acceptance_lengths: tokens committed per round, bonus token included.
       drafts_per_round: drafts verified in each round.
       accepted_per_position: rounds in which the draft at each position was accepted.
@@ -61,6 +62,7 @@ class Stats:
     plain_steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    copied: int = 0
     acceptance_lengths: list[int] = dataclasses.field(default_factory=list)
     drafts_per_round: list[int] = dataclasses.field(default_factory=list)
     accepted_per_position: list[int] = dataclasses.field(default_factory=list)

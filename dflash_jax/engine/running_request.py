@@ -49,6 +49,7 @@ class StepDetails(NamedTuple):
 
     logprobs: Sequence[TokenLogprob] = ()  # of its tokens, where the request asks for them
     drafts: tuple[int, ...] = ()  # that were verified, if the plan reports them
+    copied: bool = False  # whether they were copied from the text
     time: CallTime | None = None  # of its call
 
 
@@ -215,8 +216,8 @@ class RunningRequest:
             self.output.add_logprobs(new, details.logprobs, **given)
         if self.output.trace:
             new, ended = self.state.ids[before - effects.retract :], details.time or CallTime(now)
-            given = {"retracted": effects.retract, "drafts": details.drafts}
-            self.output.trace.record(event, new, **given, time=ended)
+            drafts = {"drafts": details.drafts, "copied": details.copied}
+            self.output.trace.record(event, new, retracted=effects.retract, **drafts, time=ended)
         self.settings = self._settings()
         if effects.fallback:
             self.stats.fallbacks[effects.fallback] += 1

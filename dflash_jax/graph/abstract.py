@@ -19,7 +19,7 @@ from dflash_jax.kernels.products import abstract, abstract_layout
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import FLOAT, LAID_OUT, Spec, spec
 
-OPTIONS = ("exact", "block", "min_survival", "kernels", "activations", "report_drafts")
+OPTIONS = ("exact", "block", "min_survival", "kernels", "activations", "report_drafts", "ngram")
 
 
 def path_name(path: Any) -> str:
@@ -118,7 +118,7 @@ class PlannedPair:
         """Return a state with every row at position 0."""
         plan, drafter = self.plan, ()
         if self.pair.drafter is not None:
-            drafter = self.pair.drafter.empty(drafter_caches(self.pair, plan))
+            drafter = self.pair.proposer.empty(drafter_caches(self.pair, plan))
         return DecodeState(
             target=tuple(self.pair.target.empty_caches(PlanCacheMaker(plan))),
             drafter=drafter,

@@ -140,16 +140,18 @@ class Explanation:
     def _drafter(self) -> str:
         """Return the drafter's line, its own `describe()` if it has one."""
         drafter = self.planned.pair.drafter
-        d = getattr(drafter, "config", None)
+        d, ngram = getattr(drafter, "config", None), self.planned.plan.ngram
+        copies = f"  copies after {ngram} equal tokens" * (ngram > 0)
         if hasattr(drafter, "describe"):
             return drafter.describe()
         if not isinstance(d, DrafterConfig):
-            return type(drafter).__name__
+            return type(drafter).__name__ + copies
         kinds = ["causal" if causal else "bidirectional" for causal in d.causal]
         return (
             f"{_KINDS.get(d.kind, d.kind)}  {d.num_layers} layers"
             f"  {_runs(window_kinds(d.windows))}  {_runs(kinds)}  block {d.block_size}"
             f"  mask {d.mask_token_id}  {_shared_layers(self.planned.config, d, self.planned.plan)}"
+            f"{copies}"
         )
 
     def _table(self) -> Iterable[Cells]:

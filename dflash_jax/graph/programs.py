@@ -146,7 +146,7 @@ class _Declaration:
             copy = given.CopyRowInputs(_int32(), _int32())
             yield self._rows(Step.COPY_ROW, rows.copy_row, copy)
         if plan.prefix_cache:
-            cut = {"chunk": plan.chunk, "drafter": self.pair.drafter}
+            cut = {"chunk": plan.chunk, "drafter": self.pair.proposer}
             take = functools.partial(rows.take_segment, **cut)
             put = functools.partial(rows.put_segment, **cut)
             where = given.SegmentInputs(_int32(), _int32())
@@ -187,7 +187,8 @@ class _Declaration:
     def verify(self, variant: Variant) -> Program:
         """The verifying half of a speculative step."""
         b, t = self.plan.rows, self.plan.block
-        block = Draft(_int32(b, t), finite=_flags(b), num_drafts=_int32(b))
+        copied = _flags(b) if self.pair.copies else None
+        block = Draft(_int32(b, t), finite=_flags(b), num_drafts=_int32(b), copied=copied)
         inputs = given.DecodeInputs(self.rules, masks=self._masks(variant, b, t), draft=block)
         return self._model(Step.VERIFY, variant, steps.verify, inputs)
 

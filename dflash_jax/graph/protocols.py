@@ -164,6 +164,7 @@ class Draft:
     block: Int[Array, "B T"]  # the anchor, then R = T - 1 drafts
     finite: Bool[Array, " B"] | None = None  # whether the drafter's numbers were; None if so
     num_drafts: Int[Array, " B"] | None = None  # leading drafts to verify; None for all
+    copied: Bool[Array, " B"] | None = None  # whether they were copied from the text
 
 
 @struct.dataclass
@@ -183,6 +184,11 @@ class DraftSampler(Protocol):
     @property
     def places(self) -> int:
         """Number of drafts R of a block."""
+        ...
+
+    @property
+    def idle(self) -> Bool[Array, " B"]:
+        """Rows whose drafts are not verified, whatever they are."""
         ...
 
     def sample_all(

@@ -11,7 +11,7 @@ from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.memory import Budget, budget, gibi
 from dflash_jax.graph.protocols import ModelConfig
 from dflash_jax.graph.steps.pair import Pair
-from dflash_jax.graph.steps.rows import has_caches
+from dflash_jax.kernels.caches import has_caches
 from dflash_jax.kernels.native.build import library
 from dflash_jax.plan import Dtype, Plan, WeightLayout
 from dflash_jax.quant.layouts import MAX_TILED_TOKENS

@@ -97,7 +97,10 @@ class OutputColumn(enum.IntEnum):
     NUM_TOKENS = -4  # decided tokens; the first ones of a row are valid
     NEXT_BEST = -3  # see `RowStep`
     FINITE = -2  # whether the target's logits are finite
-    NUM_DRAFTS = -1  # drafts verified; -1 if the drafter's numbers are not finite
+    NUM_DRAFTS = -1  # drafts verified, + COPIED; -1 if the drafter's numbers are not finite
+
+
+COPIED = 1 << 20  # added to the number of drafts that were copied from the text
 
 
 @struct.dataclass
@@ -187,6 +190,7 @@ class RowStep(NamedTuple):
     num_drafts: int  # verified by the target
     call_odds: float | None = None  # of `RowRules.opening`, if the program reports them
     drafts: tuple[int, ...] = ()  # that were verified, if the program reports them
+    copied: bool = False  # whether the drafts were copied from the text, and not the drafter's
 
 
 def read_output(out: StepOutput) -> list[list[RowStep]]:
@@ -204,12 +208,14 @@ def read_output(out: StepOutput) -> list[list[RowStep]]:
 
 def _row_step(draft_columns: int, row: list[int], call_odds: float | None = None) -> RowStep:
     num_tokens, next_best, finite, num_drafts = row[OutputColumn.NUM_TOKENS :]
-    tokens, draft_finite, num_drafts = tuple(row[:num_tokens]), num_drafts >= 0, max(num_drafts, 0)
+    tokens, draft_finite = tuple(row[:num_tokens]), num_drafts >= 0
+    copied, num_drafts = divmod(max(num_drafts, 0), COPIED)
     drafts = ()
     if draft_columns:
         first = len(row) - len(OutputColumn) - draft_columns
         drafts = tuple(row[first : first + num_drafts])
-    return RowStep(tokens, next_best, bool(finite), draft_finite, num_drafts, call_odds, drafts)
+    more = {"drafts": drafts, "copied": bool(copied)}
+    return RowStep(tokens, next_best, bool(finite), draft_finite, num_drafts, call_odds, **more)
 
 
 def restart_rows(state: DecodeState, rows: Bool[Array, " B"]) -> DecodeState:

@@ -5,7 +5,8 @@ width, Q value width, C convolved channels, W convolution inputs kept.
 """
 
 import dataclasses
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +62,8 @@ class RecurrentCache:
 
 
 Cache = LayerCache | RecurrentCache
+# Arrays of one layer: keys, values [K, C, H] and scales [K, C] of int8 ones; or state, inputs.
+LayerSegment = tuple[Num[Array, "..."], ...]
 
 
 class Update(Protocol):
@@ -124,3 +127,62 @@ def zero_rows(arrays: Arrays, rows: Bool[Array, " B"]) -> Arrays:
         return jnp.where(chosen, jnp.zeros((), x.dtype), x)
 
     return jax.tree.map(clear, arrays)
+
+
+def has_caches(state: Any) -> bool:
+    """Return whether a state consists of caches of layers, which `take_part` cuts."""
+    return isinstance(state, tuple) and all(isinstance(cache, Cache) for cache in state)
+
+
+def take_part(
+    caches: Sequence[Cache], row: Int[Array, ""], start: Int[Array, ""], length: int
+) -> tuple[LayerSegment, ...]:
+    """Return a row's part of caches for `length` positions, right after they were fed."""
+
+    def cut(x: Num[Array, "B K S ..."]) -> Num[Array, "K C ..."]:
+        size = (1, x.shape[1], length, *x.shape[3:])
+        return jax.lax.dynamic_slice(x, _corner(x, row, start), size)[0]
+
+    def take(cache: Cache) -> LayerSegment:
+        if isinstance(cache, RecurrentCache):
+            return cache.state[row], cache.inputs[row]
+        if cache.ring:
+            at = _ring_slots(cache, start, length)
+            return tuple(x[row, :, at].swapaxes(0, 1) for x in jax.tree.leaves(cache))
+        return tuple(map(cut, jax.tree.leaves(cache)))
+
+    return tuple(map(take, caches))
+
+
+def put_part(
+    caches: Sequence[Cache],
+    row: Int[Array, ""],
+    start: Int[Array, ""],
+    part: Sequence[LayerSegment],
+) -> tuple[Cache, ...]:
+    """Put what `take_part` returned into a row of caches."""
+
+    def put(cache: Cache, held: LayerSegment) -> Cache:
+        if isinstance(cache, RecurrentCache):
+            inputs = cache.inputs.at[row].set(held[1])
+            return RecurrentCache(cache.state.at[row].set(held[0]), inputs)
+        arrays, tree = jax.tree.flatten(cache)
+        pairs = zip(arrays, held, strict=True)
+        if cache.ring:
+            at = _ring_slots(cache, start, held[0].shape[1])
+            return tree.unflatten(
+                x.at[row, :, at].set(new.swapaxes(0, 1), unique_indices=True) for x, new in pairs
+            )
+        return tree.unflatten(
+            jax.lax.dynamic_update_slice(x, new[None], _corner(x, row, start)) for x, new in pairs
+        )
+
+    return tuple(map(put, caches, part))
+
+
+def _corner(x: Num[Array, "B K S ..."], row: Int[Array, ""], start: Int[Array, ""]) -> Any:
+    return (row, 0, start, *(0,) * (x.ndim - 3))
+
+
+def _ring_slots(cache: LayerCache, start: Int[Array, ""], length: int) -> Int[Array, " C"]:
+    return (start + jnp.arange(length)) % cache.slots

@@ -111,6 +111,7 @@ def encoded_round(traced: RoundTrace) -> msgspec.Raw:
         "rejected": [{"id": i, "text": text} for i, text in rejected],
         "proposed": traced.proposed,
         "accepted": traced.accepted,
+        "copied": traced.copied,
         "ms": traced.seconds * 1e3,
     }
     return msgspec.Raw(msgspec.json.encode(fields))

@@ -20,7 +20,7 @@ from dflash_jax.cli.options import WITHOUT_FLAG
 from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.errors import PlanError
 from dflash_jax.graph.explain import stablehlo
-from dflash_jax.graph.keys import Step
+from dflash_jax.graph.keys import Step, Variant
 from dflash_jax.graph.memory import budget
 from dflash_jax.graph.programs import declare
 from dflash_jax.graph.resolve import resolve
@@ -158,6 +158,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "stop_slots": {"stop_slots": 3},
     "call_odds": {"call_odds": False},
     "min_survival": {"min_survival": 0.5},
+    "ngram": {"ngram": 5},
     "report_drafts": {"report_drafts": True},
     "memory_limit": {"memory_limit": AMPLE - 1},
 }
@@ -192,8 +193,9 @@ def test_plans_of_the_same_shape_lower_to_identical_programs() -> None:
     other = dataclasses.replace(base, **host)
     assert other.shape == base.shape
     assert not any(getattr(other, name) == getattr(base, name) for name in host)
+    few = {"variants": (Variant.GREEDY, Variant.CONSTRAINED)}
     lowered, again, without = (
-        {key: stablehlo(p) for key, p in declare(planned(TARGET, DRAFTER, plan)).items()}
+        {key: stablehlo(p) for key, p in declare(planned(TARGET, DRAFTER, plan), **few).items()}
         for plan in (base, other, complete(small))
     )
     assert lowered == again

@@ -38,6 +38,7 @@ class RoundTrace:
       accepted: number of them that the target accepted, also after the output's end.
       rejected: drafts from the first that the target did not accept, with `Plan.report_drafts`;
         none if the output ended before.
+      copied: whether the drafts were copied from the text, and not the drafter's.
       seconds: since the round before, or since the request was given a row; rounds of one call
         share its time equally.
       texts: text of each token; empty without a tokenizer, and for a token that completes no
@@ -50,6 +51,7 @@ class RoundTrace:
     proposed: int = 0
     accepted: int = 0
     rejected: tuple[int, ...] = ()
+    copied: bool = False
     seconds: float = 0.0
     texts: tuple[str, ...] = ()
     rejected_texts: tuple[str, ...] = ()
@@ -79,7 +81,14 @@ class TraceRecorder:
         self._end = now
 
     def record(
-        self, event: Event, new: Ids, *, retracted: int, drafts: Ids, time: CallTime
+        self,
+        event: Event,
+        new: Ids,
+        *,
+        retracted: int,
+        drafts: Ids,
+        time: CallTime,
+        copied: bool = False,
     ) -> None:
         """Record an event of the state machine.
 
@@ -87,6 +96,7 @@ class TraceRecorder:
           new: tokens that the event added to the decided ones.
           retracted: number of decided tokens that it dropped before that.
           drafts: that were verified, if the plan reports them.
+          copied: whether they were copied from the text.
         """
         match event:
             case Cancelled() | CallRetried():
@@ -94,11 +104,11 @@ class TraceRecorder:
             case _ if retracted:  # the end token in whose place a call was probed
                 self._restore(retracted, new)
             case Prefilled(token) if new:
-                self._add(Stepped((token,)), new, drafts, time)
+                self._add(Stepped((token,)), new, drafts, time, copied=False)
             case Stepped() if new:
-                self._add(event, new, drafts, time)
+                self._add(event, new, drafts, time, copied=copied)
 
-    def _add(self, step: Stepped, new: Ids, drafts: Ids, time: CallTime) -> None:
+    def _add(self, step: Stepped, new: Ids, drafts: Ids, time: CallTime, *, copied: bool) -> None:
         accepted, own = len(step.tokens) - 1, 0
         for token, decided in zip(new, step.tokens, strict=False):
             if token != decided:
@@ -111,7 +121,8 @@ class TraceRecorder:
             rejected = ()
         seconds = (time.read - self._end) / time.left
         self._end += seconds
-        self._rounds.append(RoundTrace(new, sources, step.num_drafts, accepted, rejected, seconds))
+        counts = step.num_drafts, accepted, rejected, copied, seconds
+        self._rounds.append(RoundTrace(new, sources, *counts))
 
     def _drop(self, count: int) -> None:
         """Drop the last tokens, none of which was emitted."""

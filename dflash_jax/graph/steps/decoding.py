@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Int
 
 from dflash_jax.graph.protocols import Draft
 from dflash_jax.graph.state import (
+    COPIED,
     DecodeState,
     Logits,
     Logprobs,
@@ -131,6 +132,8 @@ def verify_block(
         if drafted.num_drafts is not None and drafted.finite is not None:
             reported = drafted.finite | (rules.max_drafts == 0) | idle
             num_drafts = jnp.where(reported, drafted.num_drafts, -1)
+            if drafted.copied is not None:
+                num_drafts += jnp.where(drafted.copied & (num_drafts > 0), COPIED, 0)
         logprobs = logits_state.logprobs(raw, tokens) if logits_state else None
         odds = sampling.call_odds(raw, anchor, last, rules)
         drafts = block[:, 1:] if pair.report_drafts and drafted.num_drafts is not None else None

@@ -10,6 +10,7 @@ from dflash_jax.errors import PlanError
 from dflash_jax.graph.protocols import Draft, DraftChoice
 from dflash_jax.graph.state import DecodeState, RowRules
 from dflash_jax.graph.steps import sampling
+from dflash_jax.graph.steps.acceptance import frozen
 from dflash_jax.graph.steps.inputs import DecodeInputs
 from dflash_jax.graph.steps.pair import Pair, Params
 from dflash_jax.kernels.vocabulary import all_finite, argmax
@@ -53,7 +54,8 @@ def _verifiable(pair: Pair, drafted: Draft, anchor: Int[Array, " B"], rules: Row
     count = places if drafted.num_drafts is None else drafted.num_drafts
     count = jnp.minimum(jnp.clip(count, 0, places), rules.max_drafts)
     block = jnp.concatenate([anchor[:, None], drafts], axis=1)
-    return Draft(block, finite, jnp.where(finite, count, 0).astype(jnp.int32))
+    count = jnp.where(finite, count, 0).astype(jnp.int32)
+    return Draft(block, finite, count, drafted.copied if pair.copies else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +73,11 @@ class RowDraftSampler:
     sampled: bool
     vocab_size: int
     min_survival: float = 0.0
+
+    @property
+    def idle(self) -> Bool[Array, " B"]:
+        """Rows whose drafts are not verified."""
+        return (self.rules.max_drafts == 0) | frozen(self.anchor, self.position, self.rules)
 
     def sample_all(
         self, logits: Float[Array, "B R N"], ids: Int[Array, " N"] | None = None

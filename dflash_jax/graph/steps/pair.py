@@ -4,12 +4,13 @@ import dataclasses
 import functools
 from typing import Any
 
-import flax.linen as nn
 import jax
 from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import LATE
+from dflash_jax.graph import members
+from dflash_jax.graph.ngram import Copying, NGram, with_copies
 from dflash_jax.graph.protocols import SharedLayers
 from dflash_jax.graph.state import DecodeState, Logits
 from dflash_jax.kernels.caches import Update
@@ -44,6 +45,17 @@ class Pair:
     kernels: str = "xla"  # of layers, as `Plan.kernels`
     activations: str = "int8"  # that native kernels multiply int8 weights by
     report_drafts: bool = False  # the output of steps that draft has the drafts
+    ngram: int = 0  # tokens of a match in the text that replaces drafts; 0 for never
+
+    @property
+    def proposer(self) -> Any:
+        """The drafter, with drafts from the text before its own if `ngram` asks for them."""
+        return with_copies(self.drafter, self.ngram)
+
+    @property
+    def copies(self) -> bool:
+        """Whether drafts may be copied from the text."""
+        return isinstance(self.proposer, NGram | Copying)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -61,12 +73,12 @@ class Pair:
     def target_call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """Run the target, or one of its methods by `method=`."""
         with using_kernels(self.kernels, self.activations):
-            return call(self.target, params["target"], *args, **kwargs)
+            return members.call(self.target, params["target"], *args, **kwargs)
 
     def drafter_call(self, params: Params, *args: Any, method: Any) -> Any:
         """Run a method of the drafter, or a function of it."""
         with using_kernels(self.kernels, self.activations):
-            return call(self.drafter, params.get("drafter", {}), *args, method=method)
+            return members.call(self.proposer, params.get("drafter", {}), *args, method=method)
 
     def observe(
         self, params: Params, state: Any, observed: Observed, start: Int[Array, " B"]
@@ -79,18 +91,7 @@ class Pair:
 
     def committed(self, state: Any, num_committed: Int[Array, " B"]) -> Any:
         """Return the drafter's state after the first of the tokens that it observed last."""
-        commit = getattr(self.drafter, "commit", None)
-        if commit is None or self.keeps_taps:
-            return state
-        return commit(state, num_committed)
-
-
-def call(model: Any, params: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-    """Run a method of a Linen module by `apply`, or of a plain object with its parameters first."""
-    if isinstance(model, nn.Module):
-        return model.apply({"params": params}, *args, method=method, **kwargs)
-    function = getattr(model, method or "__call__")
-    return function(params, *args, **kwargs)
+        return state if self.keeps_taps else members.commit(self.proposer, state, num_committed)
 
 
 def forward(

@@ -1,0 +1,147 @@
+"""Drafts copied from the text: lossless for every family, accepted where text repeats."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflash_jax as dj
+from dflash_jax.config import TargetConfig
+from dflash_jax.engine.engine import Engine
+from dflash_jax.graph.memory import budget
+from dflash_jax.graph.ngram import NGram
+from dflash_jax.graph.state import RowRules
+from dflash_jax.graph.steps.drafting import RowDraftSampler
+from dflash_jax.models import build_pair
+from dflash_jax.testing import (
+    random_engine,
+    random_params,
+    tiny_drafter,
+    tiny_gemma,
+    tiny_hybrid,
+    tiny_target,
+)
+
+REPEATED = [7, 8, 9, 10, 11, 12] * 3 + [7, 8, 9]
+
+
+def drafts(text: list[int], places: int, **options: int) -> list[int]:
+    """Return the drafts after a text, in a row whose slots hold other tokens after it."""
+    ngram, slots = NGram(**options), 64
+    state = (
+        jnp.full((1, slots), 99, jnp.int32)
+        .at[0, : len(text) - 1]
+        .set(jnp.array(text[:-1], jnp.int32))
+    )
+    anchor, start = jnp.array([text[-1]]), jnp.array([len(text) - 1])
+    one = jnp.zeros(1, jnp.int32)
+    rules = RowRules(*[one] * 2, one + places, *[one] * 5)
+    sampler = RowDraftSampler(rules, anchor, start, places, sampled=False, vocab_size=100)
+    draft, _ = ngram.propose({}, state, anchor, start, None, sampler)  # pyrefly: ignore
+    count = min(int(draft.num_drafts[0]), places)
+    return np.asarray(draft.block)[0, 1 : 1 + count].tolist()
+
+
+def test_the_continuation_of_the_longest_and_latest_match_is_drafted() -> None:
+    assert drafts(REPEATED, 4) == [10, 11, 12, 7]
+    assert drafts([1, 2, 3, 4, 1, 2, 5, 6, 1, 2], 3) == [5, 6, 1]  # latest of equally long ones
+    assert drafts([9, 1, 2, 3, 5, 1, 2, 4, 9, 1, 2], 2) == [3, 5]  # longer beats later
+    assert drafts([1, 2, 3, 1], 4) == []  # one token is no match
+    assert drafts([1, 2, 3, 1], 4, least=1) == [2, 3, 1, 2]  # and again after the anchor
+    assert drafts([3, 3, 3, 3], 4) == [3, 3, 3, 3]
+    assert drafts([5], 4) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype"),
+    [(tiny_target(), "bfloat16"), (tiny_gemma(), "float32"), (tiny_hybrid(), "float32")],
+    ids=["llama", "gemma4", "hybrid"],
+)
+def test_output_is_that_of_plain_decoding(target: TargetConfig, dtype: str) -> None:
+    pair = dataclasses.replace(build_pair(target), drafter=NGram(block=4, least=1))
+    plan = dj.Plan(rows=2, block=4, max_length=128, dtype=dtype, prefix_cache=1 << 20, chunk=8)
+    graph = dj.Graph(pair, plan)
+    params = jax.device_put({"target": random_params(build_pair(target), dtype=dtype)["target"]})
+    engine = Engine(graph, params)
+    drafted, accepted = [], 0
+    for options in ({}, {"temperature": 0.8, "seed": 3, "top_k": 4}):
+        for prompt in (REPEATED, REPEATED[:17], [1, 2, 3]):
+            more = {"max_tokens": 40, "ignore_eos": True} | options
+            result = engine.generate(prompt, **more)
+            plain = engine.generate(prompt, speculative=False, **more)
+            assert result.token_ids == plain.token_ids
+            accepted += len(plain.token_ids) - result.stats.rounds
+            drafted.append(result.token_ids)
+    assert accepted > 0
+    assert engine.generate(REPEATED, max_tokens=40, ignore_eos=True).token_ids == drafted[0]
+
+
+COPY = dj.Plan(rows=2, block=4, max_length=128, prefix_cache=1 << 20, chunk=8, ngram=1)
+# A prompt, whether its end occurred before, and options of the request.
+CASES: list[tuple[list[int], dict[str, object]]] = [
+    (REPEATED, {}),
+    ([1, 2, 3], {}),
+    (REPEATED[:17], {"temperature": 0.8, "seed": 3}),
+    (REPEATED, {"temperature": 0.8, "seed": 3, "frequency_penalty": 0.5}),
+]
+
+
+@pytest.mark.parametrize(
+    ("target", "kind"),
+    [(tiny_target(), "dspark"), (tiny_gemma(), "dflash"), (tiny_hybrid(), "dflash2")],
+    ids=["dspark", "dflash", "dflash2"],
+)
+def test_copies_before_those_of_a_drafter_change_no_token(target: TargetConfig, kind: str) -> None:
+    engine = random_engine(target, tiny_drafter(target, kind), COPY)
+    copied = 0
+    for prompt, options in CASES:
+        more = {"max_tokens": 40, "ignore_eos": True} | options
+        results = engine.generate_many([prompt, [5, *prompt]], **more)
+        for result, given in zip(results, (prompt, [5, *prompt]), strict=True):
+            plain = engine.generate(given, speculative=False, **more)
+            assert result.token_ids == plain.token_ids
+            copied += result.stats.copied
+    assert copied > 0
+    again = engine.generate(REPEATED, max_tokens=40, ignore_eos=True)
+    assert again.stats.cached_tokens > 0  # with the text of the prompt
+    plain = engine.generate(REPEATED, max_tokens=40, ignore_eos=True, speculative=False)
+    assert again.token_ids == plain.token_ids
+
+
+def test_a_drafter_does_not_run_where_all_rows_copy() -> None:
+    """A drafter that would be reported, since its numbers are not finite, is not even asked."""
+    target = tiny_target()
+    engine = random_engine(target, tiny_drafter(target), COPY)
+    engine.params["drafter"] = jax.tree.map(lambda x: x * jnp.nan, engine.params["drafter"])
+    every = [*range(target.vocab_size)]  # whatever follows occurred before
+    result = engine.generate(every, max_tokens=2, ignore_eos=True, trace=True)
+    assert result.stats.copied > 0
+    assert not result.stats.fallbacks
+    assert [step.copied for step in result.trace if step.proposed] == [True]
+    result = engine.generate([1, 2, 3], max_tokens=2, ignore_eos=True, trace=True)
+    assert result.stats.copied == 0
+    assert result.stats.fallbacks == {"draft_not_finite": 1}
+
+
+@pytest.mark.optimised
+def test_states_with_texts_are_updated_in_place() -> None:
+    target = tiny_target()
+    plan = dataclasses.replace(COPY, prefix_cache=0)
+    engine = random_engine(target, tiny_drafter(target), plan)
+    engine.warm_up()
+    for executable in engine.core.runner.executables.values():
+        assert executable.aliased_bytes == executable.donated_bytes > 0
+        assert executable.temporary_bytes <= budget(engine.graph).temporaries, executable.key
+
+
+def test_a_grammar_may_be_followed_by_copies() -> None:
+    engine = dj.load("tiny", plan=dj.Plan(ngram=2, max_length=256))
+    engine.measures_drafting = False
+    messages = [{"role": "user", "content": "List the numbers 1, 2, 3, 1, 2, 3, 1, 2 as JSON."}]
+    schema = {"type": "array", "items": {"type": "integer"}, "minItems": 8, "maxItems": 12}
+    options = {"max_tokens": 60, "structured": {"json": schema}}
+    drafted = engine.chat(messages, **options)
+    assert drafted.token_ids == engine.chat(messages, speculative=False, **options).token_ids
+    assert drafted.stats.copied > 0
