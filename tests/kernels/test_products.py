@@ -118,6 +118,22 @@ def test_int8_products_are_exact_sums(depth: int, columns: int) -> None:
     np.testing.assert_array_equal(found, expected(x, w))
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("least", [0.9, 1.0, 1.1])
+@pytest.mark.parametrize("step", [1, 8, 16, 17])
+def test_outliers_are_found_wherever_they_are(step: int, least: float, rows: int) -> None:
+    """Up to nine numbers near half of the largest, in one lane of the vectors or in several."""
+    w, x = packed("int8", 256, 48), np.zeros((rows, 256), np.float32)
+    for row in range(rows):
+        x[row] = 0.01 * draw(1, 256)
+        places = (row + step * np.arange(row % 9 + 1)) % 256
+        x[row, places] = np.float32(least)
+        x[row, places[0]] = -2
+    np.testing.assert_array_equal(MULTIPLY(x, interleaved.interleave(w)), expected(x, w))
+    tiny = x * np.float32(2.0**-126)
+    np.testing.assert_array_equal(MULTIPLY(tiny, interleaved.interleave(w)), expected(tiny, w))
+
+
 def test_int8_products_have_the_bits_of_xlas() -> None:
     """The largest codes, too, whose products would overflow 16 bits in pairs."""
     w, x = packed("int8", 512, 70), draw(9, 512)

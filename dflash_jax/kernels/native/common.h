@@ -59,6 +59,7 @@ inline Floats MultiplyAdd(Floats a, Floats b, Floats sum) { return _mm512_fmadd_
 inline float Sum(Floats v) { return _mm512_reduce_add_ps(v); }
 inline Floats All(float value) { return _mm512_set1_ps(value); }
 inline void Store(float* at, Floats v) { _mm512_storeu_ps(at, v); }
+inline void StorePastCaches(float* at, Floats v) { _mm512_stream_ps(at, v); }
 inline Floats Maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline float Greatest(Floats v) { return _mm512_reduce_max_ps(v); }
 // A bit for each lane whose numbers are equal.
@@ -71,6 +72,7 @@ inline Floats MultiplyAdd(Floats a, Floats b, Floats sum) { return _mm256_fmadd_
 inline float Sum(Floats v) { return SumOf8(v); }
 inline Floats All(float value) { return _mm256_set1_ps(value); }
 inline void Store(float* at, Floats v) { _mm256_storeu_ps(at, v); }
+inline void StorePastCaches(float* at, Floats v) { _mm256_stream_ps(at, v); }
 inline Floats Maximum(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 inline float Greatest(Floats v) {
   __m128 a = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

@@ -173,6 +173,29 @@ struct CodeLayout {
 };
 constexpr int kTiled = 4;  // `rows` of a layout in tiles
 
+// Calls use(k, numbers) for each vector of a row, the last of which may end in zeros.
+template <typename Use>
+void Each(const float* x, int64_t count, const Use& use) {
+  int64_t k = 0;
+  for (; k + kLanes <= count; k += kLanes) use(k, Load(x + k));
+  if (k == count) return;
+  float rest[kLanes] = {};
+  std::copy_n(x + k, count - k, rest);
+  use(k, Load(rest));
+}
+
+inline int32_t Bits(float number) {
+  int32_t bits;
+  std::memcpy(&bits, &number, sizeof bits);
+  return bits;
+}
+
+inline float Number(int32_t bits) {
+  float number;
+  std::memcpy(&number, &bits, sizeof number);
+  return number;
+}
+
 // Activations in int8, each group of a row with a scale: max|x| / 127, as in ggml.
 struct Quantised {
   const int64_t depth, group;        // K, and the activations that share a scale
@@ -209,19 +232,54 @@ struct Quantised {
     for (int64_t g = 0; g < groups; g++) FillGroup(x + g * group, row, g);
   }
 
+  // Quantises a row that is one group, whose largest magnitude is known.
+  void FillRow(const float* x, int64_t row, float largest) {
+    const bool finite = Finite(largest);
+    const Floats inverse = Inverse(largest);
+    Ints sums = AllInts(0);
+    const auto codes_of = [&](int64_t k) {
+      return finite ? Rounded(Multiply(Load(x + k), inverse)) : AllInts(0);
+    };
+    constexpr int64_t kFour = 4 * kLanes;
+    int64_t k = 0;
+    for (; k + kFour <= depth; k += kFour) {
+      const Ints bytes = Bytes(codes_of(k), codes_of(k + kLanes), codes_of(k + 2 * kLanes),
+                               codes_of(k + 3 * kLanes));
+      sums = Dot(sums, AllBytes(1), bytes);
+      StoreInts(codes.get() + layout.At(row, k, width), bytes);
+    }
+    int32_t sum = Sum(sums);
+    if (k < depth) {
+      Ints last = AllInts(0);
+      Each(x + k, depth - k, [&](int64_t i, Floats v) {
+        const Ints rounded = finite ? Rounded(Multiply(v, inverse)) : AllInts(0);
+        last = Add(last, rounded);
+        StoreBytes(codes.get() + layout.At(row, k + i, width), rounded);
+      });
+      sum += Sum(last);
+    }
+    scale[row] = finite ? largest * (1.0f / 127.0f) : std::numeric_limits<float>::quiet_NaN();
+    start[row] = -zero * sum;
+  }
+
  private:
+  static bool Finite(float largest) {  // false of NaN, too
+    return largest <= std::numeric_limits<float>::max();
+  }
+  // Of smaller numbers the inverse would be infinite; they are as good as zero.
+  static Floats Inverse(float largest) {
+    return All(Finite(largest) && largest > kSmallest ? 127.0f / largest : 0.0f);
+  }
+
   void FillGroup(const float* x, int64_t row, int64_t g) {
     const int64_t at = Group(row, g);
     Ints most = AllInts(0);
-    Each(x, [&](int64_t, Floats v) { most = Max(most, Magnitude(v)); });
-    const int32_t bits = Max(most);
-    float largest;
-    std::memcpy(&largest, &bits, sizeof largest);
-    const bool finite = largest <= std::numeric_limits<float>::max();  // false of NaN, too
-    // Of smaller numbers the inverse would be infinite; they are as good as zero.
-    const Floats inverse = All(finite && largest > kSmallest ? 127.0f / largest : 0.0f);
+    Each(x, group, [&](int64_t, Floats v) { most = Max(most, Magnitude(v)); });
+    const float largest = Number(Max(most));
+    const bool finite = Finite(largest);
+    const Floats inverse = Inverse(largest);
     Ints sums[2] = {AllInts(0), AllInts(0)};
-    Each(x, [&](int64_t k, Floats v) {
+    Each(x, group, [&](int64_t k, Floats v) {
       const Ints rounded = finite ? Rounded(Multiply(v, inverse)) : AllInts(0);
       Ints& sum = sums[parts == 2 && k >= group / 2];
       sum = Add(sum, rounded);
@@ -234,15 +292,6 @@ struct Quantised {
     if (parts == 2) start[at * parts + 1] = -zero * second;
   }
 
-  template <typename Use>
-  void Each(const float* x, const Use& use) const {
-    int64_t k = 0;
-    for (; k + kLanes <= group; k += kLanes) use(k, Load(x + k));
-    if (k == group) return;
-    float rest[kLanes] = {};
-    std::copy_n(x + k, group - k, rest);
-    use(k, Load(rest));
-  }
 };
 
 // The largest activations of a row, if they stand out. In int8, a scale that covers them would leave
@@ -288,16 +337,12 @@ struct Outliers {
     }
   }
 
- private:
-  static int32_t Bits(float number) {
-    int32_t bits;
-    std::memcpy(&bits, &number, sizeof bits);
-    return bits;
-  }
-  static float Number(int32_t bits) {
-    float number;
-    std::memcpy(&number, &bits, sizeof number);
-    return number;
+  // Whether none can stand out, as more than kMost numbers are within kLeast of the largest, given the
+  // largest magnitudes of the lanes, which are as many numbers of the row.
+  static bool Absent(Ints of_lanes, int32_t largest) {
+    constexpr int32_t kTwice = 1 << 23;  // of the bits of a float32 number
+    static_assert(kLeast == 2);
+    return __builtin_popcount(Greater(Add(of_lanes, AllInts(kTwice)), AllInts(largest - 1))) > kMost;
   }
 };
 
@@ -309,16 +354,25 @@ struct QuantisedRows {
   QuantisedRows(int64_t rows, int64_t depth, int32_t zero, CodeLayout layout = {})
       : others(rows, depth, depth, 1, zero, layout), outliers(new Outliers[rows]) {}
 
+  // Whether any of some rows has outliers.
+  bool AnyOutliers(int64_t begin, int64_t end) const {
+    return std::any_of(&outliers[begin], &outliers[end], [](const Outliers& o) { return o.count; });
+  }
+
   void Fill(const float* x, int64_t begin, int64_t end) {
-    std::vector<float> rest(others.depth);
+    std::vector<float> rest;
     for (int64_t row = begin; row < end; row++) {
       const float* from = x + row * others.depth;
-      const Outliers& found = outliers[row] = Outliers(from, others.depth);
+      Ints most = AllInts(0);
+      Each(from, others.depth, [&](int64_t, Floats v) { most = Max(most, Magnitude(v)); });
+      const int32_t largest = Max(most);
+      if (!Outliers::Absent(most, largest)) outliers[row] = Outliers(from, others.depth);
+      const Outliers& found = outliers[row];
       if (!found.count) {
-        others.FillRow(from, row);
+        others.FillRow(from, row, Number(largest));
         continue;
       }
-      std::copy_n(from, others.depth, rest.data());
+      rest.assign(from, from + others.depth);
       for (int i = 0; i < found.count; i++) rest[found.places[i]] = 0;
       others.FillRow(rest.data(), row);
       for (int i = 0; i < found.count; i++) others.start[row] -= 128 * found.codes[i];

@@ -38,6 +38,12 @@ inline Ints ByteOf(Ints v, int n) {  // the n-th byte of each number
 inline void StoreBytes(int8_t* at, Ints v) {  // numbers in -128..127
   _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtepi32_epi8(v));
 }
+// The bytes of four vectors of numbers in -128..127, in order.
+inline Ints Bytes(Ints a, Ints b, Ints c, Ints d) {
+  const Ints mixed = _mm512_packs_epi16(_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d));
+  return _mm512_permutexvar_epi32(
+      _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), mixed);
+}
 struct UInt8 {
   static Floats Read(const uint8_t* at) {
     const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
@@ -91,6 +97,11 @@ inline void StoreBytes(int8_t* at, Ints v) {  // numbers in -128..127
   const __m128i low = _mm256_castsi256_si128(v), high = _mm256_extracti128_si256(v, 1);
   const __m128i shorts = _mm_packs_epi32(low, high);
   _mm_storel_epi64(reinterpret_cast<__m128i*>(at), _mm_packs_epi16(shorts, shorts));
+}
+// The bytes of four vectors of numbers in -128..127, in order.
+inline Ints Bytes(Ints a, Ints b, Ints c, Ints d) {
+  const Ints mixed = _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
+  return _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
 struct UInt8 {
   static Floats Read(const uint8_t* at) {

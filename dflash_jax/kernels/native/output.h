@@ -23,6 +23,7 @@ struct Place {
 struct Output {
   float* data;
   int64_t columns;
+  bool past_caches = false;  // whether it is larger than the caches, so that storing it there only costs
 
   void Put(int64_t row, int64_t vector, Floats values) const {
     const int64_t column = vector * kLanes;

@@ -13,7 +13,7 @@ namespace dflash {
 constexpr int64_t kInt8TileRows = 2, kGroupTileRows = 16, kHalvesTileRows = 12;
 constexpr CodeLayout kInt8Tiles{kTiled, 6};  // tiles of 64 codes of a row
 constexpr CodeLayout kGroupTiles{kTiled, 5};  // tiles of a group of a row
-constexpr int64_t kNear = 1 << 20;    // bytes of activations that stay in the cache
+constexpr int64_t kNear = 1 << 20;    // bytes of activations or results that stay in the cache
 
 inline bool Tiled(int64_t rows, int64_t least) {
   return rows >= least && use_tiles.load(std::memory_order_relaxed);
@@ -21,8 +21,9 @@ inline bool Tiled(int64_t rows, int64_t least) {
 
 struct Int8Tiles : Int8Operands {
   // Multiplies all rows by strips.
-  void Multiply(int64_t rows, int64_t begin, int64_t end, const Output& out) const {
+  void Multiply(int64_t rows, int64_t begin, int64_t end, Output out) const {
     Tiles tiles;
+    out.past_caches = rows * out.columns * 4 > kNear && Aligned(out);
     const int64_t close = std::max<int64_t>(kNear / depth / (2 * kTileRows), 1) * 2 * kTileRows;
     for (int64_t first = 0; first < rows; first += close) {
       const int64_t last = std::min(first + close, rows);
@@ -38,9 +39,14 @@ struct Int8Tiles : Int8Operands {
         }
       }
     }
+    if (out.past_caches) _mm_sfence();
   }
 
  private:
+  static bool Aligned(const Output& out) {
+    return out.columns % kStrip == 0 && reinterpret_cast<uintptr_t>(out.data) % kTileBytes == 0;
+  }
+
   // Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 strips.
   static TileShapes Shapes(int64_t rows) {
     TileShapes shapes;
@@ -84,9 +90,19 @@ struct Int8Tiles : Int8Operands {
   void Finish(int64_t row, int64_t count, int64_t strip, const Output& out) const {
     alignas(64) uint8_t sums[kTileRows][kTileBytes];
     StoreTile<tile>(sums);
-    for (int64_t r = 0; r < count; r++) {
-      const Ints sum = Add(LoadBytes(sums[r]), AllInts(x.others.start[row + r]));
-      Int8Operands::Finish(row + r, strip, sum, out);
+    const auto sum_of = [&](int64_t r) {
+      return Add(LoadBytes(sums[r]), AllInts(x.others.start[row + r]));
+    };
+    if ((strip + 1) * kStrip > out.columns || x.AnyOutliers(row, row + count)) {
+      for (int64_t r = 0; r < count; r++) Int8Operands::Finish(row + r, strip, sum_of(r), out);
+      return;
+    }
+    const Floats scales = Load(scale + strip * kStrip);
+    float* to = out.data + row * out.columns + strip * kStrip;
+    for (int64_t r = 0; r < count; r++, to += out.columns) {
+      const Floats factor = dflash::Multiply(All(x.others.scale[row + r]), scales);
+      const Floats result = dflash::Multiply(ToFloats(sum_of(r)), factor);
+      out.past_caches ? StorePastCaches(to, result) : Store(to, result);
     }
   }
 };
