@@ -226,6 +226,15 @@ class Plan:
         maximum=1,
         metavar="P",
     )
+    draft_window: int = plan_field(
+        0,
+        "positions that the drafter sees, and caches: the last N of a row; 0 for as many as it was"
+        " made for",
+        "cache",
+        details="For long contexts, where a drafter of short texts accepts less and less.",
+        minimum=0,
+        metavar="N",
+    )
     ngram: int = plan_field(
         0,
         "draft what followed the last N tokens, or more, where they occurred before in the text, in"

@@ -19,7 +19,11 @@ from dflash_jax.kernels.products import abstract, abstract_layout
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import FLOAT, LAID_OUT, Spec, spec
 
-OPTIONS = ("exact", "block", "min_survival", "kernels", "activations", "report_drafts", "ngram")
+# Fields of a plan that are static options of steps.
+OPTIONS = (
+    *("exact", "block", "kernels", "activations"),
+    *("min_survival", "draft_window", "ngram", "report_drafts"),
+)
 
 
 def path_name(path: Any) -> str:

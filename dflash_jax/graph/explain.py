@@ -141,7 +141,9 @@ class Explanation:
         """Return the drafter's line, its own `describe()` if it has one."""
         drafter = self.planned.pair.drafter
         d, ngram = getattr(drafter, "config", None), self.planned.plan.ngram
-        copies = f"  copies after {ngram} equal tokens" * (ngram > 0)
+        window = self.planned.plan.draft_window
+        copies = f"  draft window {window}" * (window > 0)
+        copies += f"  copies after {ngram} equal tokens" * (ngram > 0)
         if hasattr(drafter, "describe"):
             return drafter.describe()
         if not isinstance(d, DrafterConfig):

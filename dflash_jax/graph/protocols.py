@@ -244,6 +244,8 @@ class Drafter(Protocol):
       take(state, row, start, length), put(state, row, start, segment): cut the part of a row that
         belongs to `length` positions, and put it into a row, for the prefix cache. States made of
         `LayerCache`s need neither; other drafters do not know tokens that come from the cache.
+      windowed(window): a drafter with the same parameters that sees no more than the last `window`
+        positions of a row (`Plan.draft_window`).
       describe(): one line for reports.
     """
 

@@ -131,6 +131,16 @@ def _problem(plan: Plan, pair: Pair) -> str | None:
             f"min_survival is {plan.min_survival}, but the drafter has no confidence head;"
             " leave it at 0"
         )
+    if plan.draft_window and drafter is not None and not hasattr(drafter, "windowed"):
+        return (
+            f"draft_window is {plan.draft_window}, but {type(drafter).__name__} has no window to"
+            " set; leave it at 0"
+        )
+    if 0 < plan.draft_window < (widest := max(plan.block, getattr(drafter, "reads", 0))):
+        return (
+            f"draft_window is {plan.draft_window}, less than the block that the drafter reads; give"
+            f" at least {widest}, or 0 for no window"
+        )
     if plan.steps_per_call > 1 and not _one_device(plan):
         return (
             f"steps_per_call is {plan.steps_per_call} for mesh {plan.mesh} and devices"

@@ -5,6 +5,7 @@ c = norm(fc(taps)) is the input of the key and value projections (formulas as in
 0.1.0 reference; own implementation).
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -204,6 +205,11 @@ class DFlash(nn.Module):
     def predicts_survival(self) -> bool:
         """Whether its drafts have probabilities of acceptance."""
         return self.config.predicts_survival
+
+    def windowed(self, window: int) -> "DFlash":
+        """Return the drafter with no layer that sees more than `window` positions."""
+        windows = tuple(min(own or window, window) for own in self.config.windows)
+        return self.clone(config=dataclasses.replace(self.config, windows=windows))
 
     def empty(self, make: CacheMaker) -> tuple[LayerCache, ...]:
         """Return empty context caches, one per layer."""

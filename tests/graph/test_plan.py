@@ -158,6 +158,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "stop_slots": {"stop_slots": 3},
     "call_odds": {"call_odds": False},
     "min_survival": {"min_survival": 0.5},
+    "draft_window": {"draft_window": 64},
     "ngram": {"ngram": 5},
     "report_drafts": {"report_drafts": True},
     "memory_limit": {"memory_limit": AMPLE - 1},

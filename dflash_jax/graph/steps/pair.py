@@ -45,12 +45,15 @@ class Pair:
     kernels: str = "xla"  # of layers, as `Plan.kernels`
     activations: str = "int8"  # that native kernels multiply int8 weights by
     report_drafts: bool = False  # the output of steps that draft has the drafts
+    draft_window: int = 0  # positions that the drafter sees; 0 for as many as it was made for
     ngram: int = 0  # tokens of a match in the text that replaces drafts; 0 for never
 
     @property
     def proposer(self) -> Any:
-        """The drafter, with drafts from the text before its own if `ngram` asks for them."""
-        return with_copies(self.drafter, self.ngram)
+        """The drafter as the plan uses it: in a window, after copies from the text."""
+        window, drafter = self.draft_window, self.drafter
+        drafter = drafter.windowed(window) if window and drafter is not None else drafter
+        return with_copies(drafter, self.ngram)
 
     @property
     def copies(self) -> bool:
