@@ -18,7 +18,9 @@
 namespace dflash {
 namespace {
 
-constexpr int kQueries = 4;              // queries that share the keys and values they load
+constexpr int kQueries = DFLASH_AVX512 ? 8 : 4;  // that share the keys and values of a tile
+constexpr int kQuad = 4;                 // of these, queries whose sums fit the registers
+constexpr int64_t kBlock = 32;           // slots whose values stay in the nearest cache for a tile
 constexpr int kSlots = 4;                // slots whose dot products are computed together
 constexpr int64_t kSerial = 1 << 17;     // calls with fewer multiplications run on one thread
 constexpr float kLowest = -87.3f;        // exp of anything less is zero
@@ -159,11 +161,20 @@ class Tile {
     for (int r = 0; r < R; r++) Normalise(r);
     const int64_t wide = 4 * kLanes;
     int64_t h = 0;
-    for (; h + wide <= call_.width; h += wide) Sum<4>(h);
-    for (; h < call_.width; h += kLanes) Sum<1>(h, std::min(kLanes, call_.width - h));
+    for (; h + wide <= call_.width; h += wide) {
+      int64_t s = range_.begin;
+      do {
+        const int64_t until = kRest ? std::min(s + kBlock, range_.end) : range_.end;
+        Sums<4>(h, {s, until});
+        s = until;
+      } while (s < range_.end);
+    }
+    for (; h < call_.width; h += kLanes) Sums<1>(h, range_, std::min(kLanes, call_.width - h));
   }
 
  private:
+  static constexpr int kFirst = std::min(R, kQuad), kRest = R - kFirst;
+
   const Stored* Row(const Stored* all, int64_t slot) const {
     return all + ((b_ * call_.heads + head_) * call_.slots + slot) * call_.width;
   }
@@ -173,7 +184,10 @@ class Tile {
   // Writes the scaled scores of the slots of one vector, minus infinity where they are not seen.
   void Score(int64_t s) {
     alignas(64) float dots[R][kLanes];
-    for (int64_t i = 0; i < kLanes; i += kSlots) Dots(s + i, dots, i);
+    for (int64_t i = 0; i < kLanes; i += kSlots) {
+      Dots<0, kFirst>(s + i, dots, i);
+      if constexpr (kRest > 0) Dots<kFirst, kRest>(s + i, dots, i);
+    }
     const int64_t count = std::min(kLanes, call_.slots - s);
     for (int r = 0; r < R; r++) {
       Floats score = Load(dots[r]) * All(call_.scale);
@@ -188,8 +202,10 @@ class Tile {
     }
   }
 
+  // Writes the dot products of Q queries with some slots.
+  template <int first, int Q>
   void Dots(int64_t s, float (&dots)[R][kLanes], int64_t at) const {
-    Floats sums[R][kSlots];
+    Floats sums[Q][kSlots];
     for (auto& line : sums)
       for (auto& sum : line) sum = Zeros();
     const Stored* keys[kSlots];
@@ -198,20 +214,20 @@ class Tile {
     for (int64_t h = 0; h < whole; h += kLanes) {
       Floats key[kSlots];
       for (int i = 0; i < kSlots; i++) key[i] = Format::Read(keys[i] + h);
-      for (int r = 0; r < R; r++) {
-        const Floats query = Load(q_[r] + h);
+      for (int r = 0; r < Q; r++) {
+        const Floats query = Load(q_[first + r] + h);
         for (int i = 0; i < kSlots; i++) sums[r][i] = MultiplyAdd(query, key[i], sums[r][i]);
       }
     }
     if (whole < call_.width) {
       const int64_t count = call_.width - whole;
-      for (int r = 0; r < R; r++) {
-        const Floats query = Part<Float32>(q_[r] + whole, count);
+      for (int r = 0; r < Q; r++) {
+        const Floats query = Part<Float32>(q_[first + r] + whole, count);
         for (int i = 0; i < kSlots; i++)
           sums[r][i] = MultiplyAdd(query, Part<Format>(keys[i] + whole, count), sums[r][i]);
       }
     }
-    for (int r = 0; r < R; r++) _mm_storeu_ps(dots[r] + at, SumsOf4(sums[r]));
+    for (int r = 0; r < Q; r++) _mm_storeu_ps(dots[first + r] + at, SumsOf4(sums[r]));
   }
 
   // Makes scores exp(score - greatest), and keeps the inverse of their sum.
@@ -235,13 +251,22 @@ class Tile {
     inverse_[r] = 1.0f / (dflash::Sum(total) + sink[0]);
   }
 
-  // Writes C vectors of the weighted sums of values; the only one of them may have `count` numbers.
+  // Adds the values of some slots to C vectors of the weighted sums; the only one of them may have
+  // `count` numbers.
   template <int C>
-  void Sum(int64_t h, int64_t count = kLanes) const {
-    Floats sums[R][C];
-    for (auto& line : sums)
-      for (auto& sum : line) sum = Zeros();
-    for (int64_t s = range_.begin; s < range_.end; s++) {
+  void Sums(int64_t h, Range slots, int64_t count = kLanes) const {
+    SumsOf<0, kFirst, C>(h, slots, count);
+    if constexpr (kRest > 0) SumsOf<kFirst, kRest, C>(h, slots, count);
+  }
+
+  template <int first, int Q, int C>
+  void SumsOf(int64_t h, Range slots, int64_t count) const {
+    Floats sums[Q][C];
+    for (int r = 0; r < Q; r++)
+      for (int c = 0; c < C; c++)
+        sums[r][c] =
+            slots.begin == range_.begin ? Zeros() : Load(out_[first + r] + h + c * kLanes);
+    for (int64_t s = slots.begin; s < slots.end; s++) {
       const Stored* row = Row(call_.v, s) + h;
       Floats value[C];
       if (C == 1 && count < kLanes) {
@@ -249,15 +274,16 @@ class Tile {
       } else {
         for (int c = 0; c < C; c++) value[c] = Format::Read(row + c * kLanes);
       }
-      for (int r = 0; r < R; r++) {
-        const Floats weight = All(*scores(r, s));
+      for (int r = 0; r < Q; r++) {
+        const Floats weight = All(*scores(first + r, s));
         for (int c = 0; c < C; c++) sums[r][c] = MultiplyAdd(weight, value[c], sums[r][c]);
       }
     }
-    for (int r = 0; r < R; r++)
+    for (int r = 0; r < Q; r++)
       for (int c = 0; c < C; c++) {
-        const Floats result = sums[r][c] * All(inverse_[r]);
-        float* to = out_[r] + h + c * kLanes;
+        Floats result = sums[r][c];
+        if (slots.end == range_.end) result *= All(inverse_[first + r]);
+        float* to = out_[first + r] + h + c * kLanes;
         if (count == kLanes) {
           Store(to, result);
           continue;
