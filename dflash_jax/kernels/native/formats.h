@@ -206,7 +206,8 @@ struct Quantised {
   }
 
   void FillRow(const float* x, int64_t row) {
-    for (int64_t g = 0; g < groups; g++) FillGroup(x + g * group, row, g);
+    for (int64_t g = 0; g < groups; g++)
+      group == kGroup ? FillRun(x + g * kGroup, row, g) : FillGroup(x + g * group, row, g);
   }
 
  private:
@@ -232,6 +233,36 @@ struct Quantised {
     total[at] = scale[at] * static_cast<float>(first + second);
     start[at * parts] = -zero * first;
     if (parts == 2) start[at * parts + 1] = -zero * second;
+  }
+
+  // The same for a group of kGroup activations, which stay in registers.
+  void FillRun(const float* x, int64_t row, int64_t g) {
+    constexpr int kCount = kGroup / kLanes;
+    const int64_t at = Group(row, g);
+    Floats values[kCount];
+    Ints most = AllInts(0);
+    for (int i = 0; i < kCount; i++) {
+      values[i] = Load(x + i * kLanes);
+      most = Max(most, Magnitude(values[i]));
+    }
+    const int32_t bits = Max(most);
+    float largest;
+    std::memcpy(&largest, &bits, sizeof largest);
+    const bool finite = largest <= std::numeric_limits<float>::max();  // false of NaN, too
+    const Floats inverse = All(finite && largest > kSmallest ? 127.0f / largest : 0.0f);
+    Ints sums[2] = {AllInts(0), AllInts(0)};
+    int8_t* const to = codes.get() + layout.At(row, g * kGroup, width);
+    for (int i = 0; i < kCount; i++) {
+      const Ints rounded = finite ? Rounded(Multiply(values[i], inverse)) : AllInts(0);
+      Ints& sum = sums[i >= kCount / 2];
+      sum = Add(sum, rounded);
+      StoreBytes(to + i * kLanes, rounded);
+    }
+    const int32_t sum = Sum(Add(sums[0], sums[1])), first = parts == 2 ? Sum(sums[0]) : sum;
+    scale[at] = finite ? largest * (1.0f / 127.0f) : std::numeric_limits<float>::quiet_NaN();
+    total[at] = scale[at] * static_cast<float>(sum);
+    start[at * parts] = -zero * first;
+    if (parts == 2) start[at * parts + 1] = -zero * (sum - first);
   }
 
   template <typename Use>
