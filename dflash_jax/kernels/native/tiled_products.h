@@ -10,7 +10,7 @@
 namespace dflash {
 
 // Rows from which tiles are faster.
-constexpr int64_t kInt8TileRows = 2, kGroupTileRows = 16, kHalvesTileRows = 12;
+constexpr int64_t kInt8TileRows = 2, kGroupTileRows = 12, kHalvesTileRows = 12;
 constexpr CodeLayout kInt8Tiles{kTiled, 6};  // tiles of 64 codes of a row
 constexpr CodeLayout kGroupTiles{kTiled, 5};  // tiles of a group of a row
 constexpr int64_t kNear = 1 << 20;    // bytes of activations that stay in the cache
