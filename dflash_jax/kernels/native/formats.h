@@ -210,7 +210,7 @@ struct Quantised {
 
   Quantised(int64_t rows, int64_t depth, int64_t group, int64_t parts, int32_t zero,
             CodeLayout layout = {})
-      : depth(depth), group(group), groups(group ? depth / group : 0),
+      : depth(depth), group(group), groups(group ? depth / group : 1),
         width((depth + kStrip - 1) / kStrip * kStrip), parts(parts), zero(zero), layout(layout),
         codes(new int8_t[layout.Padded(rows) * width]),
         scale(new float[layout.Padded(rows) * groups]()),
@@ -223,13 +223,10 @@ struct Quantised {
     return ((first * groups + group) << layout.rows) + row - (first << layout.rows);
   }
 
-  // Quantises rows of x [M, K].
+  // Quantises rows of x [M, K] in groups of kGroup.
   void Fill(const float* x, int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; row++) FillRow(x + row * depth, row);
-  }
-
-  void FillRow(const float* x, int64_t row) {
-    for (int64_t g = 0; g < groups; g++) FillGroup(x + g * group, row, g);
+    for (int64_t row = begin; row < end; row++)
+      for (int64_t g = 0; g < groups; g++) FillGroup(x + row * depth + g * kGroup, row, g);
   }
 
   // Quantises a row that is one group, whose largest magnitude is known.
@@ -271,27 +268,33 @@ struct Quantised {
     return All(Finite(largest) && largest > kSmallest ? 127.0f / largest : 0.0f);
   }
 
+  // Quantises a group, whose activations stay in registers.
   void FillGroup(const float* x, int64_t row, int64_t g) {
+    constexpr int kCount = kGroup / kLanes;
     const int64_t at = Group(row, g);
+    Floats values[kCount];
     Ints most = AllInts(0);
-    Each(x, group, [&](int64_t, Floats v) { most = Max(most, Magnitude(v)); });
+    for (int i = 0; i < kCount; i++) {
+      values[i] = Load(x + i * kLanes);
+      most = Max(most, Magnitude(values[i]));
+    }
     const float largest = Number(Max(most));
     const bool finite = Finite(largest);
     const Floats inverse = Inverse(largest);
     Ints sums[2] = {AllInts(0), AllInts(0)};
-    Each(x, group, [&](int64_t k, Floats v) {
-      const Ints rounded = finite ? Rounded(Multiply(v, inverse)) : AllInts(0);
-      Ints& sum = sums[parts == 2 && k >= group / 2];
+    int8_t* const to = codes.get() + layout.At(row, g * kGroup, width);
+    for (int i = 0; i < kCount; i++) {
+      const Ints rounded = finite ? Rounded(Multiply(values[i], inverse)) : AllInts(0);
+      Ints& sum = sums[i >= kCount / 2];
       sum = Add(sum, rounded);
-      StoreBytes(codes.get() + layout.At(row, g * group + k, width), rounded);
-    });
-    const int32_t first = Sum(sums[0]), second = Sum(sums[1]);
+      StoreBytes(to + i * kLanes, rounded);
+    }
+    const int32_t sum = Sum(Add(sums[0], sums[1])), first = parts == 2 ? Sum(sums[0]) : sum;
     scale[at] = finite ? largest * (1.0f / 127.0f) : std::numeric_limits<float>::quiet_NaN();
-    total[at] = scale[at] * static_cast<float>(first + second);
+    total[at] = scale[at] * static_cast<float>(sum);
     start[at * parts] = -zero * first;
-    if (parts == 2) start[at * parts + 1] = -zero * second;
+    if (parts == 2) start[at * parts + 1] = -zero * (sum - first);
   }
-
 };
 
 // The largest activations of a row, if they stand out. In int8, a scale that covers them would leave
@@ -354,6 +357,13 @@ struct QuantisedRows {
   QuantisedRows(int64_t rows, int64_t depth, int32_t zero, CodeLayout layout = {})
       : others(rows, depth, depth, 1, zero, layout), outliers(new Outliers[rows]) {}
 
+  // The largest magnitude of each lane of a row's vectors.
+  Ints Magnitudes(const float* x) const {
+    Ints most = AllInts(0);
+    Each(x, others.depth, [&](int64_t, Floats v) { most = Max(most, Magnitude(v)); });
+    return most;
+  }
+
   // Whether any of some rows has outliers.
   bool AnyOutliers(int64_t begin, int64_t end) const {
     return std::any_of(&outliers[begin], &outliers[end], [](const Outliers& o) { return o.count; });
@@ -363,8 +373,7 @@ struct QuantisedRows {
     std::vector<float> rest;
     for (int64_t row = begin; row < end; row++) {
       const float* from = x + row * others.depth;
-      Ints most = AllInts(0);
-      Each(from, others.depth, [&](int64_t, Floats v) { most = Max(most, Magnitude(v)); });
+      const Ints most = Magnitudes(from);
       const int32_t largest = Max(most);
       if (!Outliers::Absent(most, largest)) outliers[row] = Outliers(from, others.depth);
       const Outliers& found = outliers[row];
@@ -374,7 +383,7 @@ struct QuantisedRows {
       }
       rest.assign(from, from + others.depth);
       for (int i = 0; i < found.count; i++) rest[found.places[i]] = 0;
-      others.FillRow(rest.data(), row);
+      others.FillRow(rest.data(), row, Number(Max(Magnitudes(rest.data()))));
       for (int i = 0; i < found.count; i++) others.start[row] -= 128 * found.codes[i];
     }
   }

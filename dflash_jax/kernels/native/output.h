@@ -64,14 +64,14 @@ struct Int8Operands {
   }
 };
 
-// Adds products of a group to the sums of a row, given its sums of products of codes, one for each scale.
+// Adds products of a group to the sums of a row, given their sums of products of codes, one for each
+// scale of the weights, and the scale and the total of the activations.
 template <typename Format>
-inline void AddScaled(const Quantised& x, int64_t at, const Scales& scales, const Ints* dots,
-                      Floats& sum) {
+inline void AddScaled(const Scales& scales, const Ints* dots, float scale, float total, Floats& sum) {
   Floats scaled = Multiply(ToFloats(dots[0]), scales.first);
   if constexpr (Format::kHalves) scaled = MultiplyAdd(ToFloats(dots[1]), scales.second, scaled);
-  sum = MultiplyAdd(scaled, All(x.scale[at]), sum);
-  if constexpr (Format::kHasLow) sum = MultiplySubtract(scales.low, All(x.total[at]), sum);
+  sum = MultiplyAdd(scaled, All(scale), sum);
+  if constexpr (Format::kHasLow) sum = MultiplySubtract(scales.low, All(total), sum);
 }
 
 }  // namespace dflash

@@ -158,7 +158,8 @@ struct GroupTile {
     const Scales scales = Format::Read(w, {place.strip, group, place.lane});
     for (int r = 0; r < R; r++) {
       if constexpr (kDots > kScales) dots[r][0] = Add(dots[r][0], dots[r][1]);
-      AddScaled<Format>(x, (row + r) * x.groups + group, scales, dots[r], sums[r]);
+      const int64_t at = (row + r) * x.groups + group;
+      AddScaled<Format>(scales, dots[r], x.scale[at], x.total[at], sums[r]);
     }
   }
 };

@@ -10,7 +10,7 @@
 namespace dflash {
 
 // Rows from which tiles are faster.
-constexpr int64_t kInt8TileRows = 2, kGroupTileRows = 16, kHalvesTileRows = 12;
+constexpr int64_t kInt8TileRows = 2, kGroupTileRows = 12, kHalvesTileRows = 12;
 constexpr CodeLayout kInt8Tiles{kTiled, 6};  // tiles of 64 codes of a row
 constexpr CodeLayout kGroupTiles{kTiled, 5};  // tiles of a group of a row
 constexpr int64_t kNear = 1 << 20;    // bytes of activations or results that stay in the cache
@@ -137,16 +137,18 @@ struct GroupTiles {
   }
 
  private:
-  static constexpr int64_t kPanel = 256;   // rows
+  static constexpr int64_t kPanel = 256;    // rows
   static constexpr int64_t kUnpacked = 32;  // groups
   static constexpr int kScales = Format::kHalves ? 2 : 1;
   static constexpr int64_t kStep = 2 / kScales;  // groups whose sums fill two tiles
   static constexpr int64_t kBefore = 3 * kStep;  // groups from unpacking to multiplying
+  static constexpr int64_t kAfter = 2 * kStep;   // groups from multiplying to scaling
+  static constexpr uint64_t kSteps = 4;          // whose sums of products are kept, of a power of two
 
   struct alignas(64) Work {
     uint8_t codes[kUnpacked][8 * kQuads];
     float sums[kPanel / kTileRows][kTileRows][kStrip];
-    uint8_t dots[2][2][kTileRows][kTileBytes];  // of two steps
+    uint8_t dots[kSteps][2][kTileRows][kTileBytes];
   };
 
   // Some groups of a strip, and rows.
@@ -155,105 +157,99 @@ struct GroupTiles {
     bool first;  // whether to unpack the groups
   };
 
-  // Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7 weights.
+  // Tiles 0 and 1 are sums, 4 and 5 rows, 6 and 7 weights.
   static TileShapes Shapes(int64_t rows) {
     TileShapes shapes;
-    for (int i = 0; i < 4; i++) shapes.Set(i, rows, kTileBytes);
     for (int i = 0; i < 2; i++) {
+      shapes.Set(i, rows, kTileBytes);
       shapes.Set(4 + i, rows, kGroup / kScales);
       shapes.Set(6 + i, kGroup / 4 / kScales, kTileBytes);
     }
     return shapes;
   }
 
-  void Unpack(int64_t strip, int64_t group, uint8_t* to) const {
-    constexpr int64_t kBytes = Format::kGroupBytes;
-    const auto* codes = w.At<uint8_t>(kCodes, strip, x.groups * kBytes, group * kBytes);
+  // Unpacks the groups of a step.
+  static void Unpack(const Piece& piece, const uint8_t* packed, int64_t step, uint8_t* to) {
     const Ints zero = AllBytes(static_cast<int8_t>(Format::kZeroPoint));
-    for (int64_t i = 0; i < kBytes; i += 64) Prefetch(codes + i);
-    for (int i = 0; i < 4; i++) {
-      Pair pair = Format::Codes(codes, i);
-      if (Format::kZeroPoint)
-        pair = {SubtractBytes(pair.first, zero), SubtractBytes(pair.second, zero)};
-      StoreInts(to + i * kQuads, pair.first);
-      StoreInts(to + (i + 4) * kQuads, pair.second);
+    for (int64_t group = step; group < std::min(step + kStep, piece.groups); group++) {
+      const uint8_t* codes = packed + group * Format::kGroupBytes;
+      uint8_t* quads = to + group * 8 * kQuads;
+      for (int64_t i = 0; i < Format::kGroupBytes; i += 64) Prefetch(codes + i);
+      for (int i = 0; i < 4; i++) {
+        Pair pair = Format::Codes(codes, i);
+        if (Format::kZeroPoint)
+          pair = {SubtractBytes(pair.first, zero), SubtractBytes(pair.second, zero)};
+        StoreInts(quads + i * kQuads, pair.first);
+        StoreInts(quads + (i + 4) * kQuads, pair.second);
+      }
     }
   }
 
-  void UnpackStep(const Piece& piece, int64_t step, Work& work) const {
-    if (piece.first)
-      for (int64_t i = step; i < std::min(step + kStep, piece.groups); i++)
-        Unpack(piece.strip, piece.group + i, work.codes[i]);
-  }
-
-  // Multiplies codes of the groups of a step, which takes a while, into tiles of `set`.
-  template <int set>
-  void Start(const Piece& piece, int64_t step, Work& work) const {
-    const uint8_t* codes = work.codes[step];
-    const int8_t* rows = x.codes.get() + piece.row * x.width + (piece.group + step) * kTileRows * kGroup;
-    ClearTile<2 * set>(), ClearTile<2 * set + 1>();
+  // Multiplies the codes of the groups of a step; `full` if it has kStep groups.
+  static void MultiplyStep(const uint8_t* codes, const int8_t* rows, bool full,
+                           uint8_t (*dots)[kTileRows][kTileBytes]) {
+    ClearTile<0>();
     LoadTile<6>(codes);
     LoadTile<4, kGroup>(rows);
-    MultiplyTiles<2 * set, 4, 6, true>();
-    if (step + kStep <= piece.groups) {
-      LoadTile<7>(codes + kQuads * 8 / kScales);
-      LoadTile<5, kGroup>(rows + kGroup * (kScales == 1 ? kTileRows : 1) / kScales);
-      MultiplyTiles<2 * set + 1, 5, 7, true>();
-    }
-    UnpackStep(piece, step + kBefore, work);
+    MultiplyTiles<0, 4, 6, true>();
+    StoreTile<0>(dots[0]);
+    if (!full) return;
+    ClearTile<1>();
+    LoadTile<7>(codes + kQuads * 8 / kScales);
+    LoadTile<5, kGroup>(rows + kGroup * (kScales == 1 ? kTileRows : 1) / kScales);
+    MultiplyTiles<1, 5, 7, true>();
+    StoreTile<1>(dots[1]);
   }
 
-  // Stores what was started.
-  template <int set>
-  static void End(Work& work) {
-    StoreTile<2 * set>(work.dots[set][0]);
-    StoreTile<2 * set + 1>(work.dots[set][1]);
-  }
-
-  // Adds products of the groups of a step to the sums of R rows.
+  // Multiplies R rows by the groups of a piece.
   template <int R>
-  void ScaleStep(const Piece& piece, int64_t step, const Work& work, float* sums) const {
-    const auto* dots = work.dots[step / kStep % 2];
-    if (step + kStep <= piece.groups)
-      Scale<R, kStep>(piece, piece.group + step, dots, sums);
-    else
-      Scale<R, 1>(piece, piece.group + step, dots, sums);
-  }
-
-  // Adds products of N groups, given their sums of products of codes.
-  template <int R, int N>
-  void Scale(const Piece& piece, int64_t group, const uint8_t (*dots)[kTileRows][kTileBytes],
-             float* sums) const {
-    Scales scales[N];
-    for (int i = 0; i < N; i++) scales[i] = Format::Read(w, {piece.strip, group + i, 0});
-    const int64_t first = piece.row * x.groups + group * kTileRows;  // of the first row
+  void Block(const Piece& piece, Work& work, float* kept, const Output& out) const {
+    // Copies stay in registers; others are read anew after each store of a tile, which may change
+    // anything as far as compilers know.
+    const Arrays arrays = w;
+    const Piece at = piece;
+    const int64_t all = x.groups, place = at.row * all + at.group * kTileRows;
+    const int8_t* const rows = x.codes.get() + place * kGroup;
+    const float *const scale = x.scale.get() + place, *const total = x.total.get() + place;
+    const auto* packed = w.At<uint8_t>(kCodes, at.strip, all * Format::kGroupBytes,
+                                       at.group * Format::kGroupBytes);
+    uint8_t* const codes = work.codes[0];
+    Floats sums[R];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) sums[r] = Zeros();
+    if (at.group) {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) sums[r] = Load(kept + r * kStrip);
+    }
+    if (at.first)
+      for (int64_t step = 0; step < kBefore; step += kStep) Unpack(at, packed, step, codes);
+    // Tiles take a while: a step is multiplied while one before is scaled.
+    for (int64_t step = 0; step < at.groups + kAfter; step += kStep) {
+      if (step < at.groups) {
+        MultiplyStep(codes + step * 8 * kQuads, rows + step * kTileRows * kGroup,
+                     step + kStep <= at.groups, work.dots[step / kStep % kSteps]);
+        if (at.first) Unpack(at, packed, step + kBefore, codes);
+      }
+      if (step < kAfter) continue;
+      const int64_t scaled = step - kAfter;
+      const auto* dots = work.dots[scaled / kStep % kSteps];
+      for (int64_t group = scaled; group < std::min(scaled + kStep, at.groups); group++, dots++) {
+        const Scales scales = Format::Read(arrays, {at.strip, at.group + group, 0});
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+          Ints both[kScales];
+          for (int half = 0; half < kScales; half++) both[half] = LoadBytes(dots[half][r]);
+          const int64_t of_row = group * kTileRows + r;
+          AddScaled<Format>(scales, both, scale[of_row], total[of_row], sums[r]);
+        }
+      }
+    }
+    const bool more = at.group + at.groups < all;
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
-      Floats sum = Load(sums + r * kStrip);
-      for (int i = 0; i < N; i++) {
-        Ints both[kScales];
-        for (int half = 0; half < kScales; half++) both[half] = LoadBytes(dots[i + half][r]);
-        AddScaled<Format>(x, first + i * kTileRows + r, scales[i], both, sum);
-      }
-      Store(sums + r * kStrip, sum);
+      if (more) Store(kept + r * kStrip, sums[r]);
+      else if (r < at.rows) out.Put(at.row + r, at.strip, sums[r]);
     }
-  }
-
-  template <int R>
-  void Block(const Piece& piece, Work& work, float* sums, const Output& out) const {
-    if (piece.group == 0) std::fill_n(sums, R * kStrip, 0.0f);
-    for (int64_t step = 0; step < kBefore; step += kStep) UnpackStep(piece, step, work);
-    Start<0>(piece, 0, work);
-    // A step is multiplied while the one before is stored and the one before that is scaled.
-    for (int64_t step = 0; step < piece.groups; step += kStep) {
-      const bool odd = step / kStep % 2, more = step + kStep < piece.groups;
-      if (more) odd ? Start<0>(piece, step + kStep, work) : Start<1>(piece, step + kStep, work);
-      odd ? End<1>(work) : End<0>(work);
-      if (step) ScaleStep<R>(piece, step - kStep, work, sums);
-    }
-    ScaleStep<R>(piece, (piece.groups - 1) / kStep * kStep, work, sums);
-    if (piece.group + piece.groups == x.groups)
-      for (int r = 0; r < piece.rows; r++) out.Put(piece.row + r, piece.strip, Load(sums + r * kStrip));
   }
 };
 
