@@ -28,6 +28,7 @@ _CONTAINERS = ("while", "call", "conditional")  # the operations inside are time
 _LINE = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = .*?[\])}] ([\w-]+)\(", re.M)
 _CALLS = re.compile(r"calls=%([\w.-]+)")
 _NAME = re.compile(r'op_name="([^"]*)"')
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Kernel:
     part: str
     seconds: float  # of one step
     calls: float
+    operation: str  # the name without its number, or the function that is called
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +142,7 @@ def part_of(op_name: str) -> str:
 
 def _kernels(trace: Any, hlo: str, steps: int) -> tuple[Kernel, ...]:
     """Return the operations of a program that ran, largest first."""
-    parts, bodies = {}, {}
+    parts, bodies, operations = {}, {}, {}
     for text in re.split(r"\n(?=%|ENTRY)", hlo):  # computations, callees first
         for line in _LINE.finditer(text):
             rest = text[line.end() : text.find("\n", line.end())]
@@ -148,7 +150,9 @@ def _kernels(trace: Any, hlo: str, steps: int) -> tuple[Kernel, ...]:
             if part == REST and (called := _CALLS.search(rest)):
                 part = bodies.get(called[1], REST)
             if line[2] not in _CONTAINERS:
+                called = _TARGET.search(rest)
                 parts[line[1]] = part
+                operations[line[1]] = called[1] if called else line[1].rstrip(".0123456789")
         if body := re.match(r"%([\w.-]+)", text):
             bodies[body[1]] = _named(text)
     header = re.match(r"HloModule ([\w.-]+)", hlo)
@@ -157,7 +161,9 @@ def _kernels(trace: Any, hlo: str, steps: int) -> tuple[Kernel, ...]:
     for name, seconds in _events(trace, module):
         if name in parts:
             times[name].append(seconds)
-    kernels = [Kernel(n, parts[n], sum(t) / steps, len(t) / steps) for n, t in times.items()]
+    kernels = [
+        Kernel(n, parts[n], sum(t) / steps, len(t) / steps, operations[n]) for n, t in times.items()
+    ]
     return tuple(sorted(kernels, key=lambda k: -k.seconds))
 
 
