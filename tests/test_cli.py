@@ -142,6 +142,34 @@ def test_the_command_line_reaches_every_choice_of_a_plan() -> None:
     assert chosen_plan(parser().parse_args(["explain", "--drafter-device", "1"])).devices == (0, 1)
 
 
+def test_a_plan_may_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    written = Plan(rows=3, max_length=64, exact=False, mesh=(3, 1), lookahead=0, ngram=5)
+    path.write_text(written.to_json())
+    for command in ("generate", "chat", "serve", "verify", "bench", "explain", "replay"):
+        more = [str(path)] if command == "replay" else []
+        read = parser().parse_args([command, "--plan", str(path), *more])
+        assert chosen_plan(read) == written, command
+    for order in (["--plan", str(path), "--rows", "6"], ["--rows", "6", "--plan", str(path)]):
+        assert chosen_plan(parser().parse_args(["explain", *order])).rows == 6
+    path.write_text('{"block": 4, "devices": [0, 1]}')
+    read = parser().parse_args(["explain", "--max-length", "32", "--plan", str(path)])
+    assert chosen_plan(read) == Plan(block=4, max_length=32, devices=(0, 1))
+    for text, says in (
+        ("[]", "expected one JSON object"),
+        ('{"row": 2}', "unknown plan fields"),
+        ('{"rows": 0}', "rows is 0; expected"),
+        ("\x80", "the plan is not JSON"),
+    ):
+        path.write_text(text)
+        with pytest.raises(SystemExit, match="2"):
+            main(["explain", "--plan", str(path)])
+        assert says in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["explain", "--plan", str(tmp_path)])
+    assert "Is a directory" in capsys.readouterr().err
+
+
 def test_a_block_past_the_drafters_own_is_warned_of_on_standard_error(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -15,7 +15,7 @@ from dflash_jax.plan import FIELDS
 
 def _rare_model_options(*usual: str) -> tuple[str, ...]:
     """Return the options of models and plans without the usual ones."""
-    others = ("layer_ids", "lora", "tokenizer", "target_device", "drafter_device")
+    others = ("layer_ids", "lora", "tokenizer", "target_device", "drafter_device", "plan_file")
     shown = {"max_length", "weights", *usual}
     return tuple(name for name in (*FIELDS, *others) if name not in shown)
 

@@ -3,13 +3,15 @@
 import argparse
 import contextlib
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from dflash_jax.declared import Field
 from dflash_jax.engine.sampling_params import KINDS, OPTIONS, SamplingParams
-from dflash_jax.errors import RequestError
+from dflash_jax.errors import PlanError, RequestError
 from dflash_jax.plan import FIELDS, Plan
 from dflash_jax.serve_options import FIELDS as SERVE_FIELDS
 from dflash_jax.serve_options import ServeOptions
@@ -111,6 +113,34 @@ def model_options(command: argparse.ArgumentParser) -> None:
     models = command.add_argument_group("models and plan")
     add_flags(models, ServeOptions, SERVE_FIELDS, MODELS)
     add_plan_options(models, [name for name in FIELDS if name not in WITHOUT_FLAG])
+    models.add_argument(
+        "--plan",
+        dest="plan_file",
+        action=_PlanFile,
+        metavar="FILE",
+        help="JSON file of a plan, as `Plan.to_json` writes it; other options precede its fields",
+    )
+
+
+class _PlanFile(argparse.Action):
+    """Sets what the file has, except where an option before it has set something else."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
+    ) -> None:
+        try:
+            text = Path(values).read_text(encoding="utf-8")
+            plan, fields = Plan.from_json(text), json.loads(text)
+        except (OSError, ValueError, PlanError) as error:
+            raise argparse.ArgumentError(self, f"{values}: {error}") from error
+        found = {name: getattr(plan, name) for name in fields if name not in ("stored", "queue")}
+        places = found.pop("devices", plan.devices)
+        found |= dict(zip(("target_device", "drafter_device"), places, strict=True))
+        for name, value in found.items():
+            default = parser.get_default(name)
+            if getattr(namespace, name, default) == default:
+                setattr(namespace, name, value)
+        setattr(namespace, self.dest, values)
 
 
 def add_plan_options(group: Any, names: Iterable[str]) -> None:
