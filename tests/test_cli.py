@@ -152,6 +152,9 @@ def test_a_plan_may_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert chosen_plan(read) == written, command
     for order in (["--plan", str(path), "--rows", "6"], ["--rows", "6", "--plan", str(path)]):
         assert chosen_plan(parser().parse_args(["explain", *order])).rows == 6
+    for order in (["--plan", str(path), "--rows", "1"], ["--rows", "1", "--plan", str(path)]):
+        given = parser().parse_args(["explain", "--mesh", "1x1", *order])
+        assert chosen_plan(given).rows == 1  # also what is the default without a file
     path.write_text('{"block": 4, "devices": [0, 1]}')
     read = parser().parse_args(["explain", "--max-length", "32", "--plan", str(path)])
     assert chosen_plan(read) == Plan(block=4, max_length=32, devices=(0, 1))

@@ -5,11 +5,12 @@ import contextlib
 import difflib
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from dflash_jax.cli.terminal import FEWEST
 from dflash_jax.engine.sampling_params import OPTIONS
+from dflash_jax.errors import DFlashError
 from dflash_jax.plan import FIELDS
 
 
@@ -61,6 +62,20 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
         self._hidden: frozenset[str] = frozenset()
+        # By option, a function that reads defaults of other options from its file.
+        self.defaults_by_file: dict[str, Callable[[str], dict[str, Any]]] = {}
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments; those of files are defaults, wherever their options are."""
+        first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        for flag in self.defaults_by_file:
+            first.add_argument(flag, dest=flag, nargs="?")
+        for flag, path in vars(first.parse_known_args(args)[0]).items() if args else ():
+            try:
+                self.set_defaults(**self.defaults_by_file[flag](path) if path else {})
+            except (OSError, UnicodeError, DFlashError) as error:
+                self.error(f"argument {flag}: {path}: {error}")
+        return super().parse_known_args(args, namespace)
 
     def hide(self, names: Iterable[str]) -> None:
         """Show options in the output of `--help-all` only, which is added.

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from dflash_jax.declared import Field
 from dflash_jax.engine.sampling_params import KINDS, OPTIONS, SamplingParams
-from dflash_jax.errors import PlanError, RequestError
+from dflash_jax.errors import RequestError
 from dflash_jax.plan import FIELDS, Plan
 from dflash_jax.serve_options import FIELDS as SERVE_FIELDS
 from dflash_jax.serve_options import ServeOptions
@@ -108,7 +108,7 @@ def wanted_variant(options: argparse.Namespace) -> str:
     return "penalized" if params.penalized else "sampled" if params.temperature > 0 else "greedy"
 
 
-def model_options(command: argparse.ArgumentParser) -> None:
+def model_options(command: Any) -> None:
     """Add the options that choose the models and the plan."""
     models = command.add_argument_group("models and plan")
     add_flags(models, ServeOptions, SERVE_FIELDS, MODELS)
@@ -116,31 +116,26 @@ def model_options(command: argparse.ArgumentParser) -> None:
     models.add_argument(
         "--plan",
         dest="plan_file",
-        action=_PlanFile,
         metavar="FILE",
-        help="JSON file of a plan, as `Plan.to_json` writes it; other options precede its fields",
+        help="JSON file of a plan, as `Plan.to_json` writes it; other options replace its fields",
     )
+    command.defaults_by_file["--plan"] = _plan_defaults
 
 
-class _PlanFile(argparse.Action):
-    """Sets what the file has, except where an option before it has set something else."""
+def _plan_defaults(path: str) -> dict[str, Any]:
+    """Return the options that the fields in a plan's file stand for.
 
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
-    ) -> None:
-        try:
-            text = Path(values).read_text(encoding="utf-8")
-            plan, fields = Plan.from_json(text), json.loads(text)
-        except (OSError, ValueError, PlanError) as error:
-            raise argparse.ArgumentError(self, f"{values}: {error}") from error
-        found = {name: getattr(plan, name) for name in fields if name not in ("stored", "queue")}
-        places = found.pop("devices", plan.devices)
-        found |= dict(zip(("target_device", "drafter_device"), places, strict=True))
-        for name, value in found.items():
-            default = parser.get_default(name)
-            if getattr(namespace, name, default) == default:
-                setattr(namespace, name, value)
-        setattr(namespace, self.dest, values)
+    Raises:
+      OSError, UnicodeError, PlanError: the file cannot be read, or has no plan.
+    """
+    text = Path(path).read_text(encoding="utf-8")
+    plan = Plan.from_json(text)
+    found = {name: getattr(plan, name) for name in json.loads(text)}
+    places = found.pop("devices", plan.devices)
+    found |= zip(("target_device", "drafter_device"), places, strict=True)
+    for name in ("stored", "queue"):  # the models' own, and an option of `serve`
+        found.pop(name, None)
+    return found
 
 
 def add_plan_options(group: Any, names: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.graph import members
+from dflash_jax.graph import protocols
 from dflash_jax.graph.protocols import CacheMaker, Draft, DraftSampler, SharedLayers
 
 
@@ -125,7 +125,7 @@ class Copying:
     ) -> tuple[Any, Int[Array, "B S"]]:
         """Let both observe the tokens."""
         inner, text = state
-        inner = members.call(self.drafter, params, inner, tokens, taps, start, method="observe")
+        inner = protocols.call(self.drafter, params, inner, tokens, taps, start, method="observe")
         return inner, self.rule.observe({}, text, tokens, taps, start)
 
     def commit(
@@ -133,7 +133,7 @@ class Copying:
     ) -> tuple[Any, Int[Array, "B S"]]:
         """As the drafter; texts have positions."""
         inner, text = state
-        return members.commit(self.drafter, inner, num_committed), text
+        return protocols.commit(self.drafter, inner, num_committed), text
 
     def propose(
         self,
@@ -152,7 +152,7 @@ class Copying:
 
         def drafted(inner: Any) -> tuple[Any, ...]:
             arguments = (inner, anchor, start, shared, sampler)
-            draft, after = members.call(self.drafter, params, *arguments, method="propose")
+            draft, after = protocols.call(self.drafter, params, *arguments, method="propose")
             count = sampler.places if draft.num_drafts is None else draft.num_drafts
             count = jnp.broadcast_to(jnp.asarray(count, jnp.int32), found.shape)
             known = finite if draft.finite is None else draft.finite
@@ -170,12 +170,12 @@ class Copying:
     def take(self, state: Any, row: Any, start: Any, length: int) -> tuple[Any, Any]:
         """Return the parts of both states for some positions of a row, for the prefix cache."""
         inner, text = state
-        part = members.take(self.drafter, inner, row, start, length)
+        part = protocols.take(self.drafter, inner, row, start, length)
         return part, self.rule.take(text, row, start, length)
 
     def put(self, state: Any, row: Any, start: Any, part: Any) -> tuple[Any, Any]:
         """Put parts of both states into a row."""
-        inner = members.put(self.drafter, state[0], row, start, part[0])
+        inner = protocols.put(self.drafter, state[0], row, start, part[0])
         return inner, self.rule.put(state[1], row, start, part[1])
 
 

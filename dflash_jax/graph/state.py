@@ -155,7 +155,8 @@ def pack_output(
     """Return the output of a step; `read_output` unpacks it on the host.
 
     Args:
-      drafts: drafts to report, of which the first `num_drafts` were verified.
+      num_drafts: as in its column.
+      drafts: drafts to report, of which so many were verified.
     """
     columns = {
         OutputColumn.NUM_TOKENS: num_tokens,
@@ -165,7 +166,8 @@ def pack_output(
     }
     parts = [tokens, jnp.stack([columns[column] for column in OutputColumn], axis=1)]
     if drafts is not None:
-        verified = jnp.arange(drafts.shape[1])[None, :] < num_drafts[:, None]
+        count = jnp.maximum(num_drafts, 0) % COPIED
+        verified = jnp.arange(drafts.shape[1])[None, :] < count[:, None]
         parts.insert(1, jnp.where(verified, drafts, -1))
     if call_odds is not None:
         parts.insert(0, jax.lax.bitcast_convert_type(call_odds, jnp.int32)[:, None])

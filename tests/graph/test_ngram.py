@@ -12,7 +12,7 @@ from dflash_jax.config import TargetConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.graph.memory import budget
 from dflash_jax.graph.ngram import NGram
-from dflash_jax.graph.state import RowRules
+from dflash_jax.graph.state import COPIED, RowRules, pack_output, read_output
 from dflash_jax.graph.steps.drafting import RowDraftSampler
 from dflash_jax.models import build_pair
 from dflash_jax.testing import (
@@ -144,3 +144,17 @@ def test_a_grammar_may_be_followed_by_copies() -> None:
     drafted = engine.chat(messages, **options)
     assert drafted.token_ids == engine.chat(messages, speculative=False, **options).token_ids
     assert drafted.stats.copied > 0
+
+
+def test_reported_drafts_are_those_that_were_verified_whether_copied_or_not() -> None:
+    tokens = jnp.array([[5, 6, 0, 0], [7, 0, 0, 0], [8, 0, 0, 0]])
+    counts, drafts = jnp.array([2, 1, 1]), jnp.array([[6, 9, 4], [3, 4, 4], [2, 4, 4]])
+    num_drafts = jnp.array([2 + COPIED, 1, -1])
+    out = pack_output(tokens, counts, counts, jnp.ones(3, bool), num_drafts, drafts=drafts)
+    assert np.asarray(out.packed)[:, 4:7].tolist() == [[6, 9, -1], [3, -1, -1], [-1, -1, -1]]
+    [rows] = read_output(out)
+    assert [(row.num_drafts, row.drafts, row.copied, row.draft_finite) for row in rows] == [
+        (2, (6, 9), True, True),
+        (1, (3,), False, True),
+        (0, (), False, False),
+    ]

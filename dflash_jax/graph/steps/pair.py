@@ -9,7 +9,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import LATE
-from dflash_jax.graph import members
+from dflash_jax.graph import protocols
 from dflash_jax.graph.ngram import Copying, NGram, with_copies
 from dflash_jax.graph.protocols import SharedLayers
 from dflash_jax.graph.state import DecodeState, Logits
@@ -76,12 +76,12 @@ class Pair:
     def target_call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """Run the target, or one of its methods by `method=`."""
         with using_kernels(self.kernels, self.activations):
-            return members.call(self.target, params["target"], *args, **kwargs)
+            return protocols.call(self.target, params["target"], *args, **kwargs)
 
     def drafter_call(self, params: Params, *args: Any, method: Any) -> Any:
         """Run a method of the drafter, or a function of it."""
         with using_kernels(self.kernels, self.activations):
-            return members.call(self.proposer, params.get("drafter", {}), *args, method=method)
+            return protocols.call(self.proposer, params.get("drafter", {}), *args, method=method)
 
     def observe(
         self, params: Params, state: Any, observed: Observed, start: Int[Array, " B"]
@@ -94,7 +94,7 @@ class Pair:
 
     def committed(self, state: Any, num_committed: Int[Array, " B"]) -> Any:
         """Return the drafter's state after the first of the tokens that it observed last."""
-        return state if self.keeps_taps else members.commit(self.proposer, state, num_committed)
+        return state if self.keeps_taps else protocols.commit(self.proposer, state, num_committed)
 
 
 def forward(

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 
-from dflash_jax.graph import members
+from dflash_jax.graph import protocols
 from dflash_jax.graph.state import DecodeState
 from dflash_jax.graph.steps.inputs import CopyRowInputs, ReplaceAnchorInputs, SegmentInputs
 from dflash_jax.kernels.caches import LayerSegment, put_part, put_row, take_part, take_row
@@ -41,7 +41,7 @@ def take_segment(
 ) -> Segment:
     """Return the segment of positions start .. start+chunk-1, right after they were fed."""
     where = inputs.row, inputs.start, chunk
-    return Segment(take_part(state.target, *where), members.take(drafter, state.drafter, *where))
+    return Segment(take_part(state.target, *where), protocols.take(drafter, state.drafter, *where))
 
 
 def put_segment(
@@ -52,6 +52,6 @@ def put_segment(
     return dataclasses.replace(
         state,
         target=put_part(state.target, row, start, segment.target),
-        drafter=members.put(drafter, state.drafter, row, start, segment.drafter),
+        drafter=protocols.put(drafter, state.drafter, row, start, segment.drafter),
         position=state.position.at[row].set(start + chunk),
     )
