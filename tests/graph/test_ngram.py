@@ -1,6 +1,7 @@
 """Drafts copied from the text: lossless for every family, accepted where text repeats."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ import dflash_jax as dj
 from dflash_jax.config import TargetConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.graph.memory import budget
-from dflash_jax.graph.ngram import NGram
+from dflash_jax.graph.ngram import Copying, NGram
+from dflash_jax.graph.protocols import Draft
 from dflash_jax.graph.state import COPIED, RowRules, pack_output, read_output
 from dflash_jax.graph.steps.drafting import RowDraftSampler
 from dflash_jax.models import build_pair
@@ -122,6 +124,36 @@ def test_a_drafter_does_not_run_where_all_rows_copy() -> None:
     result = engine.generate([1, 2, 3], max_tokens=2, ignore_eos=True, trace=True)
     assert result.stats.copied == 0
     assert result.stats.fallbacks == {"draft_not_finite": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Nines:
+    """Drafts the token 9."""
+
+    taps: tuple[int, ...] = ()
+
+    def propose(
+        self, params: None, state: tuple[()], anchor: jax.Array, *more: Any
+    ) -> tuple[Draft, tuple[()]]:
+        return more[-1].certain(jnp.full((len(anchor), more[-1].places), 9)), state
+
+
+@pytest.mark.parametrize(
+    ("limits", "ran"),
+    [([99, 99], True), ([99, 0], False), ([0, 0], True)],
+    ids=["one row copies", "all that draft copy", "none drafts, as while steps are timed"],
+)
+def test_the_drafter_runs_unless_all_rows_that_draft_copy(limits: list[int], ran: bool) -> None:
+    """The first row's text has a match, the second one's has none."""
+    text = jnp.array([[1, 2, 3, 1, 0, 0, 0, 0], [4, 5, 6, 7, 0, 0, 0, 0]])
+    anchor, start = jnp.array([2, 8]), jnp.array([4, 4])
+    one = jnp.ones(2, jnp.int32)
+    rules = RowRules(-one[:, None], jnp.array(limits), 2 * one, *[one] * 5)
+    sampler = RowDraftSampler(rules, anchor, start, 2, sampled=False, vocab_size=10)
+    copying = Copying(Nines(), NGram(least=1))
+    draft, _ = copying.propose(None, ((), text), anchor, start, None, sampler)  # pyrefly: ignore
+    assert draft.block[0, 1:].tolist() == [3, 1]
+    assert (draft.block[1, 1:].tolist() == [9, 9]) == ran
 
 
 @pytest.mark.optimised
