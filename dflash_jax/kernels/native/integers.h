@@ -120,10 +120,10 @@ inline Floats MultiplySubtract(Floats a, Floats b, Floats sum) { return _mm256_f
 #if DFLASH_AVX512 || defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
 constexpr bool kUnsignedDot = true;
 inline Ints Dot(Ints sum, Ints w, Ints x) {
-#if DFLASH_AVX512
-  return _mm512_dpbusd_epi32(sum, w, x);
-#elif defined(__AVX512VNNI__)
-  return _mm256_dpbusd_epi32(sum, w, x);
+#if DFLASH_AVX512 || defined(__AVX512VNNI__)
+  // As assembly: with the compilers' functions, GCC copies each sum twice.
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+  return sum;
 #else
   return _mm256_dpbusd_avx_epi32(sum, w, x);
 #endif
