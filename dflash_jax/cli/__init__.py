@@ -51,6 +51,7 @@ def parser() -> "argparse.ArgumentParser":
         replay,
         serve,
         train,
+        tune,
         verify,
     )
     from dflash_jax.cli.help import HIDDEN, CommandParser
@@ -64,7 +65,19 @@ def parser() -> "argparse.ArgumentParser":
     top.add_argument("--version", action="version", version=f"dflash-jax {__version__}")
     top.set_defaults(check=check_values, uses_jax=True)
     commands = top.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
-    for module in (generate, chat, serve, explain, bench, verify, replay, probe, train, native):
+    for module in (
+        generate,
+        chat,
+        serve,
+        explain,
+        bench,
+        tune,
+        verify,
+        replay,
+        probe,
+        train,
+        native,
+    ):
         module.add_command(commands)
     add_commands(commands)
     completion.add_command(commands)

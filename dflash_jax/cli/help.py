@@ -53,6 +53,7 @@ HIDDEN = {
     "bench": ("temperature", "seed", "repeats", "name", "out", *_rare_model_options("rows")),
     "verify": ("prompt_ids", "raw", "system", *_RARE_SAMPLING, *_rare_model_options()),
     "replay": _rare_model_options(),
+    "tune": ("json", "rounds", *_rare_model_options("rows")),
 }
 
 

@@ -117,18 +117,26 @@ def model_options(command: Any) -> None:
         "--plan",
         dest="plan_file",
         metavar="FILE",
-        help="JSON file of a plan, as `Plan.to_json` writes it; other options replace its fields",
+        help="JSON file of a plan, of `tune` or `Plan.to_json`; other options replace its fields",
     )
     command.defaults_by_file["--plan"] = _plan_defaults
 
 
 def _plan_defaults(path: str) -> dict[str, Any]:
-    """Return the options that the fields in a plan's file stand for.
+    """Return the options that the fields in a plan's file stand for; `tune` adds a drafter.
 
     Raises:
       OSError, UnicodeError, PlanError: the file cannot be read, or has no plan.
     """
     text = Path(path).read_text(encoding="utf-8")
+    with contextlib.suppress(ValueError):
+        fields = json.loads(text)
+        if isinstance(fields, dict) and (drafter := fields.pop("drafter", None)):
+            return _plan_fields(json.dumps(fields)) | {"drafter": drafter}
+    return _plan_fields(text)
+
+
+def _plan_fields(text: str) -> dict[str, Any]:
     plan = Plan.from_json(text)
     found = {name: getattr(plan, name) for name in json.loads(text)}
     places = found.pop("devices", plan.devices)
