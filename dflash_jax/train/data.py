@@ -30,13 +30,19 @@ FORMS = '{"messages": [...]}, {"prompt": "..."}, {"text": "..."} or {"ids": [...
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """One line: a conversation, a plain text, or token ids to continue."""
+    """One line: a conversation, a plain text, or token ids to continue.
+
+    Attributes:
+      kind: of a prompt that the target wrote (`prompt_kinds`). It answers the last turn alone; its
+        own earlier turns are learnt, too.
+    """
 
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     thinking: bool = True
     text: str = ""
     ids: tuple[int, ...] = ()
+    kind: str = ""
 
     @property
     def held_out(self) -> bool:
@@ -68,7 +74,7 @@ class Example:
         if self.text:
             return {"kind": "code", "text": self.text}
         chat = {"messages": list(self.messages), "tools": list(self.tools)}
-        return {"kind": "chat", **chat, "thinking": self.thinking}
+        return {"kind": self.kind or "chat", **chat, "thinking": self.thinking}
 
 
 def read(path: Path) -> list[Example]:
@@ -171,7 +177,8 @@ def fingerprint(examples: Sequence[Example]) -> str:
     """Return a short hash of the examples."""
     whole = hashlib.sha256()
     for example in examples:
-        whole.update(json.dumps(vars(example), sort_keys=True).encode())
+        fields = {name: x for name, x in vars(example).items() if x or name != "kind"}
+        whole.update(json.dumps(fields, sort_keys=True).encode())
     return whole.hexdigest()[:16]
 
 
@@ -181,8 +188,8 @@ def cut_at_turns(example: Example, rng: random.Random) -> list[Example]:
     The first turn comes first in `FIRST_TURN_SHARE` of conversations.
     """
     turns = assistant_turns(example)
-    if not turns:
-        return []
+    if example.kind or not turns:
+        return [example] if turns else []
     rest = turns[1:]
     rng.shuffle(rest)
     turns = [turns[0], *rest]
@@ -200,12 +207,18 @@ def assistant_turns(example: Example) -> list[int]:
 
 
 def prompts(
-    examples: Sequence[Example], tokenizer: Tokenizer | None, recipe: Recipe
+    examples: Sequence[Example],
+    tokenizer: Tokenizer | None,
+    recipe: Recipe,
+    ends: Sequence[int] = (),
 ) -> list[AnswerPrompt]:
     """Return the prompts for the target, at most as many as the recipe asks for.
 
     Every conversation contributes one turn before any contributes two. Each prompt carries the
     index of its example.
+
+    Args:
+      ends: token ids that end a turn.
 
     Raises:
       ConfigError: there is nothing to answer.
@@ -226,8 +239,9 @@ def prompts(
             texts += [(piece, line) for piece in _pieces(example, tokenizer, recipe.text_prompt)]
     chosen = [cut for one in rounds for cut in one][: recipe.prompts]
     result = [
-        AnswerPrompt(_given(token_ids(cut, tokenizer)), recipe.new_tokens, line)
+        AnswerPrompt(_asked(cut, tokenizer, ends), tokens, line, temperature, seed)
         for cut, line in chosen
+        for tokens, temperature, seed in [answer_options(recipe, cut)]
     ]
     result += [
         AnswerPrompt(x, recipe.text_tokens, line) for x, line in texts[: recipe.text_prompts]
@@ -239,6 +253,30 @@ def prompts(
             " text_prompts above 0; answers=given learns them as given"
         )
     return result
+
+
+def answer_options(recipe: Recipe, example: Example) -> tuple[int, float | None, int]:
+    """Return the maximum tokens, the temperature and the seed of the answer to an example.
+
+    The temperature is None if the recipe has one for all answers.
+    """
+    rng = random.Random(f"answer {recipe.seed} {json.dumps(example.messages)}")
+    greedy, long, seed = rng.random(), rng.random(), rng.getrandbits(32)
+    tokens = recipe.long_tokens if long < recipe.long_share else recipe.new_tokens
+    if not recipe.greedy_share:
+        return tokens, None, seed
+    return tokens, 0.0 if greedy < recipe.greedy_share else recipe.temperature, seed
+
+
+def _asked(example: Example, tokenizer: Tokenizer | None, ends: Sequence[int]) -> Document:
+    """Return a prompt; in one of a kind, the assistant's earlier turns are wanted."""
+    whole = _given(token_ids(example, tokenizer))
+    if example.kind and len(example.messages) > 1:
+        earlier = dataclasses.replace(example, messages=example.messages[:-1])
+        for turn in as_given([earlier], tokenizer, ends, len(whole.ids)):
+            if _continues(whole, turn):
+                whole.wanted[: len(turn.ids)] |= turn.wanted
+    return whole
 
 
 def _pieces(example: Example, tokenizer: Tokenizer | None, length: int) -> list[Document]:

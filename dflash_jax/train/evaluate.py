@@ -43,7 +43,7 @@ def prompt_ids(engine: Engine, entry: dict[str, Any]) -> list[int]:
         return entry["ids"]
     if engine.tokenizer is None:
         raise RequestError("the target ships no tokenizer; give held-out prompts as token ids")
-    if entry["kind"] == CODE:
+    if "text" in entry:
         return engine.tokenizer.encode(entry["text"])
     switch = {} if entry.get("thinking", True) else {"enable_thinking": False}
     return engine.chat_ids(entry["messages"], tools=entry.get("tools") or None, **switch)
@@ -104,7 +104,7 @@ def evaluate(
         return [engine.generate(x, max_tokens=max_tokens, speculative=drafted) for x in asked]
 
     scores: dict[str, Any] = {"max_tokens": max_tokens, "dtype": dtype, "temperature": 0}
-    for kind in KINDS:
+    for kind in sorted({entry["kind"] for entry in entries}):
         every = [prompt_ids(engine, entry) for entry in entries if entry["kind"] == kind]
         asked = [ids for ids in every if len(ids) + max_tokens <= length]
         if left := len(every) - len(asked):

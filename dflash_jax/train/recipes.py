@@ -11,6 +11,7 @@ from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.config.family import drafter_kinds
 from dflash_jax.errors import ConfigError
 from dflash_jax.plan import Weights
+from dflash_jax.train.prompt_kinds import check_mixture
 
 DFLASH, DFLASH2, DSPARK = "dflash", "dflash2", "dspark"
 CE, KL, MIX = LOSSES = ("ce", "kl", "mix")
@@ -25,17 +26,20 @@ LARGEST = 2**31 - 1  # int32
 # Bounds of the settings.
 BUCKET = {"length": (3, LARGEST), "rows": (1, LARGEST)}
 SCHEDULE = {"steps": (1, LARGEST), "rate": (1e-12, 1e3), "save_every": (1, LARGEST)}
-LATER = {"confidence_head": True}  # settings of later versions, and their defaults
+LATER: dict[str, Any] = {  # settings of later versions, and their defaults
+    "confidence_head": True, "mixture": (), "follow_ups": 0.0, "greedy_share": 0.0,
+    "long_share": 0.0, "long_tokens": 512,
+}  # fmt: skip
 OF_NONE = ("seed", "inner", "heads", "kv_heads", "head_dim", "draft_vocab", "prompts",
-           "text_prompts", "given", "held_out")  # fmt: skip
-OF_ONE = ("layers", "tap_count", "rank", "candidates", "anchors", "parts", "new_tokens",
-          "text_tokens", "text_prompt", "held_out_tokens", "devices", "turn_tokens")  # fmt: skip
+           "text_prompts", "given", "held_out", "anchors")  # fmt: skip
+OF_ONE = ("layers", "tap_count", "rank", "candidates", "parts", "new_tokens", "text_tokens",
+          "text_prompt", "held_out_tokens", "devices", "turn_tokens", "long_tokens")  # fmt: skip
 RECIPE = {
     **dict.fromkeys(OF_NONE, (0, LARGEST)),
     **dict.fromkeys(OF_ONE, (1, LARGEST)),
     "block": (2, LARGEST),
     "decay": (1e-3, 1e6),
-    "smoothing": (0, 1),
+    **dict.fromkeys(("smoothing", "follow_ups", "greedy_share", "long_share"), (0, 1)),
     "head_weight": (0, 1e6),
     "weight_decay": (0, 1e3),
     "temperature": (0, 1e6),
@@ -91,7 +95,8 @@ class Recipe:
       decay: place k has weight exp(-k / decay); with `decay` weights.
       smoothing: share of certainty mixed into the drafter's probabilities; with `dpace` weights.
       head_weight: weight of the loss of the selector or the confidence head.
-      anchors: blocks per row of the first bucket; longer rows have proportionally more.
+      anchors: blocks per row of the first bucket; longer rows have proportionally more. 0 starts
+        a block at every position that can start one.
       parts: sequential parts of a batch: the same gradient in less memory.
       features: run the target in each step (online), or once over all rows (cache, on disk).
       dtype: of the target and of the drafter's computation; drafter weights stay float32.
@@ -103,9 +108,17 @@ class Recipe:
       given: maximum further conversations that are learnt as given.
       new_tokens, text_tokens: maximum tokens of an answer, and of a continued text.
       text_prompt: tokens of a text piece.
+      temperature: of the answers.
+      greedy_share: share of the prompts answered greedily although `temperature` is above 0; each
+        prompt then draws with a seed of its own.
+      long_share, long_tokens: share of the prompts that may have longer answers, and their maximum.
       turn_tokens: maximum tokens of a user turn that the target writes itself (`--data self:N`).
       turn_temperature: temperature of these turns.
       turn_scripts: scripts whose letters they may have, such as latin; or any.
+      mixture: kinds of these turns (`prompt_kinds.toml`) and their shares, as "chat:2,code:3";
+        without it, the target writes whole turns that no kind begins.
+      follow_ups: share of these turns that become conversations: the target answers, writes the
+        user's next turn, and answers that.
       answer_buckets: length of prompt and answer together, and answers decoded together.
       held_out: held-out prompts for the final acceptance length.
       devices: data-parallel devices; rows of every bucket must be a multiple.
@@ -153,6 +166,11 @@ class Recipe:
     turn_tokens: int = 128
     turn_temperature: float = 1.0
     turn_scripts: tuple[str, ...] = ("latin",)
+    mixture: tuple[str, ...] = ()
+    follow_ups: float = 0.0
+    greedy_share: float = 0.0
+    long_share: float = 0.0
+    long_tokens: int = 512
     answer_buckets: tuple[Bucket, ...]
     held_out: int = 100
     held_out_tokens: int = 128
@@ -175,6 +193,7 @@ class Recipe:
                     f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}"
                 )
         check(self, RECIPE)
+        check_mixture(self.mixture)
         for name in ("buckets", "answer_buckets"):
             lengths = [bucket.length for bucket in getattr(self, name)]
             if not lengths or lengths != sorted(lengths):
@@ -202,7 +221,9 @@ class Recipe:
         return {k: v for k, v in found.items() if k not in LATER or v != LATER[k]}
 
     def blocks(self, bucket: int) -> int:
-        """Anchors in each row of a bucket."""
+        """Anchors in each row of a bucket; 0 for all that can start a block."""
+        if not self.anchors:
+            return 0
         return max(1, self.anchors * self.buckets[bucket].length // self.buckets[0].length)
 
 

@@ -24,16 +24,29 @@ TURNS = 4  # prompts per group, in multiples of the rows; a finished group is sa
 
 @dataclasses.dataclass(frozen=True)
 class AnswerPrompt:
-    """Token ids to continue; `wanted` marks earlier assistant tokens."""
+    """Token ids to continue; `wanted` marks earlier assistant tokens.
+
+    Attributes:
+      line: index of its example.
+      temperature, seed: of the answer; by default those of its group.
+    """
 
     document: Document
     new_tokens: int
-    line: int = 0  # index of its example
+    line: int = 0
+    temperature: float | None = None
+    seed: int = 0
 
     @property
     def room(self) -> int:
         """Maximum tokens of prompt and answer together."""
         return len(self.document.ids) + self.new_tokens
+
+    def params(self, of_group: SamplingParams) -> SamplingParams:
+        """Return the options of its answer."""
+        if self.temperature is None:
+            return of_group
+        return of_group.with_options(temperature=self.temperature, seed=self.seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +102,8 @@ class AnswerGroup:
         with pool.engine(self.bucket) as engine:
             if recording is not None:
                 return recording.decode(engine, self.name, self.prompts, self.params)
-            ids = [prompt.document.ids.tolist() for prompt in self.prompts]
-            return [x.token_ids for x in engine.generate_many(ids, self.params)]
+            asked = [(x.document.ids.tolist(), x.params(self.params)) for x in self.prompts]
+            return [x.token_ids for x in decode(engine, asked)]
 
 
 Decoder = Callable[[Sequence[AnswerGroup]], Generator[list[list[int]]]]  # yields answers, in order

@@ -25,6 +25,7 @@ from dflash_jax.train.files import saved_as, sound, unless_refused, write_json
 from dflash_jax.train.recipes import Recipe
 from dflash_jax.train.rows import TokenRows
 from dflash_jax.train.setup import RUN, BegunRun, begin, check_ids
+from dflash_jax.train.sources import TrainingData
 from dflash_jax.train.training import (
     Placement,
     Report,
@@ -45,7 +46,7 @@ class Outcome:
 
 def run(
     target: str,
-    source: str,
+    source: str | TrainingData,
     out: Path,
     recipe: Recipe,
     *,
@@ -59,7 +60,7 @@ def run(
     Args:
       target: a source that `dflash_jax.load_target` opens.
       source: JSONL files (see `data.read`), "tiny" for the shipped corpus, "self:N" for N user
-        turns that the target writes; several with commas between them.
+        turns that the target writes; several with commas between them; or the data themselves.
       out: the run's folder.
       report: called with progress lines.
       mask_id: the mask token; found in tokenizer or embedding table by default.
@@ -80,7 +81,9 @@ def run(
         return finish(begun)
 
 
-def prepare(target: str, source: str, out: Path, recipe: Recipe, *, report: Report) -> None:
+def prepare(
+    target: str, source: str | TrainingData, out: Path, recipe: Recipe, *, report: Report
+) -> None:
     """Make the data of a run without training: rows, and features if the recipe keeps them.
 
     Other runs take them by `data_of`. Arguments and errors are those of `run`.
@@ -178,7 +181,7 @@ def stored_rows(
         learnt = [data.as_given([one], model.tokenizer, ends, longest) for one in kept]
         usage.leave_out(learnt.count([]), "without an assistant's turn to learn")
         rows = [document for one in learnt for document in one]
-        prompts = data.prompts(asked, model.tokenizer, recipe) if asked else []
+        prompts = data.prompts(asked, model.tokenizer, recipe, ends) if asked else []
         usage.answer(asked, prompts, recipe)
         if usage:
             report(str(usage))

@@ -23,17 +23,22 @@ from dflash_jax.errors import ConfigError, RequestError
 from dflash_jax.graph.keys import Variant
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.train import prompt_kinds
+from dflash_jax.train.data import Example
 from dflash_jax.train.decoding import EnginePool, decode
 from dflash_jax.train.files import saved_as, sound, write_json
 from dflash_jax.train.groups import StageProgress, in_threads, results, stored
+from dflash_jax.train.prompt_kinds import Opening
 from dflash_jax.train.recipes import Bucket, Recipe
 
 FILE, REPORT = "turns.jsonl", "turns.json"
+FILES = "turns*.json*"  # all of them
 MOST_TRIES = 4  # turns written for each that is wanted, at most
 GROUP = 4  # turns of a group, in multiples of the rows; a finished group is saved
 CHUNK = 8  # tokens of a prefill: short, since all but the last few tokens are a cached prefix
 WORDS = "dflashuserwords"  # stands for the user's words in the template
 FEWEST_CHARACTERS = 8
+OPENING_TOKENS = 64  # at most, of an opening that the target continues
 SCRIPT_SHARE = 0.9  # of a turn's letters
 ANY = "any"
 
@@ -82,9 +87,9 @@ def user_header(model: TargetModel, recipe: Recipe) -> UserHeader:
     return UserHeader(ids, ends, after.strip().splitlines()[0])
 
 
-def turn_seed(seed: int, number: int) -> int:
+def turn_seed(seed: int, key: int | str) -> int:
     """Return the seed of a turn: a hash, so that runs with neighbouring seeds share none."""
-    return int.from_bytes(hashlib.sha256(f"turn {seed} {number}".encode()).digest()[:4], "big")
+    return int.from_bytes(hashlib.sha256(f"turn {seed} {key}".encode()).digest()[:4], "big")
 
 
 def write_turns(
@@ -93,11 +98,16 @@ def write_turns(
     count: int,
     recipe: Recipe,
     report: Callable[[str], None],
-) -> list[str]:
-    """Return `count` different user turns of the target, fewer if it repeats itself too often.
+    avoided: Sequence[str] = (),
+) -> list[Example]:
+    """Return conversations that begin with different user turns of the target.
 
-    Finished groups are saved in `turns.jsonl`, the numbers of kept and dropped turns in
-    `turns.json`.
+    There are `count`, or fewer if it repeats itself too often. Those of different kinds alternate.
+    Finished groups are saved in `turns.jsonl`, or `turns.KIND.jsonl` of a mixture, the numbers of
+    kept and dropped turns in `turns.json`.
+
+    Args:
+      avoided: texts that no turn may resemble.
 
     Raises:
       ConfigError: no turn can be used.
@@ -105,66 +115,140 @@ def write_turns(
     """
     header = user_header(model, recipe)
     assert model.tokenizer is not None
-    bucket = Bucket(length=len(header.ids) + recipe.turn_tokens, rows=recipe.answer_buckets[0].rows)
-    size, path = bucket.rows * GROUP, out / FILE
+    text = None if header.stop is None else model.tokenizer
+    weights = recipe.target_weights
+    pool = EnginePool(model, Variant.SAMPLED, chunk=CHUNK, tokenizer=text, weights=weights)
+    alike = DuplicateFilter(texts=avoided)
+    filters = []
+    for kind, wanted in prompt_kinds.counts(recipe.mixture, count).items():
+        maker = TurnMaker(model.tokenizer, header, recipe, kind)
+        filters.append(TurnFilter(maker, wanted, alike))
+        _write(out / (f"turns.{kind}.jsonl" if kind else FILE), pool, filters[-1], report)
+    if not any(kept.turns for kept in filters):
+        reasons = "; ".join(kept.reasons for kept in filters)
+        raise ConfigError(
+            f"none of the turns that the target wrote can be used ({reasons}); look at"
+            f" {out / FILES}, change turn_tokens or turn_scripts, or give prompts of your own with"
+            " --data FILE"
+        )
+    layers = itertools.zip_longest(*(kept.conversations for kept in filters))
+    turns = [turn for layer in layers for turn in layer if turn is not None]
+    figures = {kept.maker.kind: kept.summary for kept in filters}
+    with saved_as(out / REPORT) as partial:
+        write_json(partial, figures if recipe.mixture else figures[""])
+    return turns
+
+
+def _write(path: Path, pool: EnginePool, kept: "TurnFilter", report: Callable[[str], None]) -> None:
+    """Have the target write the turns of a kind, until enough are kept."""
+    maker, count = kept.maker, kept.wanted
+    bucket = Bucket(length=maker.room, rows=maker.recipe.answer_buckets[0].rows)
+    size = bucket.rows * GROUP
     sizes = [size] * -(-MOST_TRIES * count // size)
-    kept = TurnFilter(model.tokenizer, header, recipe, count)
     before = stored(path, sizes)
     for group in before:
         kept.take(path, group)
     if kept.wanted:
-        text = None if header.stop is None else model.tokenizer
-        weights = recipe.target_weights
-        pool = EnginePool(model, Variant.SAMPLED, chunk=CHUNK, tokenizer=text, weights=weights)
-        work = functools.partial(_group, pool, bucket, header, recipe)
-        progress = StageProgress("turns", count, "kept", report, done=len(kept.turns))
-        found = results(path, sizes, in_threads(work, pool.count(bucket)), label="turns")
+        work = functools.partial(_group, pool, bucket, maker)
+        label = f"{maker.kind} turns".strip()
+        progress = StageProgress(label, count, "kept", report, done=len(kept.turns))
+        found = results(path, sizes, in_threads(work, pool.count(bucket)), label=label)
         with contextlib.closing(found):
             for group in itertools.islice(found, len(before), None):
                 progress(kept.take(path, group))
                 if not kept.wanted:
                     break
     report(str(kept))
-    if not kept.turns:
-        raise ConfigError(
-            f"none of the turns that the target wrote can be used ({kept.reasons}); look at {path},"
-            " change turn_tokens or turn_scripts, or give prompts of your own with --data FILE"
-        )
-    with saved_as(out / REPORT) as partial:
-        write_json(partial, kept.summary)
-    return kept.turns
 
 
-def _group(
-    pool: EnginePool, bucket: Bucket, header: UserHeader, recipe: Recipe, number: int
-) -> list[Any]:
-    """Return the turns of a group: token ids, and whether the model ended the turn."""
+def _group(pool: EnginePool, bucket: Bucket, maker: "TurnMaker", number: int) -> list[Any]:
+    """Return the turns of a group: token ids after the opening, and whether they have an end."""
     size = bucket.rows * GROUP
-    asked = [
-        (
-            list(header.ids),
-            SamplingParams(
-                max_tokens=recipe.turn_tokens,
-                temperature=recipe.turn_temperature,
-                seed=turn_seed(recipe.seed, number * size + i),
-                stop_token_ids=header.stop_ids,
-                stop=header.stop,
-            ),
-        )
-        for i in range(size)
-    ]
+    numbers = range(number * size, number * size + size)
+    asked = {i: maker.request(i) for i in numbers if maker.opening(i).continued}
     with pool.engine(bucket) as engine:
-        return [[x.token_ids, x.finish_reason == "stop"] for x in decode(engine, asked)]
+        found = dict(zip(asked, decode(engine, [*asked.values()]), strict=True))
+    turns = {i: [x.token_ids, x.finish_reason == "stop"] for i, x in found.items()}
+    return [turns.get(i, [[], True]) for i in numbers]
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnMaker:
+    """Asks for the turns of a kind, and reads them; no kind means that no opening begins them."""
+
+    tokenizer: Tokenizer
+    header: UserHeader
+    recipe: Recipe
+    kind: str
+
+    @property
+    def room(self) -> int:
+        """Maximum tokens of the header, an opening and the rest of a turn."""
+        opening = OPENING_TOKENS if self.kind else 0
+        return len(self.header.ids) + opening + self.recipe.turn_tokens
+
+    def opening(self, key: int | str) -> Opening:
+        """Return the opening of a turn."""
+        return prompt_kinds.opening(self.kind, self.recipe.seed, key)
+
+    def opening_ids(self, key: int | str) -> list[int]:
+        """Return the token ids of an opening, at most `OPENING_TOKENS`."""
+        return self.tokenizer.encode(self.opening(key).text, specials=False)[:OPENING_TOKENS]
+
+    def request(
+        self, key: int | str, before: Sequence[int] = ()
+    ) -> tuple[list[int], SamplingParams]:
+        """Return the prompt and the options by which the target continues an opening.
+
+        Args:
+          before: token ids before the user's words, in place of those of the header.
+        """
+        seed = self.recipe.seed
+        params = SamplingParams(
+            max_tokens=self.recipe.turn_tokens,
+            temperature=self.recipe.turn_temperature,
+            seed=turn_seed(seed, f"{self.kind} {key}" if self.kind else key),
+            stop_token_ids=self.header.stop_ids,
+            stop=self.header.stop,
+        )
+        return [*(before or self.header.ids), *self.opening_ids(key)], params
+
+    def read(self, key: int | str, ids: list[int], ended: bool) -> tuple[str, str | None]:
+        """Return the text of a turn, and why it cannot be used."""
+        opening, recipe = self.opening(key), self.recipe
+        if not opening.continued:
+            return opening.text, None
+        content = ids[:-1] if ids and ids[-1] in self.header.stop_ids else ids
+        begun = self.opening_ids(key)
+        whole = [*begun, *content]
+        text = self.tokenizer.decode(whole).strip()
+        if not ended:
+            return text, f"not ended within {recipe.turn_tokens} tokens"
+        if len(text) < FEWEST_CHARACTERS:
+            return text, f"empty or shorter than {FEWEST_CHARACTERS} characters"
+        if begun and text == self.tokenizer.decode(begun).strip():
+            return text, "not continued"
+        if self.tokenizer.raw(whole).strip() != text or not is_readable(text):
+            return text, "with special tokens or unreadable characters"
+        if ANY not in recipe.turn_scripts and not is_written_in(text, recipe.turn_scripts):
+            return text, f"not in {' or '.join(recipe.turn_scripts)} letters (turn_scripts)"
+        return text, None
 
 
 class TurnFilter:
-    """Keeps the first usable turns of a stream, and counts the others by reason."""
+    """Keeps the first usable turns of a kind, and counts the others by reason."""
 
-    def __init__(self, tokenizer: Tokenizer, header: UserHeader, recipe: Recipe, count: int):
+    def __init__(self, maker: TurnMaker, count: int, alike: "DuplicateFilter"):
+        self.maker = maker
         self.turns: list[str] = []
         self.dropped: collections.Counter[str] = collections.Counter()
-        self._tokenizer, self._ends = tokenizer, frozenset(header.stop_ids)
-        self._recipe, self._count, self._alike = recipe, count, DuplicateFilter()
+        self._count, self._alike = count, alike
+
+    @property
+    def conversations(self) -> list[Example]:
+        """The kept turns as conversations."""
+        kind = self.maker.kind
+        return [Example(({"role": "user", "content": x},), kind=kind) for x in self.turns]
 
     @property
     def wanted(self) -> int:
@@ -177,15 +261,19 @@ class TurnFilter:
         return "; ".join(f"{n:,} {reason}" for reason, n in self.dropped.most_common())
 
     @property
+    def written(self) -> int:
+        """Number of turns that were looked at."""
+        return len(self.turns) + self.dropped.total()
+
+    @property
     def summary(self) -> dict[str, Any]:
         """The figures as JSON values."""
-        written = len(self.turns) + self.dropped.total()
-        return {"written": written, "kept": len(self.turns), "dropped": dict(self.dropped)}
+        return {"written": self.written, "kept": len(self.turns), "dropped": dict(self.dropped)}
 
     def __str__(self) -> str:
-        written = len(self.turns) + self.dropped.total()
         short = f" instead of {self._count:,}" if self.wanted else ""
-        line = f"keeping {len(self.turns):,}{short} of {written:,} self-written turns"
+        of = f"{self.written:,} self-written {self.maker.kind}".strip()
+        line = f"keeping {len(self.turns):,}{short} of {of} turns"
         return line + (f": {self.reasons}" if self.dropped else "")
 
     def take(self, path: Path, group: list[Any]) -> int:
@@ -199,29 +287,14 @@ class TurnFilter:
             for ids, ended in group:
                 if not self.wanted:
                     break
-                text = self._tokenizer.decode(self._content(ids)).strip()
-                reason = self._problem(ids, ended, text)
+                text, reason = self.maker.read(self.written, ids, ended)
+                if reason is None and (likeness := self._alike.add(text)):
+                    reason = likeness.value
                 if reason is None:
                     self.turns.append(text)
                 else:
                     self.dropped[reason] += 1
         return len(self.turns) - before
-
-    def _content(self, ids: list[int]) -> list[int]:
-        return ids[:-1] if ids and ids[-1] in self._ends else ids
-
-    def _problem(self, ids: list[int], ended: bool, text: str) -> str | None:
-        content, recipe = self._content(ids), self._recipe
-        if not ended:
-            return f"not ended within {recipe.turn_tokens} tokens"
-        if len(text) < FEWEST_CHARACTERS:
-            return f"empty or shorter than {FEWEST_CHARACTERS} characters"
-        if self._tokenizer.raw(content).strip() != text or not is_readable(text):
-            return "with special tokens or unreadable characters"
-        if ANY not in recipe.turn_scripts and not is_written_in(text, recipe.turn_scripts):
-            return f"not in {' or '.join(recipe.turn_scripts)} letters (turn_scripts)"
-        likeness = self._alike.add(text)
-        return None if likeness is None else likeness.value
 
 
 def is_readable(text: str) -> bool:
@@ -269,29 +342,45 @@ class DuplicateFilter:
     complete: two sets with a Jaccard similarity of at least t share one of the first
     n - ceil(t n) + 1 elements in any common order (prefix filtering: Chaudhuri et al. 2006), so
     only those are indexed.
+
+    Args:
+      texts: earlier texts.
+      threshold: Jaccard similarity from which texts are nearly equal.
     """
 
-    def __init__(self, threshold: float = THRESHOLD):
+    def __init__(self, texts: Sequence[str] = (), threshold: float = THRESHOLD):
         self._threshold = threshold
         self._seen: set[tuple[str, ...]] = set()
         self._pairs: list[frozenset[bytes]] = []
         self._by_pair: dict[bytes, list[int]] = {}
+        for text in texts:
+            self.add(text)
+
+    def find(self, text: str) -> Likeness | None:
+        """Return how a text resembles an earlier one, without remembering it."""
+        words, pairs, indexed = self._parts(text)
+        if words in self._seen:
+            return Likeness.EQUAL
+        candidates = {i for pair in indexed for i in self._by_pair.get(pair, ())}
+        near = any(self._alike(pairs, self._pairs[i]) for i in candidates)
+        return Likeness.NEAR if near else None
 
     def add(self, text: str) -> Likeness | None:
         """Return how a text resembles an earlier one; a text that does not is remembered."""
-        words = tuple(re.findall(r"\w+", text.casefold())) or (text,)
-        if words in self._seen:
-            return Likeness.EQUAL
+        likeness = self.find(text)
+        words, pairs, indexed = self._parts(text)
         self._seen.add(words)
+        if likeness is None:
+            for pair in indexed:
+                self._by_pair.setdefault(pair, []).append(len(self._pairs))
+            self._pairs.append(pairs)
+        return likeness
+
+    def _parts(self, text: str) -> tuple[tuple[str, ...], frozenset[bytes], list[bytes]]:
+        """Return a text's words, its word pairs, and those of them that are indexed."""
+        words = tuple(re.findall(r"\w+", text.casefold())) or (text,)
         pairs = frozenset(map(_digest, zip(("", *words), words, strict=False)))
-        indexed = sorted(pairs)[: len(pairs) - self._least(len(pairs)) + 1]
-        candidates = {i for pair in indexed for i in self._by_pair.get(pair, ())}
-        if any(self._alike(pairs, self._pairs[i]) for i in candidates):
-            return Likeness.NEAR
-        for pair in indexed:
-            self._by_pair.setdefault(pair, []).append(len(self._pairs))
-        self._pairs.append(pairs)
-        return None
+        return words, pairs, sorted(pairs)[: len(pairs) - self._least(len(pairs)) + 1]
 
     def _least(self, size: int) -> int:
         """Return the least number of elements that a set of a size shares with a similar one."""

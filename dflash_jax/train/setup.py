@@ -4,6 +4,7 @@ The data of another run, its turns, answers, rows and features, serve another dr
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ from dflash_jax.plan import Plan, Weights
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.train import data, exchange, self_written, sources
+from dflash_jax.train import data, exchange, follow_ups, prompt_kinds, self_written, sources
 from dflash_jax.train.data import Example, Usage
 from dflash_jax.train.files import claim, differences, saved_as, sound
 from dflash_jax.train.recipes import DSPARK, FLOAT, KL, MIX, Recipe, new_drafter
@@ -99,6 +100,9 @@ def begin(
         "start": str(start) if start else None,
         "recipe": recipe.settings,
     }
+    if recipe.mixture or recipe.follow_ups:
+        texts = prompt_kinds.SOURCE.read_text(encoding="utf-8"), *given_data.avoided
+        about["openings"] = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
     params = read_start(start, config) if start else None  # fails before anything is written
     if data_of:
         check_reuse(data_of, about)
@@ -156,11 +160,13 @@ def with_self_written(
 
     Raises:
       ConfigError: no turn can be used, or all of them are held out.
-      CheckpointError, TrainingStopped: see `self_written.write_turns`.
+      CheckpointError, TrainingStopped: see `self_written.write_turns`, `follow_ups`.
     """
     if not (count := given_data.self_written):
         return given_data
-    turns = self_written.write_turns(out, model, count, recipe, report)
+    turns = self_written.write_turns(out, model, count, recipe, report, given_data.avoided)
+    if recipe.follow_ups:
+        turns = follow_ups.write_follow_ups(out, model, turns, recipe, report, given_data.avoided)
     every = given_data.with_turns(turns)
     if not every.training:
         raise ConfigError(
@@ -280,13 +286,20 @@ def _unused_specials(
 
 
 ROWS, FEATURES = "rows.npz", "features"
-FILES = (self_written.FILE, self_written.REPORT, "answers.jsonl", ROWS)
+ANSWERS = "answers.jsonl"
 # What decides rows, and what decides features as well.
-OF_RUN = ("target", "data", "self_written")
+OF_RUN = ("target", "data", "self_written", "openings")
 OF_ROWS = ("seed", "dtype", "target_weights", "answers", "prompts", "text_prompts",
            "given", "new_tokens", "text_tokens", "text_prompt", "temperature", "answer_buckets",
-           "turn_tokens", "turn_temperature", "turn_scripts")  # fmt: skip
+           "turn_tokens", "turn_temperature", "turn_scripts", "mixture", "follow_ups",
+           "greedy_share", "long_share", "long_tokens")  # fmt: skip
 OF_FEATURES = ("features", "taps", "tap_count")
+
+
+def data_files(folder: Path) -> list[str]:
+    """Return the names of a run's files of turns, answers and rows."""
+    turns = sorted(path.name for path in folder.glob(self_written.FILES))
+    return [*turns, *(name for name in (ANSWERS, ROWS) if (folder / name).is_file())]
 
 
 def check_reuse(source: Path, about: dict[str, Any]) -> None:
@@ -326,8 +339,8 @@ def reuse_data(source: Path, out: Path, about: dict[str, Any]) -> None:
 
 
 def _take(source: Path, out: Path, about: dict[str, Any]) -> None:
-    for name in FILES:
-        if (source / name).is_file() and not (out / name).is_file():
+    for name in data_files(source):
+        if not (out / name).is_file():
             with saved_as(out / name) as partial:
                 shutil.copyfile(source / name, partial)
     recorded = json.loads((source / "run.json").read_text(encoding="utf-8"))
@@ -360,5 +373,5 @@ def _features(about: dict[str, Any]) -> list[Any]:
 def _deciding(about: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     recipe = about["recipe"]
     lengths = [bucket["length"] for bucket in recipe["buckets"]]  # their rows decide batches only
-    found = {f"recipe.{name}": recipe[name] for name in names}
-    return {name: about[name] for name in OF_RUN} | found | {"recipe.buckets": lengths}
+    found = {f"recipe.{name}": recipe.get(name) for name in names}
+    return {name: about.get(name) for name in OF_RUN} | found | {"recipe.buckets": lengths}

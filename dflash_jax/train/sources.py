@@ -22,12 +22,14 @@ class TrainingData:
     Attributes:
       separate: number of held-out examples that are not lines of the data.
       self_written: number of user turns that the target has yet to write.
+      avoided: texts that none of them may resemble, such as the prompts of an evaluation.
     """
 
     training: tuple[Example, ...] = ()
     held_out: tuple[Example, ...] = ()
     separate: int = 0
     self_written: int = 0
+    avoided: tuple[str, ...] = ()
 
     @property
     def lines(self) -> int:
@@ -40,11 +42,11 @@ class TrainingData:
             self.held_out + other.held_out,
             self.separate + other.separate,
             self.self_written + other.self_written,
+            self.avoided + other.avoided,
         )
 
-    def with_turns(self, turns: Sequence[str]) -> "TrainingData":
+    def with_turns(self, written: Sequence[Example]) -> "TrainingData":
         """Return the data with the turns that the target wrote."""
-        written = [Example(({"role": "user", "content": turn},)) for turn in turns]
         return dataclasses.replace(self, self_written=0) + split(written)
 
 

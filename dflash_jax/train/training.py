@@ -30,6 +30,7 @@ from dflash_jax.train.rows import Batches, TokenRows
 from dflash_jax.train.target import TrainState
 
 Report = Callable[[str], None]
+ROUNDED = 16  # blocks of a row are a multiple of it if all positions start one
 
 
 def usable(rows: Sequence[TokenRows], recipe: Recipe, report: Report) -> list[TokenRows]:
@@ -42,8 +43,7 @@ def usable(rows: Sequence[TokenRows], recipe: Recipe, report: Report) -> list[To
     """
     kept, used, total = [], 0, sum(len(part.tokens) for part in rows)
     for bucket, part in zip(recipe.buckets, rows, strict=True):
-        start = part.wanted[:, 1:-1] & part.wanted[:, 2:]
-        good = np.flatnonzero(start.any(axis=1))
+        good = np.flatnonzero(startable(part).any(axis=1))
         used += len(good)
         if 0 < len(good) < bucket.rows:
             good = np.resize(good, bucket.rows)
@@ -60,6 +60,17 @@ def usable(rows: Sequence[TokenRows], recipe: Recipe, report: Report) -> list[To
             " the target's answers in answers.jsonl"
         )
     return kept
+
+
+def startable(rows: TokenRows) -> np.ndarray:
+    """Return the mask [row, position - 1] of positions at which a block can start."""
+    return rows.wanted[:, 1:-1] & rows.wanted[:, 2:]
+
+
+def most_blocks(rows: TokenRows) -> int:
+    """Return the most blocks that start in one row, rounded up so that they split into parts."""
+    most = int(startable(rows).sum(axis=1).max())
+    return min(-(-most // ROUNDED) * ROUNDED, rows.tokens.shape[1])
 
 
 def make_batches(
@@ -166,6 +177,9 @@ def fit(
     maker = optimizer.build(recipe.schedule, decay=recipe.weight_decay, kind=recipe.optimizer)
     advanced = drafter.step(pair, recipe, maker)
     program = jit(advanced, donate=(0,), static_argnums=(5,), out_shardings=place.everywhere)
+    counts = [
+        recipe.blocks(i) or most_blocks(part) for i, part in zip(used, batches.rows, strict=True)
+    ]
     first, fixed = first_params(pair, recipe, model, rows, report, start)
     group.agree("the digest of all weights", digest((first, model.params, fixed), group))
     frozen = place.replicated(model.params | fixed)
@@ -176,7 +190,7 @@ def fit(
         inputs = (batch.tokens[chosen], batch.wanted[chosen])
         cached = cache.at(i, chosen) if cache else None
         inputs, cached = place.by_row((inputs, cached))
-        return program(state, frozen, inputs, cached, np.int32(number), recipe.blocks(used[i]))
+        return program(state, frozen, inputs, cached, np.int32(number), counts[i])
 
     def describe(number: int) -> str:
         i, chosen = batches.chosen(number)

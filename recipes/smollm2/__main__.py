@@ -7,11 +7,13 @@ makes the archive of prompts and answers that is shipped, `ship` the folder of t
 """
 
 import argparse
+import json
 import sys
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import benchmarks
 import dflash_jax
 from dflash_jax.errors import ConfigError, DFlashError
 from dflash_jax.graph.cache import enable_compilation_cache
@@ -19,12 +21,12 @@ from dflash_jax.train import run as training
 from dflash_jax.train.files import saved_as, write_json
 from dflash_jax.train.loop import TrainingStopped, to_stderr
 from dflash_jax.train.recipes import Recipe, recipe
-from dflash_jax.train.setup import FILES
+from dflash_jax.train.setup import ANSWERS, ROWS, data_files
+from dflash_jax.train.sources import TrainingData
 from dflash_jax.utils.allocator import tune_allocator
 from recipes.smollm2 import card, comparison
 
 STOPPED = 3
-TURNS = 9_000
 DRAFT_TOKENS = 2  # of a step by default: the fastest on a CPU (docs/benchmarks.md)
 SHIPPED = Path(__file__).with_name("answers.tar.xz")
 FOLDER = Path(dflash_jax.__file__).with_name("data") / "smollm2"
@@ -63,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("run", type=Path, help="folder of the data and of a run for each drafter")
     made.add_argument("--target", default="smollm2", help="another target, for tests")
     made.add_argument("--preset", default="smollm2")
-    made.add_argument("--turns", type=int, default=TURNS, help="user turns that the target writes")
+    made.add_argument("--turns", type=int, help="user turns that the target writes")
     made.add_argument("--set", action="append", default=[], dest="settings", metavar="NAME=VALUE")
     commands = made.add_subparsers(required=True, metavar="COMMAND")
     for function, text in (
@@ -95,8 +97,19 @@ def data(options: argparse.Namespace) -> None:
     folder = options.run / "data"
     if options.shipped and not folder.exists():
         unpack(SHIPPED, folder)
-    source = f"self:{options.turns}"
-    training.prepare(options.target, source, folder, chosen_recipe(options), report=to_stderr)
+    chosen = chosen_recipe(options)
+    training.prepare(options.target, source(chosen), folder, chosen, report=to_stderr)
+
+
+def source(chosen: Recipe) -> TrainingData:
+    """Return the data that the target has yet to write, unlike the evaluation's if mixed."""
+    avoided: list[str] = []
+    if chosen.mixture:
+        folder = Path(benchmarks.__file__).parent
+        lines = (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+        avoided = [turn for line in lines for turn in json.loads(line)["turns"]]
+        avoided += (folder / "heldout_english.txt").read_text(encoding="utf-8").split("\n\n")
+    return TrainingData(self_written=chosen.prompts, avoided=tuple(avoided))
 
 
 def compare(options: argparse.Namespace) -> None:
@@ -121,22 +134,28 @@ def train(options: argparse.Namespace) -> None:
 def trained_drafter(options: argparse.Namespace, out: Path, settings: Sequence[str]) -> None:
     """Train and measure a drafter whose settings differ from the preset's."""
     to_stderr(f"-- {out.name} {' '.join(settings)}")
+    chosen = chosen_recipe(options, settings)
     training.run(
         options.target,
-        f"self:{options.turns}",
+        source(chosen),
         out,
-        chosen_recipe(options, settings),
+        chosen,
         report=to_stderr,
         data_of=options.run / "data",
     )
 
 
 def pack(options: argparse.Namespace) -> None:
-    """Pack everything that decides the rows, which are made again from it."""
+    """Pack everything that decides the rows, which are made again from it.
+
+    Of a mixture, which has many answers, that is the prompts without the answers.
+    """
     folder = options.run / "data"
-    names = [name for name in ("run.json", *FILES) if (folder / name).is_file()]
-    if missing := {"run.json", *FILES} - set(names):
+    names = ["run.json", *data_files(folder)]
+    if missing := {ANSWERS, ROWS} - set(names):
         raise ConfigError(f"{folder} has no {', '.join(sorted(missing))}; run `data` first")
+    if chosen_recipe(options).mixture:
+        names = [name for name in names if name not in (ANSWERS, ROWS)]
     with saved_as(options.archive) as partial, tarfile.open(partial, "w:xz") as archive:
         for name in names:
             archive.add(folder / name, name, filter=anonymous)
@@ -163,7 +182,8 @@ def anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 def chosen_recipe(options: argparse.Namespace, of_drafter: Sequence[str] = ()) -> Recipe:
     """Return the recipe of the data, or of a drafter."""
-    return recipe(options.preset, [f"prompts={options.turns}", *of_drafter, *options.settings])
+    turns = [] if options.turns is None else [f"prompts={options.turns}"]
+    return recipe(options.preset, [*turns, *of_drafter, *options.settings])
 
 
 if __name__ == "__main__":

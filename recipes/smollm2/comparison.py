@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
+import operator
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,20 @@ def _step(engine: Any, prompt: list[int]) -> Any:
 def row(run: Path) -> dict[str, Any]:
     """Return the figures of a trained drafter: of training, and on the held-out turns."""
     log = [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").splitlines()]
-    results = json.loads((run / "results.json").read_text(encoding="utf-8"))["chat"]
+    results = json.loads((run / "results.json").read_text(encoding="utf-8"))
+    kinds = {name: found for name, found in results.items() if isinstance(found, dict)}
+    rounds = [found["rounds"] for found in kinds.values()]
+
+    def mean(values: Iterable[float]) -> float:
+        return round(sum(map(operator.mul, values, rounds)) / sum(rounds), 3)
+
+    places = zip(*(found["accepted_per_position"] for found in kinds.values()), strict=True)
     return {
         "steps": len(log),
-        "acceptance_length": results["acceptance_length"],
-        "accepted_per_position": results["accepted_per_position"],
-        "prompts": results["prompts"],
+        "acceptance_length": mean(found["acceptance_length"] for found in kinds.values()),
+        "of_kinds": {name: found["acceptance_length"] for name, found in kinds.items()},
+        "accepted_per_position": [*map(mean, places)],
+        "prompts": sum(found["prompts"] for found in kinds.values()),
     }
 
 

@@ -14,6 +14,7 @@ from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_target
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.train import decoding, setup, sources
+from dflash_jax.train.data import Example
 from dflash_jax.train.recipes import SMOKE, Bucket, Recipe, recipe
 from dflash_jax.train.self_written import (
     DuplicateFilter,
@@ -60,7 +61,11 @@ def talker() -> TargetModel:
 
 
 def turns_of(folder: Path, model: TargetModel, count: int = 12, chosen: Recipe = RECIPE) -> list:
-    return write_turns(folder, model, count, chosen, lambda line: None)
+    return texts_of(write_turns(folder, model, count, chosen, lambda line: None))
+
+
+def texts_of(written: list[Example]) -> list[str]:
+    return [turn.messages[0]["content"] for turn in written]
 
 
 def test_a_turn_depends_on_seed_and_number_only(
@@ -85,6 +90,10 @@ def test_a_turn_depends_on_seed_and_number_only(
     (tmp_path / "killed" / "turns.jsonl").write_bytes(lines[0] + lines[1][:9])
     assert turns_of(tmp_path / "killed", model) == straight
     assert (tmp_path / "killed" / "turns.jsonl").read_bytes() == written
+
+
+def turn(text: str) -> Example:
+    return Example(({"role": "user", "content": text},))
 
 
 def stored_turns(folder: Path, model: TargetModel, texts: list[str]) -> None:
@@ -116,7 +125,8 @@ def test_turns_are_dropped_for_a_reason_and_counted(tmp_path: Path, model: Targe
     (folder / "turns.jsonl").write_text(json.dumps(turns) + "\n")
     lines: list[str] = []
     latin = dataclasses.replace(RECIPE, turn_scripts=("latin",))
-    assert write_turns(folder, model, 3, latin, lines.append) == [texts[0], *texts[7:]]
+    found = write_turns(folder, model, 3, latin, lines.append)
+    assert texts_of(found) == [texts[0], *texts[7:]]
     report = json.loads((folder / "turns.json").read_text())
     assert report == {
         "written": 11,
@@ -202,7 +212,7 @@ def test_sources_are_mixed_and_refused_by_name(tmp_path: Path) -> None:
     assert mixed.self_written == 5
     assert mixed.training[: len(found.training)] == found.training
     assert mixed.separate > 100
-    grown = mixed.with_turns([f"Turn {i}" for i in range(60)])
+    grown = mixed.with_turns([turn(f"Turn {i}") for i in range(60)])
     assert grown.lines == mixed.lines + 60
     assert grown.self_written == 0
     assert len(grown.held_out) > len(mixed.held_out)

@@ -15,7 +15,7 @@ import dflash_jax as dj
 from dflash_jax.train.recipes import recipe
 from dflash_jax.train.rows import load as rows_of
 from recipes.smollm2 import card
-from recipes.smollm2.__main__ import SHIPPED, TURNS, main, unpack
+from recipes.smollm2.__main__ import SHIPPED, main, unpack
 
 SETTINGS = ["turn_tokens=48", "steps=24", "save_every=4", "held_out=4", "taps=1,3"]
 SETTINGS += ["turn_scripts=any", "features=cache"]
@@ -157,9 +157,9 @@ def test_a_card_has_the_curve_and_the_figures() -> None:
 def test_the_shipped_answers_are_those_of_the_preset(tmp_path: Path) -> None:
     unpack(SHIPPED, tmp_path / "data")
     recorded = json.loads((tmp_path / "data/run.json").read_text(encoding="utf-8"))
-    asked = recipe("smollm2", [f"prompts={TURNS}"]).settings
+    asked = recipe("smollm2").settings
     assert recorded["recipe"] == json.loads(json.dumps(asked))
-    assert recorded["self_written"] == TURNS
+    assert recorded["self_written"] == recipe("smollm2").prompts
     rows = rows_of(tmp_path / "data/rows.npz")
     assert [part.tokens.shape[1] for part in rows] == [b["length"] for b in asked["buckets"]]
     assert sum(int(part.wanted.sum()) for part in rows) > 500_000
