@@ -90,6 +90,32 @@ def test_packed_answers_give_the_rows_they_were_packed_from(
 
 
 @pytest.mark.soak
+def test_a_mixture_is_packed_as_prompts_and_measured_by_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = tmp_path / "answers.tar.xz"
+    own = ["mixture=chat:1,code:1,arithmetic:1", "follow_ups=0.4", "greedy_share=0.5"]
+    own += ["temperature=0.7", "anchors=0", "weights=dpace", "features=online", "held_out=12"]
+    common = [f"--set={x}" for x in own]
+
+    def run(folder: str, *command: str) -> None:
+        words = line(tmp_path / folder, *command)
+        assert main([words[0], *words[1 : -len(command)], *common, *command]) == 0
+
+    run("first", *DATA)
+    run("first", "pack", "--archive", str(archive))
+    monkeypatch.setattr("recipes.smollm2.__main__.SHIPPED", archive)
+    run("second", *DATA, "--shipped")
+    for name in ("answers.jsonl", "turns.code.jsonl", "turns.follow-up.jsonl"):
+        made = [(tmp_path / folder / "data" / name).read_bytes() for folder in ("first", "second")]
+        assert made[0] == made[1], name
+    run("second", *TRAIN)
+    results = json.loads((tmp_path / "second/v1/results.json").read_text(encoding="utf-8"))
+    assert {"chat", "code", "arithmetic"} & results.keys()
+    assert not (tmp_path / "second/data/features").exists()
+
+
+@pytest.mark.soak
 def test_drafters_of_several_shapes_are_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
