@@ -238,11 +238,14 @@ def prompts(
         elif len(texts) < recipe.text_prompts:
             texts += [(piece, line) for piece in _pieces(example, tokenizer, recipe.text_prompt)]
     chosen = [cut for one in rounds for cut in one][: recipe.prompts]
-    result = [
-        AnswerPrompt(_asked(cut, tokenizer, ends), tokens, line, temperature, seed)
-        for cut, line in chosen
-        for tokens, temperature, seed in [answer_options(recipe, cut)]
-    ]
+    longest = recipe.answer_buckets[-1].length
+    result = []
+    for cut, line in chosen:
+        document = _asked(cut, tokenizer, ends)
+        tokens, temperature, seed = answer_options(recipe, cut)
+        if len(document.ids) + tokens > longest:
+            tokens = recipe.new_tokens
+        result.append(AnswerPrompt(document, tokens, line, temperature, seed))
     result += [
         AnswerPrompt(x, recipe.text_tokens, line) for x, line in texts[: recipe.text_prompts]
     ]

@@ -128,8 +128,8 @@ def write_turns(
         reasons = "; ".join(kept.reasons for kept in filters)
         raise ConfigError(
             f"none of the turns that the target wrote can be used ({reasons}); look at"
-            f" {out / FILES}, change turn_tokens or turn_scripts, or give prompts of your own with"
-            " --data FILE"
+            f" {out / 'turns*.jsonl'}, change turn_tokens or turn_scripts, or give prompts of your"
+            " own with --data FILE"
         )
     layers = itertools.zip_longest(*(kept.conversations for kept in filters))
     turns = [turn for layer in layers for turn in layer if turn is not None]
