@@ -67,10 +67,21 @@ def startable(rows: TokenRows) -> np.ndarray:
     return rows.wanted[:, 1:-1] & rows.wanted[:, 2:]
 
 
-def most_blocks(rows: TokenRows) -> int:
-    """Return the most blocks that start in one row, rounded up so that they split into parts."""
-    most = int(startable(rows).sum(axis=1).max())
-    return min(-(-most // ROUNDED) * ROUNDED, rows.tokens.shape[1])
+def block_counts(recipe: Recipe, used: Sequence[int], rows: Sequence[TokenRows]) -> list[int]:
+    """Return the anchors in a row of each bucket.
+
+    Where every position starts a block, that is the most of one row, rounded up so that the blocks
+    of a row can be processed a few at a time.
+
+    Args:
+      used: the recipe's bucket of each of `rows`.
+    """
+    counts = []
+    for bucket, part in zip(used, rows, strict=True):
+        most = int(startable(part).sum(axis=1).max())
+        every = min(-(-most // ROUNDED) * ROUNDED, part.tokens.shape[1])
+        counts.append(recipe.blocks(bucket) or every)
+    return counts
 
 
 def make_batches(
@@ -177,9 +188,7 @@ def fit(
     maker = optimizer.build(recipe.schedule, decay=recipe.weight_decay, kind=recipe.optimizer)
     advanced = drafter.step(pair, recipe, maker)
     program = jit(advanced, donate=(0,), static_argnums=(5,), out_shardings=place.everywhere)
-    counts = [
-        recipe.blocks(i) or most_blocks(part) for i, part in zip(used, batches.rows, strict=True)
-    ]
+    counts = block_counts(recipe, used, batches.rows)
     first, fixed = first_params(pair, recipe, model, rows, report, start)
     group.agree("the digest of all weights", digest((first, model.params, fixed), group))
     frozen = place.replicated(model.params | fixed)
@@ -196,8 +205,7 @@ def fit(
         i, chosen = batches.chosen(number)
         return f"the batch of rows {chosen.tolist()} of length {batches.buckets[i].length}"
 
-    params = place.replicated(first)
-    state = TrainState(params=params, optimizer=place.replicated(maker.init(first)))
+    state = place.replicated(TrainState(params=first, optimizer=maker.init(first)))
     run = loop.TrainingRun(
         path=out / "state",
         steps=recipe.schedule.steps,

@@ -22,7 +22,7 @@ from dflash_jax.train.recipes import SMOKE, Bucket, recipe
 from dflash_jax.train.rows import Document, one_per_row
 from dflash_jax.train.self_written import DuplicateFilter
 from dflash_jax.train.sources import TrainingData
-from dflash_jax.train.training import most_blocks, startable
+from dflash_jax.train.training import block_counts, startable
 from recipes.smollm2.__main__ import source
 
 BEGUN = [kind for kind in KINDS if kind != FOLLOW_UP]
@@ -181,8 +181,8 @@ def test_without_a_number_of_anchors_a_block_starts_wherever_one_can() -> None:
     wanted[5:30] = True
     documents = [Document(np.arange(40), wanted), Document(np.arange(12), np.ones(12, bool))]
     (rows,) = one_per_row(documents, [Bucket(length=64, rows=2)], fill=0)
-    assert recipe("smoke", ["anchors=0"]).blocks(0) == 0
-    count = most_blocks(rows)
+    assert block_counts(recipe("smoke"), [0], [rows]) == [4]
+    (count,) = block_counts(recipe("smoke", ["anchors=0"]), [0], [rows])
     assert count == 32  # 24 positions, rounded up
     places, alive = blocks.sample(jax.random.key(0), blocks.startable(rows.wanted), count)
     for row in range(2):
