@@ -4,6 +4,7 @@ In GGUF files, rotation pairs neighbouring rows of queries and keys, and divisor
 rotary scaling.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,27 @@ def layer(config: AttentionConfig, i: int) -> list[Slot]:
     ]
 
 
+def layers(
+    config: TargetConfig,
+    names: Mapping[str, str],
+    mlp: Callable[[TargetConfig, Keys, str], list[Slot]] | None = None,
+) -> list[Slot]:
+    """Return every parameter of a target whose layers have other norms.
+
+    Args:
+      names: of the norms, by parameter.
+      mlp: makes the parameters of a layer's MLP; None is `gated_mlp`.
+    """
+    width = config.hidden_size
+    found = [*tables(config), same(("norm",), "norm.weight", width)]
+    for i in range(config.num_layers):
+        at, source = (f"layers_{i}",), f"layers.{i}."
+        found += [same((*at, x), f"{source}{name}.weight", width) for x, name in names.items()]
+        found += attention(config, (*at, "attention"), f"{source}self_attn.")
+        found += (mlp or gated_mlp)(config, (*at, "mlp"), f"{source}mlp.")
+    return found
+
+
 def attention(config: AttentionConfig, at: Keys, source: str) -> list[Slot]:
     """Return fused query, key and value, and the output projection."""
     width, groups, head = config.hidden_size, config.num_kv_heads, config.head_dim
@@ -62,28 +84,36 @@ def attention(config: AttentionConfig, at: Keys, source: str) -> list[Slot]:
         by_head((*at, "qkv"), weights, count, groups, head, width),
         linear((*at, "o"), f"{source}o_proj.weight", width, config.num_heads * head),
     ]
-    if config.attention_bias:
+    if config.attention_bias or (isinstance(config, TargetConfig) and config.qkv_bias):
         biases = tuple(f"{n}.bias" for n in names)
         found.append(by_head((*at, "qkv_bias"), biases, count, groups, head))
+    if config.attention_bias:
         found.append(same((*at, "o_bias"), f"{source}o_proj.bias", width))
     return found
 
 
 def norm_and_mlp(config: AttentionConfig, at: Keys, source: str) -> list[Slot]:
     """Return the second norm of a layer and its gated MLP."""
-    width, inner = config.hidden_size, config.intermediate_size
-    gate_up = (f"{source}mlp.gate_proj.weight", f"{source}mlp.up_proj.weight")
     norm = f"{source}post_attention_layernorm.weight"
+    return [
+        same((*at, "post_attention_norm"), norm, config.hidden_size),
+        *gated_mlp(config, (*at, "mlp"), f"{source}mlp."),
+    ]
+
+
+def gated_mlp(config: AttentionConfig, at: Keys, source: str) -> list[Slot]:
+    """Return the gated MLP of a layer."""
+    width, inner = config.hidden_size, config.intermediate_size
+    gate_up = (f"{source}gate_proj.weight", f"{source}up_proj.weight")
     found = [
-        same((*at, "post_attention_norm"), norm, width),
-        paired((*at, "mlp", "gate_up"), gate_up, inner, width),
-        linear((*at, "mlp", "down"), f"{source}mlp.down_proj.weight", width, inner),
+        paired((*at, "gate_up"), gate_up, inner, width),
+        linear((*at, "down"), f"{source}down_proj.weight", width, inner),
     ]
     if isinstance(config, TargetConfig) and config.mlp_bias:
-        names = (f"{source}mlp.gate_proj.bias", f"{source}mlp.up_proj.bias")
+        names = (f"{source}gate_proj.bias", f"{source}up_proj.bias")
         parts = tuple(TensorPart(name, (inner,), (0, 1), (i,)) for i, name in enumerate(names))
-        found.append(Slot((*at, "mlp", "gate_up_bias"), (2, inner), parts))
-        found.append(same((*at, "mlp", "down_bias"), f"{source}mlp.down_proj.bias", width))
+        found.append(Slot((*at, "gate_up_bias"), (2, inner), parts))
+        found.append(same((*at, "down_bias"), f"{source}down_proj.bias", width))
     return found
 
 

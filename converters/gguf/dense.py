@@ -6,9 +6,15 @@ import numpy as np
 
 from dflash_jax.config import TargetConfig
 from dflash_jax.converters.canonical import Origin
+from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.names.gguf import fused_name, stored_name
 
 Shapes = Mapping[str, tuple[int, ...]]  # of every stored tensor
+
+
+def biased(source: GgufFile) -> bool:
+    """Return whether queries, keys and values have biases."""
+    return not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(source.names())
 
 
 def origin(name: str, config: TargetConfig, shapes: Shapes) -> Origin | None:

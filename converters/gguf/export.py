@@ -160,7 +160,7 @@ def _target_keys(config: AttentionConfig) -> tuple[str, dict[str, Typed]]:
             f" {', '.join(families.providing('to_gguf'))} have. Write a folder instead"
         )
     named = families.provided(family, "GGUF_ARCHITECTURES", {})
-    architecture = named.get(config.model_type, target_families()[family].gguf[0])
+    architecture = named.get(config.model_type) or target_families()[family].gguf[0]
     own = keys.shared(config) | {
         "context_length": Typed(U32, config.max_length),
         "vocab_size": Typed(U32, config.vocab_size),

@@ -135,6 +135,7 @@ def geometry(
     kv_heads: int | None = None,
     partial: bool = False,
     scale: float | None = None,
+    applied: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Return the Hugging Face fields for size and attention that all decoders share.
 
@@ -143,6 +144,7 @@ def geometry(
       kv_heads: the number of key/value heads, if no key has one number for it.
       partial: whether only a part of each head may be rotated.
       scale: of attention; None is 1 over the root of a key's width.
+      applied: keys of `UNAPPLIED` that the family applies.
 
     Raises:
       ConfigError: a field is missing or not supported.
@@ -157,7 +159,8 @@ def geometry(
             f"{fields.where}: keys are {width} wide, values {values}, {rotated} of it rotated;"
             " this version needs all three equal"
         )
-    fields.refuse_unless(UNAPPLIED | {"attention.scale": width**-0.5 if scale is None else scale})
+    neutral = {key: value for key, value in UNAPPLIED.items() if key not in applied}
+    fields.refuse_unless(neutral | {"attention.scale": width**-0.5 if scale is None else scale})
     return {
         "hidden_size": hidden,
         "num_hidden_layers": fields.count("block_count", 1024),

@@ -1,6 +1,7 @@
 """GGUF tensor names, and the row order for rotation."""
 
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -32,6 +33,12 @@ def stored_name(canonical: str) -> str:
         layer, stem, suffix = match.groups()
         return f"blk.{layer}.{LAYER[stem]}.{suffix}"
     return OUTER.get(canonical, canonical)
+
+
+def stored_by(name: str, own: Mapping[str, str]) -> str:
+    """Return the GGUF name of a tensor; `own` has stems and suffixes that differ, in a layer."""
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    return f"blk.{match[1]}.{own[match[2]]}" if match and match[2] in own else stored_name(name)
 
 
 def fused_name(canonical: str) -> tuple[str, str] | None:

@@ -125,17 +125,31 @@ class TargetConfig(AttentionConfig):
     max_length: int = 4096
     eos_token_ids: tuple[int, ...] = ()  # ids outside the vocabulary, such as -1, are dropped
     dtype: str = "float32"  # of the published weights
+    qkv_bias: bool = False  # queries, keys and values have biases, whatever the output has
     mlp_bias: bool = False  # gate, up and down have biases
     qk_norm: bool = False  # queries and keys are normalised per head before rotation
+    joint_norm: bool = False  # ... over all heads together, instead
+    norm_before: bool = True  # attention and MLP read the normalised stream
+    norm_after: bool = False  # their outputs are normalised
+    rotated: int = 0  # number of leading dimensions of a head that rotate; 0 is all
+    rotated_neighbours: bool = False  # pairs (2m, 2m + 1) rotate, not (m, m + half)
+    score_scale: float | None = None  # of attention; None is 1 / sqrt(head_dim)
+    residual_scale: float = 1.0  # factor of what attention and MLP add to the stream
     num_experts: int = 0  # per layer with experts
     experts_per_token: int = 0
     expert_size: int = 0  # width of each expert's MLP
     embedding_scale: float = 1.0  # factor of table rows, rounded to the weights' dtype
     final_softcap: float | None = None  # logits become cap tanh(logits / cap)
+    logit_divisor: float = 1.0  # of the head's output
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 1, "vocab_size")
+        if not 0 <= self.rotated <= self.head_dim or self.rotated % 2:
+            raise ConfigError(
+                f"{self.rotated} of {self.head_dim} dimensions are to be rotated; expected an even"
+                " number of them"
+            )
         ends = tuple(i for i in self.eos_token_ids if 0 <= i < self.vocab_size)
         object.__setattr__(self, "eos_token_ids", ends)
 
@@ -147,7 +161,23 @@ class TargetConfig(AttentionConfig):
     @property
     def conventions(self) -> tuple[str, ...]:
         """Descriptions of what is special in the family."""
-        return ("queries and keys normed",) if self.qk_norm else ()
+        places = [text for text, on in (("before", self.norm_before), ("after", self.norm_after)) if on]
+        found = {
+            "queries and keys normed": self.qk_norm,
+            "queries and keys normed over all heads": self.joint_norm,
+            "biases of queries, keys and values": self.qkv_bias,
+            f"norms {' and '.join(places)} attention and MLP": self.norm_after,
+            f"{self.rotated} of {self.head_dim} dimensions rotated": self.rotated,
+            f"embedding x{self.embedding_scale:g}": self.embedding_scale != 1,
+            f"scores x{self.score_scale}": self.score_scale is not None,
+            f"residuals x{self.residual_scale:g}": self.residual_scale != 1,
+            f"logits / {self.logit_divisor:g}": self.logit_divisor != 1,
+        }
+        return tuple(text for text, applies in found.items() if applies)
+
+    def layer_rope(self, layer: int) -> RopeConfig | None:
+        """Return the rotary embedding of a layer, or None if it does not rotate."""
+        return self.rope
 
 
 def window_kinds(windows: tuple[int | None, ...]) -> tuple[str, ...]:
@@ -155,19 +185,23 @@ def window_kinds(windows: tuple[int | None, ...]) -> tuple[str, ...]:
     return tuple("full attention" if w is None else f"window {w}" for w in windows)
 
 
-def dense_fields(f: Fields) -> dict[str, Any]:
+def dense_fields(f: Fields, *, tied: bool = False, rotated: int | None = None) -> dict[str, Any]:
     """Return the fields of TargetConfig that all decoders with SiLU-gated layers share.
+
+    Args:
+      tied: whether the head is the embedding table where the config does not say.
+      rotated: number of dimensions of a head that rotate; None is all.
 
     Raises:
       ConfigError: a field is missing or not supported.
     """
     f.must_be("hidden_act", "silu", "swish")
-    size = geometry(f)
+    size = geometry(f, rotated=rotated)
     windows = layer_windows(f, size["num_layers"])
     return size | {
         "model_type": f.get("model_type"),
         "vocab_size": f.integer("vocab_size"),
-        "tie_embeddings": f.flag("tie_word_embeddings", False),
+        "tie_embeddings": f.flag("tie_word_embeddings", tied),
         "windows": tuple(window for _, window in windows),
         "max_length": longest(size["rope"], made_for(f) or 4096),
         "eos_token_ids": id_tuple(f.get("eos_token_id")),

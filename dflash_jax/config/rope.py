@@ -99,6 +99,23 @@ def rope_config(f: Fields, width: int) -> RopeConfig:
     return next(iter(found.values()))
 
 
+def rotated_share(f: Fields, usual: float) -> float:
+    """Return the share of each head's dimensions that rotate, in any spelling.
+
+    Args:
+      usual: that of a config without the field.
+
+    Raises:
+      ConfigError: it is not from 0 to 1.
+    """
+    old, new = f.inner("rope_scaling"), f.inner("rope_parameters")
+    outer = f.number("partial_rotary_factor", usual)
+    share = (old if old.values else new).number("partial_rotary_factor", outer)
+    if not 0 < share <= 1:
+        raise ConfigError(f"{f.where}: partial_rotary_factor is {share}; expected 0 to 1")
+    return share
+
+
 def _by_layer_type(r: Fields, f: Fields) -> list[Fields]:
     """Return the objects for the types of layers that a config has, or the one for all of them."""
     if not (types := [name for name in r.values if name in LAYER_TYPES]):

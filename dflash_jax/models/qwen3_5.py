@@ -33,7 +33,7 @@ from dflash_jax.nn.layers import (
     weight,
 )
 from dflash_jax.nn.moe import expert_weights, experts, softmax_then_top, swiglu
-from dflash_jax.nn.rope import rope_tables, rotate
+from dflash_jax.nn.rope import rope_tables, rotate_leading
 
 
 class GatedAttention(nn.Module):
@@ -60,12 +60,7 @@ class GatedAttention(nn.Module):
         q = rms_norm_from_one(q, norm_weight(self, "q_norm", c.head_dim), c.rms_norm_eps)
         k = rms_norm_from_one(k, norm_weight(self, "k_norm", c.head_dim), c.rms_norm_eps)
         turn = rope_tables(c.rope, c.rotary_dim, positions)
-        q, k = (
-            jnp.concatenate(
-                [rotate(a[..., : c.rotary_dim], *turn), a[..., c.rotary_dim :]], axis=-1
-            )
-            for a in (q, k)
-        )
+        q, k = (rotate_leading(a, *turn) for a in (q, k))
         cache = write_keys_values(cache, k, v, positions[:, 0])
         keys = slot_positions(positions[:, -1] + 1, cache.slots)
         out = attend(q, cache, visible(positions, keys, causal=True, window=None))

@@ -22,18 +22,26 @@ from dflash_jax.nn.layers import (
     project,
     rms_norm,
     softcap,
+    times,
     weight,
 )
-from dflash_jax.nn.rope import rope_tables, rotate
+from dflash_jax.nn.rope import rope_tables, rotate_leading
 from dflash_jax.quant.layouts import HEAD, TABLE
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. Per kv head, the fused weight has G queries, a key and a value."""
+    """Grouped-query attention. Per kv head, the fused weight has G queries, a key and a value.
+
+    Attributes:
+      norm: function of (x, weight, eps) for queries and keys.
+      layer: its number, which the rotary embedding may depend on.
+    """
 
     config: TargetConfig
     window: int | None
     sinks: bool = False
+    norm: Callable[[Array, Array, float], Array] = rms_norm
+    layer: int = 0
 
     @nn.compact
     def __call__(
@@ -43,28 +51,41 @@ class Attention(nn.Module):
         groups = c.num_heads // c.num_kv_heads
         shape = (c.num_kv_heads, groups + 2, c.head_dim)
         qkv = dot(x, matrix(self, "qkv", (c.hidden_size, *shape), split=1))  # [B, T, K, G+2, H]
-        if c.attention_bias:
+        if c.attention_bias or c.qkv_bias:
             qkv += weight(self, "qkv_bias", shape, split=0)[None, None]
         qk, v = qkv[..., : groups + 1, :], qkv[..., groups + 1, :]
         if c.qk_norm:
             q_norm = norm_weight(self, "q_norm", c.head_dim)
             k_norm = norm_weight(self, "k_norm", c.head_dim)
-            qk = rms_norm(qk, jnp.stack([*[q_norm] * groups, k_norm]), c.rms_norm_eps)
-        cos, sin = rope_tables(c.rope, c.head_dim, positions)
+            qk = self.norm(qk, jnp.stack([*[q_norm] * groups, k_norm]), c.rms_norm_eps)
+        elif c.joint_norm:
+            qk = self.over_heads(qk)
         start, end = positions[:, 0], positions[:, -1] + 1
-        qk = rotate(qk, cos, sin)
+        if (rope := c.layer_rope(self.layer)) is not None:
+            turn = rope_tables(rope, c.rotated or c.head_dim, positions)
+            qk = rotate_leading(qk, *turn, neighbours=c.rotated_neighbours)
         q, k = qk[..., :groups, :], qk[..., groups, :]
         cache = write_keys_values(cache, k, v, start)
         keys = slot_positions(end, cache.slots)
         seen = visible(positions, keys, causal=True, window=self.window)
         sinks = weight(self, "sinks", (c.num_kv_heads, groups), split=0) if self.sinks else None
         out = dot(
-            attend(q, cache, seen, sinks=sinks),
+            attend(q, cache, seen, scale=c.score_scale, sinks=sinks),
             matrix(self, "o", (c.num_heads * c.head_dim, c.hidden_size), split=0),
         )
         if c.attention_bias:
             out += weight(self, "o_bias", (c.hidden_size,))[None, None]
         return out, cache
+
+    @nn.nowrap
+    def over_heads(self, qk: Float[Array, "B T K G+1 H"]) -> Float[Array, "B T K G+1 H"]:
+        """Normalise all queries of a token together, and all its keys."""
+        c, parts = self.config, []
+        for name, x in (("q_norm", qk[..., :-1, :]), ("k_norm", qk[..., -1:, :])):
+            flat = x.reshape(*x.shape[:2], -1)
+            w = norm_weight(self, name, flat.shape[-1])
+            parts.append(self.norm(flat, w, c.rms_norm_eps).reshape(x.shape))
+        return jnp.concatenate(parts, axis=-2)
 
 
 def dense_mlp(config: TargetConfig) -> nn.Module:
@@ -74,12 +95,13 @@ def dense_mlp(config: TargetConfig) -> nn.Module:
 
 
 class Layer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).
+    """x + attention(norm(x)), then x + mlp(norm(x)); the config may put norms after them, too.
 
     Attributes:
       make_mlp: makes the second half from the config; called inside the layer.
-      norm: function of (x, weight, eps) for both norms.
+      norm: function of (x, weight, eps) for all norms.
       sinks: whether each head has an attention sink.
+      layer: its number, which the rotary embedding may depend on.
     """
 
     config: TargetConfig
@@ -87,6 +109,7 @@ class Layer(nn.Module):
     make_mlp: Callable[[Any], nn.Module] = dense_mlp
     norm: Callable[[Array, Array, float], Array] = rms_norm
     sinks: bool = False
+    layer: int = 0
 
     @nn.compact
     def __call__(
@@ -99,19 +122,34 @@ class Layer(nn.Module):
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         c = self.config
         with jax.named_scope("attention"):
-            h = self.norm(x, norm_weight(self, "input_norm", c.hidden_size), c.rms_norm_eps)
-            attention = Attention(c, self.window, self.sinks, name="attention")
+            h = self.normed("input_norm", x) if c.norm_before else x
+            attention = Attention(
+                c, self.window, self.sinks, self.norm, self.layer, name="attention"
+            )
             h, cache = attention(h, cache, positions)
-            x = x + h
+            x = x + self.added("attention_output_norm", h)
         with jax.named_scope("mlp"):
-            scale = norm_weight(self, "post_attention_norm", c.hidden_size)
-            x = x + self.make_mlp(c)(self.norm(x, scale, c.rms_norm_eps))
+            h = self.normed("post_attention_norm", x) if c.norm_before else x
+            x = x + self.added("mlp_output_norm", self.make_mlp(c)(h))
         return x, cache
+
+    @nn.nowrap
+    def normed(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Apply the norm of this name."""
+        c = self.config
+        return self.norm(x, norm_weight(self, name, c.hidden_size), c.rms_norm_eps)
+
+    @nn.nowrap
+    def added(self, name: str, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Return what the output of attention or MLP adds to the stream."""
+        c = self.config
+        h = self.normed(name, h) if c.norm_after else h
+        return h if c.residual_scale == 1 else times(h, c.residual_scale)
 
 
 def dense_layer(config: TargetConfig, i: int) -> nn.Module:
-    """Return layer i of Llama and Qwen3."""
-    return Layer(config, config.windows[i] if config.windows else None)
+    """Return layer i of Llama, Qwen3 and others whose config says all that differs."""
+    return Layer(config, config.windows[i] if config.windows else None, layer=i)
 
 
 class Decoder(nn.Module):
@@ -201,8 +239,10 @@ class Decoder(nn.Module):
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Return float32 logits, softcapped if the family does so."""
-        return softcap(self.raw_logits(hidden), self.config.final_softcap)
+        """Return float32 logits, divided or softcapped if the family does so."""
+        raw, divisor = self.raw_logits(hidden), self.config.logit_divisor
+        raw = raw if divisor == 1 else raw / jnp.float32(divisor)
+        return softcap(raw, self.config.final_softcap)
 
     def raw_logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Return the head's float32 output without a cap; drafters apply their own."""

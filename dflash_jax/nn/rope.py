@@ -67,6 +67,28 @@ def rope_tables(
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
+def rotate_leading(
+    x: Float[Array, "B T *heads H"],
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    *,
+    neighbours: bool = False,
+) -> Float[Array, "B T *heads H"]:
+    """Rotate the first 2 * half dimensions of each head and keep the others.
+
+    Args:
+      neighbours: pairs are (2m, 2m + 1). The result has their first halves first, which products
+        of queries and keys do not depend on.
+    """
+    size = 2 * cos.shape[-1]
+    first, rest = x[..., :size], x[..., size:]
+    if neighbours:
+        pairs = first.reshape(*first.shape[:-1], size // 2, 2)
+        first = jnp.swapaxes(pairs, -1, -2).reshape(first.shape)
+    turned = rotate(first, cos, sin)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
+
+
 def rotate(
     x: Float[Array, "B T *heads H"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
 ) -> Float[Array, "B T *heads H"]:

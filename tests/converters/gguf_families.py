@@ -11,7 +11,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import safetensors.numpy
-from gguf_models import LAYER, Q, finish
+from gguf_models import LAYER, Q, finish, interleave
 
 Tensors = dict[str, np.ndarray]
 WHOLE = ("ffn_gate_inp", "ssm_conv1d", "per_layer_model_proj", "norm")  # never quantised
@@ -40,7 +40,7 @@ def write_family(
     if "lm_head.weight" in tensors:
         outer["output.weight"] = tensors["lm_head.weight"]
     found = outer | rename(tensors, config)
-    if architecture.startswith("qwen35"):
+    if architecture.startswith("qwen35") or architecture == "gemma3":
         found["output_norm.weight"] = found["output_norm.weight"] + 1
     for name, array in form(found).items():
         add(writer, name, array, kind)
@@ -70,8 +70,9 @@ def common(writer: gguf.GGUFWriter, config: dict) -> None:
 
 def heads(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    writer.add_key_length(width)
+    writer.add_value_length(width)
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
 
 
@@ -299,7 +300,66 @@ def dense(tensors: Tensors, config: dict) -> Tensors:
     return {k: v for i in layers(config) for k, v in renamed(tensors, i, LAYER).items()}
 
 
+def named(tensors: Tensors, config: dict) -> Tensors:
+    """Return tensors by the names of the gguf package; norms of Gemma 3 with 1 added."""
+    architecture = FAMILIES[config["model_type"]][0]
+    kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+    found: Tensors = {}
+    for name, array in tensors.items():
+        if not name.startswith("layers."):
+            continue
+        ours = table.get_name(f"model.{name}", try_suffixes=(".weight", ".bias"))
+        assert ours is not None
+        one = architecture == "gemma3" and name.endswith("norm.weight")
+        found[ours] = array + np.float32(1) if one else array
+    return found
+
+
+def turned(tensors: Tensors, config: dict) -> Tensors:
+    """Return tensors with the rotary rows of queries and keys in pairs, as Llama's."""
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    return {
+        name: interleave(array, heads[name[name.index(".attn_") + 6]])
+        if ".attn_q." in name or ".attn_k." in name
+        else array
+        for name, array in named(tensors, config).items()
+    }
+
+
+def gemma3_keys(writer: gguf.GGUFWriter, config: dict, architecture: str) -> None:
+    both = config["rope_parameters"]
+    full, sliding = both["full_attention"], both["sliding_attention"]
+    dense_keys(writer, config | {"rope_parameters": full}, architecture)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(full["factor"])
+    writer.add_float32(f"{architecture}.rope.freq_base_swa", sliding["rope_theta"])
+    writer.add_sliding_window(config["sliding_window"])
+    kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
+    writer.add_sliding_window_pattern(kinds)
+
+
+def granite_keys(writer: gguf.GGUFWriter, config: dict, architecture: str) -> None:
+    dense_keys(writer, config, architecture)
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+
+
+def glm4_keys(writer: gguf.GGUFWriter, config: dict, architecture: str) -> None:
+    dense_keys(writer, config, architecture)
+    share = config["rope_parameters"]["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(config["head_dim"] * share))
+
+
 FAMILIES = {
+    "gemma3_text": ("gemma3", gemma3_keys, named),
+    "glm4": ("glm4", glm4_keys, named),
+    "granite": ("granite", granite_keys, turned),
+    "olmo2": ("olmo2", dense_keys, named),
+    "qwen2": ("qwen2", dense_keys, named),
+    "smollm3": ("smollm3", dense_keys, turned),
     "gemma4_text": ("gemma4", gemma4_keys, gemma4),
     "gemma4_unified_text": ("gemma4", gemma4_keys, gemma4),
     "gpt_oss": ("gpt-oss", gpt_oss_keys, gpt_oss),

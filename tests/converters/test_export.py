@@ -28,6 +28,7 @@ from dflash_jax.utils import atomic
 
 DRAFTERS = sorted(p for p in (ORACLE / "drafters").glob("v[12]*"))
 DRAFTER = ORACLE / "drafters" / "v1_sliding"
+NEW = ("qwen2", "mistral", "smollm3", "gemma3", "olmo2", "granite", "glm4")
 UNLIKE_SPECULATORS = ("v1_full_causal", "v1_gemma_target", "v1_sliding_bidirectional")
 
 
@@ -52,12 +53,19 @@ def test_a_published_drafter_config_survives_being_written(folder):
     [
         "targets/llama3",
         "targets/qwen3",
+        *(f"targets/{name}" for name in NEW),
         "targets/gemma4",
         "targets/gemma4_moe",
         "targets/gemma4_ple",
         "targets/gemma4_unified",
         "variants/gemma4_biases_ropes",
+        "variants/gemma3_scale",
         "variants/gpt_oss_no_bias",
+        "variants/granite_biases",
+        "variants/ministral_windows",
+        "variants/mistral_windows",
+        "variants/qwen2_windows",
+        "variants/smollm3_windows",
         "variants/llama_biases_dynamic",
         "variants/qwen3_moe_windows_longrope",
     ],

@@ -6,8 +6,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.config.family import drafter_kinds, family_of, target_families
+from dflash_jax.config.gemma3 import Gemma3Config
+from dflash_jax.config.smollm3 import SmolLM3Config
 from dflash_jax.converters import families
 from dflash_jax.converters.names.slots import Slot
 from dflash_jax.plan import Plan
@@ -33,15 +35,26 @@ def table(config: TargetConfig | DrafterConfig) -> dict[tuple[str, ...], tuple[i
 
 
 EXPERTS = {"num_experts": 6, "experts_per_token": 2, "expert_size": 16, "shared_expert_size": 20}
+SANDWICH = {"norm_after": True, "qk_norm": True}
+AFTER = {"joint_norm": True, "norm_before": False, "norm_after": True}
 TARGETS: dict[str, Callable[..., TargetConfig]] = {
+    "gemma3_text": lambda **changes: Gemma3Config(
+        **vars(tiny_target(**SANDWICH | changes)), full_rope=RopeConfig()
+    ),
     "gemma4_text": tiny_gemma,
     "gemma4_unified_text": tiny_gemma,
+    "glm4": functools.partial(tiny_target, norm_after=True, rotated=4, qkv_bias=True),
     "gpt_oss": tiny_gpt_oss,
+    "granite": tiny_target,
     "llama": tiny_target,
+    "mistral": tiny_target,
+    "olmo2": functools.partial(tiny_target, **AFTER),
+    "qwen2": functools.partial(tiny_target, qkv_bias=True),
     "qwen3": functools.partial(tiny_target, qk_norm=True),
     "qwen3_5_text": tiny_hybrid,
     "qwen3_5_moe_text": functools.partial(tiny_hybrid, **EXPERTS),
     "qwen3_moe": tiny_moe,
+    "smollm3": lambda **changes: SmolLM3Config(**vars(tiny_target(**changes)), unrotated=(2,)),
 }
 BIASED = ("llama", "qwen3", "qwen3_moe")
 CASES = [

@@ -23,7 +23,19 @@ from dflash_jax.testing import folder_params, planned
 WITHIN = {"atol": 2e-4, "rtol": 0}
 
 
-TARGETS = ("llama3", "qwen3", "qwen3_moe", "gpt_oss")
+TARGETS = (
+    "llama3",
+    "qwen3",
+    "qwen3_moe",
+    "gpt_oss",
+    "qwen2",
+    "mistral",
+    "smollm3",
+    "gemma3",
+    "olmo2",
+    "granite",
+    "glm4",
+)
 
 
 def but(soaked: str) -> pytest.MarkDecorator:

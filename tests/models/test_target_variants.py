@@ -10,10 +10,17 @@ import dflash_jax as dj
 
 VARIANTS = (
     "gemma4_biases_ropes",  # linear and yarn, and per-layer inputs of more rows than tokens
+    "gemma3_scale",  # of scores; a softcap and biases
     "gpt_oss_no_bias",  # the plain rotary embedding, full layers first
+    "granite_biases",  # in MLPs too
     "llama_biases_dynamic",  # in MLPs too; longer than the config's positions
+    "ministral_windows",  # in some layers
+    "mistral_windows",  # in all layers
+    "olmo2_biases",
+    "qwen2_windows",
     "qwen3_5_biases",  # yarn with two scales, of a part of each head
     "qwen3_moe_windows_longrope",
+    "smollm3_windows",  # and biases; other layers without rotation
 )
 
 
