@@ -207,6 +207,28 @@ class Below(Stacks):
 
 
 @dataclass(frozen=True)
+class Concatenated(Stacks):
+    """Matrices [out, in] of any heights, concatenated to [sum of out, in]."""
+
+    def shape(self, source: TensorSource) -> tuple[int, ...]:
+        """Return the canonical shape."""
+        shapes = [source.shape(name) for name in self.names]
+        return sum(shape[0] for shape in shapes), *shapes[0][1:]
+
+    def read_rows(self, source: TensorSource, rows: Rows) -> np.ndarray:
+        """Return chosen rows as [rows, last axis]."""
+        height, into = self.shape(source)
+        chosen, start = np.arange(height)[rows], 0
+        found = np.empty((len(chosen), into), self.dtype(source))
+        for name in self.names:
+            end = start + source.shape(name)[0]
+            own = (chosen >= start) & (chosen < end)
+            found[own] = source.read_rows(name, chosen[own] - start)
+            start = end
+        return found
+
+
+@dataclass(frozen=True)
 class Piled(Stacks):
     """Tensors [out, in] of one shape, one for each expert, stacked to [E, out, in]."""
 

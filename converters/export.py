@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.config import AttentionConfig, DrafterConfig
+from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig, family_of
 from dflash_jax.converters import families
+from dflash_jax.converters.canonical import Canonical, Origin
 from dflash_jax.converters.forms import GGUF, HUGGING_FACE, LAYOUTS, SPECULATORS
 from dflash_jax.converters.gguf.export import GgufForm, as_gguf
 from dflash_jax.converters.gguf.writer import PlannedBlocks, write_gguf
@@ -124,7 +125,10 @@ class _Output:
         Args:
           made: tensors, by new name, that are computed instead of read.
         """
-        listed = plan(self.weights, self.kind)
+        listed, tensors = plan(self.weights, self.kind), self.weights.tensors
+        if joined := _joined(self.weights.config):
+            tensors = Canonical(tensors, joined, {})
+            listed = [Planned(name, self.kind, tensors.shape(name)) for name in joined]
         canonical = {rename(planned.name): planned.name for planned in listed}
         renamed = [Planned(rename(p.name), p.dtype, p.shape) for p in listed]
         renamed += [Planned(n, a.dtype, a.shape) for n, a in made.items() if n not in canonical]
@@ -134,11 +138,22 @@ class _Output:
                 if planned.name in made:
                     return made[planned.name]
                 name = canonical[planned.name]
-                array = read_as(self.weights.tensors, name, planned.dtype, pool)
+                array = read_as(tensors, name, planned.dtype, pool)
                 self.progress(planned.name, array.size)
                 return array
 
             write(renamed, read)
+
+
+def _joined(config: AttentionConfig) -> dict[str, Origin]:
+    """Return the tensors of a Hugging Face folder, of families that store them otherwise."""
+    stored = None
+    if isinstance(config, TargetConfig):
+        stored = families.provided(family_of(config.model_type), "hf_stored")
+    if stored is None:
+        return {}
+    parts = [part.name for slot in families.slots(config) for part in slot.parts]
+    return {k: origin for name in parts for k, origin in stored(name, config).items()}
 
 
 def _drafter(config: AttentionConfig, layout: str) -> DrafterConfig:

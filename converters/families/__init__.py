@@ -5,6 +5,8 @@ provide `slots(config)`, the parameters and the tensors that fill them. Optional
 
 - `folder(config)`: how Hugging Face folders differ from the canonical tensors (`Folder`);
 - `to_hf(config, dtype)`: the config.json of an export; without it, targets are not exported;
+- `hf_stored(name, config)`: the tensors of such a folder that a canonical one becomes; without
+  it, the same tensor;
 - `from_gguf(fields, source)`: the fields of config.json that GGUF metadata holds;
 - `gguf_origin(name, config, shapes)`: where a GGUF file holds a canonical tensor;
 - `gguf_ignored(name, config)`: why a GGUF tensor is not needed, or None if it is unexpected;

@@ -26,13 +26,20 @@ MAX_STRINGS = 1 << 22
 # A file names one end token; families end a turn with any of these.
 _CHAT = ("<|im_end|>", "<|endoftext|>")
 STOP_TEXTS = {
+    "gemma3": ("<eos>", "<end_of_turn>"),
     "gemma4": ("<eos>", "<turn|>", "<|tool_response>"),
+    "glm4": ("<|endoftext|>", "<|user|>", "<|observation|>"),
     "gpt-oss": ("<|return|>", "<|endoftext|>", "<|call|>"),
+    "granite": ("<|end_of_text|>",),
     "llama": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", *_CHAT),
+    "olmo2": ("<|endoftext|>",),
+    "phi3": ("<|end|>", "<|endoftext|>"),
+    "qwen2": _CHAT,
     "qwen3": _CHAT,
     "qwen35": _CHAT,
     "qwen35moe": _CHAT,
     "qwen3moe": _CHAT,
+    "smollm3": ("<|end_of_text|>", "<|im_end|>"),
 }
 # Tokens that files name as end tokens, but that end only a part of an answer in the family.
 PART_ENDS = {"gpt-oss": ("<|end|>",), "gemma4": ("</s>",)}

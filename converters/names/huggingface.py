@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -33,12 +34,23 @@ def target(source: TensorSource, *, tied: bool, folder: Folder = PLAIN) -> Canon
     found = canonical(source, ALWAYS_IGNORED | dict(folder.ignored))
     if folder.fused:
         split_experts(found, folder.fused)
+    if folder.split:
+        for name in [*found.origins]:
+            split_rows(found, name, folder.split(name))
     if tied and "lm_head.weight" in found.origins:
         head = found.origins["lm_head.weight"].name
         if _equal(found, source, head):
             del found.origins["lm_head.weight"]
             found.ignored[head] = "tied: equal to the embedding table"
     return found
+
+
+def split_rows(found: Canonical, name: str, parts: Mapping[str, range]) -> None:
+    """Split a tensor into parts if they are all of its rows; `check` reports any other."""
+    stored = found.origins[name].name
+    if parts and found.source.shape(stored)[0] == sum(map(len, parts.values())):
+        del found.origins[name]
+        found.origins |= {part: Origin(stored, rows) for part, rows in parts.items()}
 
 
 def split_experts(found: Canonical, pattern: str) -> None:

@@ -5,7 +5,7 @@ of a parameter is a view of its array, so that one description serves loading an
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,6 +50,7 @@ class Folder:
 
     ignored: Mapping[str, str] = field(default_factory=dict)  # and the reasons
     fused: str | None = None  # experts stored as gate_up_proj [E, 2F, D] and down_proj [E, D, F]
+    split: Callable[[str], Mapping[str, range]] | None = None  # rows of a tensor, by part
 
 
 def same(path: Keys, name: str, *shape: int) -> Slot:

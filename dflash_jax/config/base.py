@@ -161,12 +161,12 @@ class TargetConfig(AttentionConfig):
     @property
     def conventions(self) -> tuple[str, ...]:
         """Descriptions of what is special in the family."""
-        places = [text for text, on in (("before", self.norm_before), ("after", self.norm_after)) if on]
+        places = "before and after" if self.norm_before else "after"
         found = {
             "queries and keys normed": self.qk_norm,
             "queries and keys normed over all heads": self.joint_norm,
             "biases of queries, keys and values": self.qkv_bias,
-            f"norms {' and '.join(places)} attention and MLP": self.norm_after,
+            f"norms {places} attention and MLP": self.norm_after,
             f"{self.rotated} of {self.head_dim} dimensions rotated": self.rotated,
             f"embedding x{self.embedding_scale:g}": self.embedding_scale != 1,
             f"scores x{self.score_scale}": self.score_scale is not None,

@@ -7,8 +7,16 @@ usual values.
 import dataclasses
 from typing import Any
 
-from dflash_jax.config.base import FULL, SLIDING, RopeConfig, TargetConfig, id_tuple, layer_windows
-from dflash_jax.config.base import dtype_name, layer_count
+from dflash_jax.config.base import (
+    FULL,
+    SLIDING,
+    RopeConfig,
+    TargetConfig,
+    dtype_name,
+    id_tuple,
+    layer_count,
+    layer_windows,
+)
 from dflash_jax.config.family import Family
 from dflash_jax.config.fields import Fields
 from dflash_jax.config.hf_defaults import integer

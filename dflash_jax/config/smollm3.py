@@ -1,4 +1,4 @@
-"""SmolLM3: Llama with layers that do not rotate queries and keys (NoPE), every fourth as published."""
+"""SmolLM3: Llama with layers that do not rotate queries and keys (NoPE), usually every fourth."""
 
 import dataclasses
 
@@ -36,7 +36,8 @@ def from_hf(f: Fields) -> SmolLM3Config:
     if every < 1:
         raise ConfigError(f"{f.where}: no_rope_layer_interval is {every}; expected 1 or more")
     listed = f.get("no_rope_layers", [int((i + 1) % every != 0) for i in range(count)])
-    if not isinstance(listed, list) or len(listed) != count or not {*map(str, listed)} <= {"0", "1"}:
+    known = isinstance(listed, list) and all(rotates in (0, 1) for rotates in listed)
+    if not known or len(listed) != count:
         raise ConfigError(
             f"{f.where}: no_rope_layers is {listed}; expected {count} entries, 1 for each layer"
             " that rotates and 0 for the others"

@@ -353,11 +353,30 @@ def glm4_keys(writer: gguf.GGUFWriter, config: dict, architecture: str) -> None:
     writer.add_rope_dimension_count(int(config["head_dim"] * share))
 
 
+def phi3_keys(writer: gguf.GGUFWriter, config: dict, architecture: str) -> None:
+    dense_keys(writer, config, architecture)
+    rope, width = config["rope_parameters"], config["hidden_size"] // config["num_attention_heads"]
+    writer.add_rope_dimension_count(int(width * rope["partial_rotary_factor"]))
+    original = config["original_max_position_embeddings"]
+    writer.add_rope_scaling_orig_ctx_len(original)
+    times = config["max_position_embeddings"] / original
+    writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(times) / math.log(original)))
+
+
+def phi3(tensors: Tensors, config: dict) -> Tensors:
+    factors = {
+        f"rope_factors_{x}.weight": np.array(config["rope_parameters"][f"{x}_factor"], np.float32)
+        for x in ("long", "short")
+    }
+    return named(tensors, config) | factors
+
+
 FAMILIES = {
     "gemma3_text": ("gemma3", gemma3_keys, named),
     "glm4": ("glm4", glm4_keys, named),
     "granite": ("granite", granite_keys, turned),
     "olmo2": ("olmo2", dense_keys, named),
+    "phi3": ("phi3", phi3_keys, phi3),
     "qwen2": ("qwen2", dense_keys, named),
     "smollm3": ("smollm3", dense_keys, turned),
     "gemma4_text": ("gemma4", gemma4_keys, gemma4),

@@ -28,7 +28,7 @@ from dflash_jax.utils import atomic
 
 DRAFTERS = sorted(p for p in (ORACLE / "drafters").glob("v[12]*"))
 DRAFTER = ORACLE / "drafters" / "v1_sliding"
-NEW = ("qwen2", "mistral", "smollm3", "gemma3", "olmo2", "granite", "glm4")
+NEW = ("qwen2", "mistral", "smollm3", "gemma3", "olmo2", "granite", "glm4", "phi3")
 UNLIKE_SPECULATORS = ("v1_full_causal", "v1_gemma_target", "v1_sliding_bidirectional")
 
 

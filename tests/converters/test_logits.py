@@ -23,7 +23,20 @@ def logits(path, ids):
 
 
 DENSE = ("llama3", "qwen3")
-NAMES = [*DENSE, "smollm3", "gemma3", "olmo2", "granite", "glm4", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gemma4_moe", "gpt_oss"]
+NAMES = [
+    *DENSE,
+    "smollm3",
+    "gemma3",
+    "olmo2",
+    "granite",
+    "glm4",
+    "phi3",
+    "qwen3_moe",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "gemma4_moe",
+    "gpt_oss",
+]
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ TARGETS: dict[str, Callable[..., TargetConfig]] = {
     "llama": tiny_target,
     "mistral": tiny_target,
     "olmo2": functools.partial(tiny_target, **AFTER),
+    "phi3": functools.partial(tiny_target, rotated=6),
     "qwen2": functools.partial(tiny_target, qkv_bias=True),
     "qwen3": functools.partial(tiny_target, qk_norm=True),
     "qwen3_5_text": tiny_hybrid,

@@ -82,6 +82,39 @@ PAIRS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
         784_767_104,
         ("12 window 128, 12 full attention  4 of 32 experts", "attention sinks; experts clamped"),
     ),
+    "Qwen2.5-7B-Instruct": (
+        "none",
+        7_615_616_512,
+        0,
+        ("28 layers  full attention", "biases of queries, keys and values; ends at 151645"),
+    ),
+    "Mistral-7B-Instruct-v0.3": ("none", 7_248_023_552, 0, ("32 layers  full attention",)),
+    "SmolLM3-3B": ("none", 3_075_098_624, 0, ("9 layers without rotary embedding",)),
+    "gemma-3-4b-it": (
+        "none",
+        3_880_263_168,  # without those of the vision part, 419,816,304
+        0,
+        ("29 window 1024, 5 full attention", "scores x0.0625; norms times 1 + w; text only"),
+    ),
+    "OLMo-2-1124-7B-Instruct": (
+        "none",
+        7_298_617_344,
+        0,
+        ("queries and keys normed over all heads; norms after attention and MLP",),
+    ),
+    "granite-3.3-8b-instruct": (
+        "none",
+        8_170_864_640,
+        0,
+        ("embedding x12; scores x0.0078125; residuals x0.22; logits / 16",),
+    ),
+    "GLM-4-9B-0414": (
+        "none",
+        9_400_279_040,
+        0,
+        ("norms before and after attention and MLP; 64 of 128 dimensions rotated",),
+    ),
+    "Phi-4-mini-instruct": ("none", 3_836_021_760, 0, ("96 of 128 dimensions rotated",)),
 }
 
 LEAST = Plan(max_length=2, block=2, chunk=1, dtype="float32")

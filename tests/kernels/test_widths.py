@@ -11,6 +11,7 @@ import pytest
 from dflash_jax import Plan
 from dflash_jax.config import TargetConfig
 from dflash_jax.config.family import target_families
+from dflash_jax.config.smollm3 import SmolLM3Config
 from dflash_jax.errors import PlanError
 from dflash_jax.graph.build import jit
 from dflash_jax.graph.state import DecodeState, commit
@@ -37,7 +38,11 @@ QWEN3 = tiny_target(num_layers=2, windows=(None, 20), attention_bias=True)
 # Sizes of which vectors of 8 or 16 leave a rest, and of which XLA may split a loop or a sum.
 ODD = dataclasses.replace(LLAMA, hidden_size=72, intermediate_size=200, num_layers=1, windows=())
 WIDE = dataclasses.replace(QWEN3, hidden_size=576, intermediate_size=1536, head_dim=64)
+QWEN2 = dataclasses.replace(QWEN3, model_type="qwen2", qk_norm=False, qkv_bias=True)
+MISTRAL = dataclasses.replace(LLAMA, model_type="mistral", windows=(20, 20), mlp_bias=False)
+SMOLLM3 = SmolLM3Config(**vars(LLAMA) | {"model_type": "smollm3"}, unrotated=(1,))
 CASES = {"llama": LLAMA, "qwen3": QWEN3, "odd": ODD, "wide": WIDE}
+CASES |= {"qwen2": QWEN2, "mistral": MISTRAL, "smollm3": SMOLLM3}
 INT8: dict[str, Any] = {"weights": "int8"}
 FLOAT: dict[str, Any] = {"kernels": "native"}
 
@@ -77,6 +82,9 @@ def all_steps(
         ("llama", 1, INT8),
         ("qwen3", 1, FLOAT),
         ("wide", 1, INT8),
+        ("qwen2", 1, FLOAT),
+        ("mistral", 1, INT8),
+        ("smollm3", 1, FLOAT),
         ("odd", 3, FLOAT | {"dtype": "bfloat16"}),
         ("qwen3", 2, INT8 | {"kv_dtype": "int8"}),
         ("llama", 1, FLOAT | {"start": 1000}),  # of larger angles

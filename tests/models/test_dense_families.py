@@ -9,11 +9,11 @@ import dflash_jax as dj
 from dflash_jax.config import read_target_config
 from dflash_jax.testing import random_engine, scripted_engine, set_script, tiny_drafter
 
-FAMILIES = ("qwen2", "mistral", "smollm3", "gemma3", "olmo2", "granite", "glm4")
+FAMILIES = ("qwen2", "mistral", "smollm3", "gemma3", "olmo2", "granite", "glm4", "phi3")
 NEW = 24
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_speculative_tokens_are_the_plain_ones(oracle: Path, name: str, dtype: str) -> None:
     target = read_target_config(oracle / "targets" / name)

@@ -35,6 +35,7 @@ TARGETS = (
     "olmo2",
     "granite",
     "glm4",
+    "phi3",
 )
 
 

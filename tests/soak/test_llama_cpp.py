@@ -16,6 +16,8 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax.config import RopeConfig
+from dflash_jax.config.gemma3 import Gemma3Config
+from dflash_jax.config.smollm3 import SmolLM3Config
 from dflash_jax.converters.convert import convert
 from dflash_jax.converters.export import Weights, export
 from dflash_jax.converters.forms import GGUF_TYPES
@@ -73,6 +75,41 @@ FAMILIES = {
     "qwen3_moe": lambda: tiny_moe(sparse=(True,) * 3, normalise_shares=True),
     "qwen3_5": lambda: tiny_hybrid(key_width=32, value_width=32, rotary_dim=16, **WIDE),
     "gpt_oss": lambda: tiny_gpt_oss(rope=YARN, **WIDE),
+    "qwen2": lambda: tiny_target(model_type="qwen2", qkv_bias=True, **WIDE),
+    "smollm3": lambda: SmolLM3Config(
+        **vars(tiny_target(model_type="smollm3", num_layers=4, **WIDE)), unrotated=(3,)
+    ),
+    "gemma3": lambda: Gemma3Config(
+        **vars(
+            tiny_target(
+                model_type="gemma3_text",
+                qk_norm=True,
+                norm_after=True,
+                tie_embeddings=True,
+                num_layers=6,  # llama.cpp takes every sixth layer to be full
+                windows=(8,) * 5 + (None,),
+                embedding_scale=8.0,
+                score_scale=32**-0.5,
+                **WIDE,
+            )
+        ),
+        full_rope=RopeConfig(theta=1e6),
+    ),
+    "olmo2": lambda: tiny_target(
+        model_type="olmo2", joint_norm=True, norm_before=False, norm_after=True, **WIDE
+    ),
+    "granite": lambda: tiny_target(
+        model_type="granite", residual_scale=0.3, score_scale=0.2, logit_divisor=2.0, **WIDE
+    ),
+    "glm4": lambda: tiny_target(
+        model_type="glm4",
+        norm_after=True,
+        qkv_bias=True,
+        rotated=16,
+        rotated_neighbours=True,
+        **WIDE,
+    ),
+    "phi3": lambda: tiny_target(model_type="phi3", rotated=24, **WIDE),
     # llama.cpp needs the last two layers that own keys to be a sliding and a full one.
     "gemma4": lambda: tiny_gemma(num_layers=4, windows=(8, None, 8, None), shared_layers=2),
 }
