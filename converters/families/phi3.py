@@ -1,5 +1,6 @@
 """Phi-3 and Phi-4-mini: queries, keys and values in one tensor, gates and ups in another."""
 
+import math
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ from dflash_jax.converters.canonical import Concatenated, Origin
 from dflash_jax.converters.families import llama
 from dflash_jax.converters.families.llama import slots
 from dflash_jax.converters.gguf import dense, keys
-from dflash_jax.converters.gguf.fields import GgufFields, geometry
+from dflash_jax.converters.gguf.fields import GgufFields, geometry, shortest
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.gguf.writer import F32, U32, Typed
 from dflash_jax.converters.names import published
@@ -89,16 +90,23 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
         "sliding_window": fields.whole(WINDOW, 1 << 24) or None,
     }
     if {*ROPE_FACTORS.values()} <= {*source.names()}:
-        usual = found["max_position_embeddings"]
-        found["rope_scaling"] = {
-            "rope_type": "longrope",
-            **{key: source.read(name).tolist() for key, name in ROPE_FACTORS.items()},
-            "original_max_position_embeddings": fields.count(
-                "rope.scaling.original_context_length", 1 << 24, usual
-            ),
-            "attention_factor": fields.number(FACTOR, 1.0),
-        }
+        found["rope_scaling"] = _scaling(fields, source, found["max_position_embeddings"])
     return found
+
+
+def _scaling(fields: GgufFields, source: GgufFile, length: int) -> dict[str, Any]:
+    """Return the rotary scaling for texts of up to `length` tokens."""
+    original = fields.count("rope.scaling.original_context_length", 1 << 24, length)
+    divisors = {
+        key: [shortest(float(x)) for x in source.read(name)] for key, name in ROPE_FACTORS.items()
+    }
+    found = {"rope_type": "longrope", "original_max_position_embeddings": original, **divisors}
+    factor, usual = fields.number(FACTOR, 1.0), 1.0
+    if length > original > 1:
+        usual = math.sqrt(1 + math.log(length / original) / math.log(original))
+    return (
+        found if math.isclose(factor, usual, rel_tol=1e-6) else found | {"attention_factor": factor}
+    )
 
 
 def gguf_origin(name: str, config: TargetConfig, shapes: dense.Shapes) -> Origin | None:
@@ -149,6 +157,7 @@ def to_gguf(config: TargetConfig) -> keys.Metadata:
     if config.rope.kind != "longrope":
         return keys.rope(config.rope) | found
     return found | {
+        "context_length": Typed(U32, round(config.rope.original_length * config.rope.factor)),
         FACTOR: Typed(F32, config.rope.attention_factor),
         "rope.scaling.original_context_length": Typed(U32, config.rope.original_length),
     }
