@@ -48,7 +48,7 @@ def target(source: TensorSource, *, tied: bool, folder: Folder = PLAIN) -> Canon
 def split_rows(found: Canonical, name: str, parts: Mapping[str, range]) -> None:
     """Split a tensor into parts if they are all of its rows; `check` reports any other."""
     stored = found.origins[name].name
-    if parts and found.source.shape(stored)[0] == sum(map(len, parts.values())):
+    if parts and found.source.shape(stored)[:1] == (sum(map(len, parts.values())),):
         del found.origins[name]
         found.origins |= {part: Origin(stored, rows) for part, rows in parts.items()}
 

@@ -128,7 +128,7 @@ class TargetConfig(AttentionConfig):
     qkv_bias: bool = False  # queries, keys and values have biases, whatever the output has
     mlp_bias: bool = False  # gate, up and down have biases
     qk_norm: bool = False  # queries and keys are normalised per head before rotation
-    joint_norm: bool = False  # ... over all heads together, instead
+    joint_norm: bool = False  # they are normalised over all heads together, instead
     norm_before: bool = True  # attention and MLP read the normalised stream
     norm_after: bool = False  # their outputs are normalised
     rotated: int = 0  # number of leading dimensions of a head that rotate; 0 is all
@@ -169,7 +169,7 @@ class TargetConfig(AttentionConfig):
             f"norms {places} attention and MLP": self.norm_after,
             f"{self.rotated} of {self.head_dim} dimensions rotated": self.rotated,
             f"embedding x{self.embedding_scale:g}": self.embedding_scale != 1,
-            f"scores x{self.score_scale}": self.score_scale is not None,
+            f"scores x{self.score_scale or 0:g}": self.score_scale is not None,
             f"residuals x{self.residual_scale:g}": self.residual_scale != 1,
             f"logits / {self.logit_divisor:g}": self.logit_divisor != 1,
         }

@@ -239,12 +239,15 @@ class Decoder(nn.Module):
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Return float32 logits, divided or softcapped if the family does so."""
-        raw, divisor = self.raw_logits(hidden), self.config.logit_divisor
-        raw = raw if divisor == 1 else raw / jnp.float32(divisor)
-        return softcap(raw, self.config.final_softcap)
+        """Return float32 logits, softcapped if the family does so."""
+        return softcap(self.raw_logits(hidden), self.config.final_softcap)
 
     def raw_logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Return the head's float32 output without a cap; drafters apply their own."""
+        """Return the head's float32 output, divided if the family does so, without a cap.
+
+        Drafters apply their own cap.
+        """
+        divisor = self.config.logit_divisor
         with jax.named_scope("head"):
-            return project(hidden, self.head)
+            raw = project(hidden, self.head)
+            return raw if divisor == 1 else raw / jnp.float32(divisor)
