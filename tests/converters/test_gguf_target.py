@@ -111,7 +111,7 @@ def small(tmp_path, architecture="qwen3", **changes):
         ({"rms_norm_eps": float("nan")}, "expected a number"),
         (
             {"architecture": "mamba"},
-            "'mamba'; as a target this version reads gemma4",
+            "'mamba'; as a target this version reads gemma3, gemma4",
         ),
     ],
 )

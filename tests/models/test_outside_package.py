@@ -62,7 +62,7 @@ def test_a_package_adds_a_family_and_a_kind_that_load_generate_convert_and_train
     assert found["int8"]["drafted"] == found["int8"]["plain"]
     assert (found["one"]["share"], found["two"]["share"]) == (1, 0.5)
     assert "model_type 'unheard' is not a target this version runs" in found["error"]
-    assert "qwen3_moe, toy" in found["error"]
+    assert "smollm3, toy" in found["error"]
     assert "toy" in found["exported"]
     assert found["trained"]["kind"] == "toy_drafter"
     assert found["trained"]["equal"]
