@@ -83,10 +83,8 @@ def from_arrays(arrays: Any, config: TargetConfig, *, dtype: str = "float32") ->
       CheckpointError: parameters are missing, unknown or of another shape, or not finite.
       ConfigError: the dtype is unknown.
     """
-    leaves = {
-        "/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(arrays)
-    }
+    found_leaves = jax.tree_util.tree_leaves_with_path(arrays)
+    leaves = {jax.tree_util.keystr(x, simple=True, separator="/"): leaf for x, leaf in found_leaves}
     leaves = {name.removesuffix("/value"): leaf for name, leaf in leaves.items()}
     if wrong := [name for name, leaf in leaves.items() if not hasattr(leaf, "dtype")]:
         raise CheckpointError(f"{wrong[0]} is no array; give arrays by name, or an NNX state")
