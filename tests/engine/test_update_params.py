@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from dflash_jax import Plan, Result, TargetModel
+from dflash_jax import Plan, Result, TargetModel, load, load_target
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, RequestError
 from dflash_jax.kernels.native.build import library
@@ -27,6 +27,7 @@ PLANS = {
     "floats": dataclasses.replace(PLAN, kernels="xla"),
     "bfloat16": dataclasses.replace(PLAN, kernels="xla", dtype="bfloat16"),
     "int8": dataclasses.replace(PLAN, kernels="xla", weights="int8"),
+    "int4": dataclasses.replace(PLAN, kernels="xla", weights="int4"),
     "tiled": dataclasses.replace(PLAN, kernels="xla", weight_layout="tiled"),
     "native": dataclasses.replace(PLAN, kernels="native"),
     "native int8": dataclasses.replace(PLAN, kernels="native", weights="int8"),
@@ -77,6 +78,16 @@ def test_answers_equal_those_of_a_new_engine_and_nothing_is_compiled(name: str) 
         engine.update_params(other.params)  # laid out and packed already
         assert answers(engine) == wanted
     assert engine.core.runner.executables == executables
+
+
+@pytest.mark.parametrize("weights", ["float", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_floats_become_the_weights_that_loading_makes(weights: Any, dtype: Any) -> None:
+    engine = load("tiny", plan=Plan(weights=weights, dtype=dtype, max_length=64))
+    before, model = engine.params, load_target("tiny", dtype="float32")
+    engine.update_params({"target": model.params})
+    assert jax.tree.structure(engine.params) == jax.tree.structure(before)
+    jax.tree.map(np.testing.assert_array_equal, engine.params, before)
 
 
 def test_one_role_may_be_replaced_alone(engine: Engine) -> None:
