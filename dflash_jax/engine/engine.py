@@ -329,8 +329,8 @@ class Engine:
         dropped; those on disk stay under the name of their own weights. Requests have to end
         first, so that no answer comes from two models.
 
-        Arrays that need no cast or other layout are used without a copy: donate them to another
-        program only if an update follows before the next request.
+        Arrays that need no cast or other layout are used without a copy: do not write to them, and
+        donate them to another program only if an update follows before the next request.
 
         Args:
           params: trees like `engine.params` by role, "target" and "drafter"; a role that is left

@@ -96,7 +96,7 @@ def updated_params(planned: PlannedPair, given: Any, present: Params) -> Params:
     def make(path: Any, x: jax.ShapeDtypeStruct) -> Any:
         name = path_name(path)
         leaf, how = found[name], planned.specs.get(name)
-        if _alike(leaf, old[name]):
+        if isinstance(leaf, StructuredWeight) and _alike(leaf, old[name]):
             return leaf
         if how:
             return pack(np.asarray(leaf).astype(np.float32), how)

@@ -90,6 +90,18 @@ def test_floats_become_the_weights_that_loading_makes(weights: Any, dtype: Any) 
     jax.tree.map(np.testing.assert_array_equal, engine.params, before)
 
 
+@NATIVE
+def test_vectors_are_rounded_to_the_plans_dtype_though_kernels_compute_in_float32() -> None:
+    plan = dataclasses.replace(PLANS["native"], dtype="bfloat16")
+    engine = random_engine(TARGET, DRAFTER, plan, seed=1)
+    tree = floats(random_engine(TARGET, DRAFTER, PLANS["floats"]), 2)
+    engine.update_params(tree)
+    found, norm = engine.params["target"]["norm"], tree["target"]["norm"]
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, norm.astype("bfloat16").astype(np.float32))
+    assert (found != norm).any()
+
+
 def test_one_role_may_be_replaced_alone(engine: Engine) -> None:
     engine.update_params(floats(engine, 1))
     first, other = answers(engine), floats(engine, 2)
