@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         RequestError,
     )
     from dflash_jax.graph import Graph, Pair
+    from dflash_jax.graph.export import load_exported
     from dflash_jax.loading import load, load_target
     from dflash_jax.plan import Plan
     from dflash_jax.random_weights import random_engine
@@ -63,6 +64,7 @@ __all__ = [
     "TargetModel",
     "__version__",
     "load",
+    "load_exported",
     "load_target",
     "random_engine",
     "register",
@@ -90,6 +92,7 @@ _MODULES = {
         "RequestError",
     ),
     "graph": ("Graph", "Pair"),
+    "graph.export": ("load_exported",),
     "loading": ("load", "load_target"),
     "random_weights": ("random_engine",),
     "target_model": ("ForwardOutput", "TargetModel"),

@@ -92,10 +92,10 @@ def shipped_checks(plan: Plan, max_tokens: int, chats: int) -> Checks:
     scripted = scripted_engine(real)
     trained = real.params
     for prompt in prompts(real, chats):
-        real.params = trained
+        real.update_params(trained)
         plain = real.generate(prompt, speculative=False, **options)
         yield "shipped", LosslessCheck(tuple(prompt), real.generate(prompt, **options), plain)
-        real.params = trained | {"drafter": drafter}
+        real.update_params(trained | {"drafter": drafter})
         yield "random", LosslessCheck(tuple(prompt), real.generate(prompt, **options), plain)
         truth = [*prompt, *plain.token_ids]
         wrong = [(t + 1) % real.graph.config.vocab_size for t in truth]

@@ -10,7 +10,7 @@ import concurrent.futures
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -24,6 +24,8 @@ from dflash_jax.engine.running_request import RunningRequest
 from dflash_jax.engine.scheduler import Scheduler, SchedulerOutput, variants_of
 from dflash_jax.engine.state_machine import controller
 from dflash_jax.engine.state_machine.speculation import NO_HISTORY
+from dflash_jax.engine.structured.call_grammars import CallGrammars
+from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.errors import ComputeError, DFlashError, QueueFullError, RequestError
 from dflash_jax.graph.keys import Variant
 from dflash_jax.graph.settings import Returned, untraced
@@ -40,7 +42,8 @@ class EngineCore:
     wait for it.
     """
 
-    def __init__(self, runner: ModelRunner):
+    def __init__(self, runner: ModelRunner, call_grammars: CallGrammars):
+        self.call_grammars = call_grammars
         self.runner, self._plan, self.events = runner, runner.plan, EventLog()
         self.scheduler = Scheduler(runner.plan, runner.executor.put)
         # Dispatched steps whose results were not processed yet, the oldest first.
@@ -68,8 +71,8 @@ class EngineCore:
                 if self.runner.executor.params_deleted:
                     raise ComputeError(
                         "the engine's parameters are gone: another program was given them and had"
-                        " them donated; let it donate copies, and give the engine others by"
-                        " `engine.params = ...`"
+                        " them donated; let it donate copies, or give the engine others by"
+                        " `engine.update_params`"
                     ) from error
                 if not isinstance(error, jax.errors.JaxRuntimeError):
                     raise
@@ -175,6 +178,15 @@ class EngineCore:
             return bool(self.in_flight or self.scheduler.unfinished)
 
     @property
+    def grammars(self) -> Grammars:
+        """Compiled grammars; those of an engine with the same tokenizer may be assigned."""
+        return self.call_grammars.grammars
+
+    @grammars.setter
+    def grammars(self, grammars: Grammars) -> None:
+        self.call_grammars.grammars = grammars
+
+    @property
     def queued(self) -> int:
         """Number of requests that wait for a row."""
         return len(self.scheduler.waiting)
@@ -224,6 +236,15 @@ class EngineCore:
         with self._use(self._lock):
             self._end_abandoned()
             self._discard_unread()
+
+    def update_params(self, params: Mapping[str, Any]) -> None:
+        """Replace parameters; arguments and errors as for `Engine.update_params`."""
+
+        def exchange() -> None:
+            self.runner.exchange(params)
+            self.acceptance = NO_HISTORY
+
+        self.while_idle(exchange)
 
     def while_idle(self, work: Callable[[], Returned]) -> Returned:
         """Call a function that no request may run next to.

@@ -4,7 +4,6 @@ Any thread may submit, cancel and iterate over requests. One thread at a time ru
 wait for it. A server calls `advance` in a thread of its own while `core.busy`.
 """
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Self, Unpack, overload
 
@@ -61,12 +60,12 @@ class Engine:
         self.graph, self.plan, self._target = graph, graph.plan, graph.config
         self.tokenizer, self._progress = tokenizer, progress
         runner = ModelRunner(graph, executor or LocalExecutor(graph, params))
-        self.core = EngineCore(runner)
-        self._driver = TurnDriver(self.core)
         grammars = Grammars(tokenizer, self._target.vocab_size, graph.stop_tokens)
-        self._call_grammars = CallGrammars(
+        call_grammars = CallGrammars(
             grammars, lambda missing: runner.compiled.compile(missing, workers=1), tokenizer
         )
+        self.core = EngineCore(runner, call_grammars)
+        self._driver = TurnDriver(self.core)
 
     def __repr__(self) -> str:
         plan, drafts = self.plan, self.graph.pair.drafter is not None
@@ -295,7 +294,7 @@ class Engine:
     def close(self) -> None:
         """End all processes and wait until prefixes are on disk; without hosts, it stays usable."""
         self.core.tidy()
-        self.grammars.close()
+        self.core.grammars.close()
         self.core.runner.close()
 
     def __enter__(self) -> Self:
@@ -319,27 +318,32 @@ class Engine:
         self.core.meter.enabled = measures
 
     @property
-    def grammars(self) -> Grammars:
-        """Compiled grammars; those of an engine with the same tokenizer may be assigned."""
-        return self._call_grammars.grammars
-
-    @grammars.setter
-    def grammars(self, grammars: Grammars) -> None:
-        self._call_grammars.grammars = grammars
-
-    @property
     def params(self) -> Params:
-        """The parameters of both models; others of the same shapes may be assigned.
-
-        Raises:
-          CheckpointError: they have another structure, shape or type.
-          RequestError: requests are running.
-        """
+        """The parameters of both models, as programs take them; `update_params` changes them."""
         return self.core.runner.executor.params
 
-    @params.setter
-    def params(self, params: Params) -> None:
-        self.core.while_idle(functools.partial(self.core.runner.exchange, params))
+    def update_params(self, params: Mapping[str, Any]) -> None:
+        """Replace the weights of the target, of the drafter, or of both; compile nothing.
+
+        Later answers equal those of a new engine with these weights. All cached prefixes are
+        dropped; those on disk stay under the name of their own weights. Requests have to end
+        first, so that no answer comes from two models.
+
+        Arrays that need no cast or other layout are used without a copy: do not write to them, and
+        donate them to another program only if an update follows before the next request.
+
+        Args:
+          params: trees like `engine.params` by role, "target" and "drafter"; a role that is left
+            out keeps its weights. Floats of any precision are cast to the plan's dtype, and packed
+            and laid out as `dj.load` does. Leaves may be NumPy arrays, JAX arrays or variables of
+            Flax NNX.
+
+        Raises:
+          CheckpointError: weights are missing or unknown, or have another shape or type; those of
+            a file's format can only be loaded. The engine keeps its own.
+          RequestError: requests are running, or the model is on several hosts.
+        """
+        self.core.update_params(params)
 
     def share_programs(self, other: "Engine") -> None:
         """Share the compiled programs and measurements of an engine with the same models.
@@ -361,13 +365,13 @@ class Engine:
 
     def _sequence(self, request: Request, cancel: CancelCell | None) -> RunningRequest:
         structure = request.params.structured
-        retry = request.recovery.call_retry and self.grammars.available
+        retry = request.recovery.call_retry and self.core.grammars.available
         return RunningRequest(
             request,
             self.tokenizer,
-            None if structure is None else self.grammars.make(structure),
+            None if structure is None else self.core.grammars.make(structure),
             cancel=cancel,
-            call_grammars=self._call_grammars if retry else None,
+            call_grammars=self.core.call_grammars if retry else None,
             break_even=self.core.meter.value if self.plan.exact else None,
             acceptance=self.core.acceptance,
         )

@@ -201,11 +201,11 @@ class ModelRunner:
             self._logits.keep(logits_state)
         return output
 
-    def exchange(self, params: Params) -> None:
+    def exchange(self, params: Any) -> None:
         """Replace the parameters while nothing runs, and drop all cached prefixes.
 
         Raises:
-          CheckpointError: they have other names, shapes or dtypes; the engine keeps its own.
+          CheckpointError: they do not fit; the engine keeps its own.
         """
         placed = self.executor.replacement(params)
         self.executor.params, self.prefixes = placed, self._make_prefixes(placed)

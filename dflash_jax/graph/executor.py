@@ -22,8 +22,8 @@ from dflash_jax.graph.placement import (
     place,
     place_empty_state,
     place_params,
-    place_params_like,
     shardings,
+    updated_params,
 )
 from dflash_jax.graph.programs import Program, declare
 from dflash_jax.graph.steps.logits_processing import neutral_logits_state
@@ -62,8 +62,8 @@ class Executor(Protocol):
     def empty_logits_state(self) -> Any:
         """Return a `LogitsState` that changes no logits."""
 
-    def replacement(self, params: Params) -> Any:
-        """Return other `params`, placed as the present ones; errors as for `Engine.params`."""
+    def replacement(self, params: Any) -> Any:
+        """Return parameters with others of some roles; errors as for `Engine.update_params`."""
 
     @property
     def params_deleted(self) -> bool:
@@ -107,13 +107,9 @@ class LocalExecutor:
         empty, mesh = neutral_logits_state(plan.rows, vocab), device_mesh(plan)
         return place(empty, None if mesh is None else shardings(mesh, empty, {}))
 
-    def replacement(self, params: Params) -> Any:
-        """Return parameters that can replace the present ones, on the same devices.
-
-        Raises:
-          CheckpointError: they have other names, shapes or dtypes.
-        """
-        return place_params_like(self._planned, params, self.params)
+    def replacement(self, params: Any) -> Any:
+        """Return the parameters with others of some roles; see `updated_params`."""
+        return updated_params(self._planned, params, self.params)
 
     @property
     def params_deleted(self) -> bool:

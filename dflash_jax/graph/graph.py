@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -228,6 +229,38 @@ class Graph(PlannedPair):
         keys, known = [self._key(name) for name in names], self.programs()
         return GraphPrograms(self, compile_programs(known[key] for key in keys))
 
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        names: Collection[str] | None = None,
+        params: Params | None = None,
+        tokenizer: Any = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Write programs to one file, from which `dj.load_exported` runs them without the modules.
+
+        The file also has the plan, all shapes and the tokenizer. It is for this platform and this
+        version of the package, and readable by later versions of JAX for as long as JAX promises
+        for `jax.export`.
+
+        Args:
+          names: of programs, as for `compile`; by default all.
+          params: parameters from `place_params`, or an engine's, to be stored in the file. By
+            default they are given to `ExportedGraph.place_params`.
+          tokenizer: the target's, as in `engine.tokenizer`.
+          overwrite: replace an existing file.
+
+        Raises:
+          PlanError: the plan has native kernels or several devices, the parameters do not fit, or
+            the package flatbuffers is missing.
+          CheckpointError: the file exists or cannot be written; nothing is left of it.
+        """
+        from dflash_jax.graph.export import export  # imports `jax.export`, which few need
+
+        options: dict[str, Any] = {"tokenizer": tokenizer, "overwrite": overwrite}
+        export(self, path, names=names, params=params, **options)
+
     def _key(self, name: str) -> ProgramKey:
         known = {str(key): key for key in self.programs()}
         for full in (name, f"{name}[{Variant.GREEDY}]"):
@@ -265,12 +298,12 @@ class Output:
 
 
 class GraphPrograms(Mapping[str, Executable]):
-    """Compiled programs of a graph, by name; calling them only dispatches.
+    """Compiled programs of a graph, or of an exported one; calling them only dispatches.
 
     Every call consumes the state that it is given and returns the next one.
     """
 
-    def __init__(self, graph: Graph, executables: Mapping[ProgramKey, Executable]):
+    def __init__(self, graph: Any, executables: Mapping[ProgramKey, Executable]):
         self.graph = graph
         self._executables = {str(key): made for key, made in executables.items()}
         self._rules = graph.rules()

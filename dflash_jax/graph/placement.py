@@ -6,10 +6,12 @@ head: the axis that a weight's declaration names (`nn.layers.weight`). An axis t
 devices does not divide stays whole; results are the same either way, only memory and time differ.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -20,9 +22,19 @@ from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.graph.state import DecodeState
 from dflash_jax.graph.steps.pair import Params
 from dflash_jax.kernels.caches import LayerCache
-from dflash_jax.kernels.products import set_weight_layout
+from dflash_jax.kernels.products import set_weight_layout, with_kernel
 from dflash_jax.plan import Plan
-from dflash_jax.quant.layouts import StructuredWeight
+from dflash_jax.quant.layouts import (
+    QUANTISED,
+    Interleaved,
+    Joined,
+    Packed,
+    Spec,
+    StructuredWeight,
+    pack,
+)
+
+MOST_NAMED = 5  # parameters that an error lists
 
 
 @isolated_jax_config()
@@ -42,29 +54,94 @@ def place_params(planned: PlannedPair, params: Params) -> Params:
     return place(params, param_shardings(mesh, params, planned.model_axes))
 
 
-def place_params_like(planned: PlannedPair, params: Any, present: Params) -> Params:
-    """Return parameters that can replace those present, on the same devices.
+def updated_params(planned: PlannedPair, given: Any, present: Params) -> Params:
+    """Return the present parameters with others of one role or of both, on the same devices.
+
+    Args:
+      given: trees by role, "target" and "drafter"; a role that is left out keeps its parameters.
+        Floats of any precision are cast, packed and laid out as at loading. Packed weights have to
+        be those of a tree like `present`.
 
     Raises:
-      CheckpointError: they have other names, shapes or dtypes.
+      CheckpointError: parameters are missing or unknown, or have another shape or type.
     """
-    try:
-        placed = place_params(planned, params)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    plan = planned.plan
+    unpacked: dict[str, Any] = {"weights": "float", "stored": (), "kernels": "xla"}
+    unpacked["weight_layout"] = "row_major"
+    wanted = PlannedPair(planned.pair, dataclasses.replace(plan, **unpacked)).params
+    if not isinstance(given, Mapping) or wanted.keys().isdisjoint(given):
         raise CheckpointError(
-            f"what was given is no tree of parameters ({error}); give one like `engine.params`"
-        ) from error
-    given, wanted = (
-        {name: f"{x.dtype}{list(x.shape)}" for name, x in by_path(tree).items()}
-        for tree in (placed, present)
-    )
-    if wrong := sorted(given.items() ^ wanted.items()):
-        name = wrong[0][0]
-        raise CheckpointError(
-            f"the parameter {name} is {given.get(name, 'missing')}, but the engine's is"
-            f" {wanted.get(name, 'none')}; give a tree like `engine.params`, or load again"
+            f"what was given has none of {', '.join(wanted)}; give a tree like `engine.params`"
         )
+    given = {name: tree for name, tree in given.items() if name != "shared" or name not in present}
+    old = by_path({name: present[name] for name in wanted}, StructuredWeight)
+    replaced = {role: tree for role, tree in wanted.items() if role in given}
+    expected, found = by_path(replaced), by_path(given, StructuredWeight)
+    # A variable of Flax NNX is a node, whose leaf is its value.
+    found = {x if x in expected else x.removesuffix("/value"): leaf for x, leaf in found.items()}
+    problems = [f"{name} is unknown" for name in found if name not in expected]
+    for name, x in expected.items():
+        if problem := _misfit(found.get(name), x, old[name], planned.specs.get(name)):
+            problems.append(f"{name} {problem}")
+    for name, x in old.items():
+        if name not in expected and any(leaf.is_deleted() for leaf in jax.tree.leaves(x)):
+            problems.append(f"{name} was donated to another program and has to be given, too")
+    if problems:
+        more = f"; and {len(problems) - MOST_NAMED} more" * (len(problems) > MOST_NAMED)
+        raise CheckpointError(
+            f"{'; '.join(problems[:MOST_NAMED])}{more}; give a tree like `engine.params`, or load"
+            " again"
+        )
+
+    def make(path: Any, x: jax.ShapeDtypeStruct) -> Any:
+        name = path_name(path)
+        leaf, how = found[name], planned.specs.get(name)
+        if isinstance(leaf, StructuredWeight) and _alike(leaf, old[name]):
+            return leaf
+        if how:
+            return pack(np.asarray(leaf).astype(np.float32), how)
+        if isinstance(leaf, jax.Array):
+            return leaf.astype(x.dtype)
+        return np.asarray(leaf).astype(x.dtype)
+
+    made = jax.tree_util.tree_map_with_path(make, replaced)
+    made = with_kernel(made, plan.kernels != "xla")
+    placed = place_params(planned, {role: made.get(role, present[role]) for role in wanted})
     return jax.device_put(placed, jax.tree.map(lambda leaf: leaf.sharding, present))
+
+
+def _misfit(found: Any, wanted: jax.ShapeDtypeStruct, old: Any, how: Spec | None) -> str:
+    """Return why a parameter cannot take the place of another, or nothing."""
+    if found is None:
+        return "is missing"
+    if isinstance(found, jax.core.Tracer):
+        return "is traced; call this outside of functions that JAX transforms"
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(found)):
+        return "was donated to another program"
+    if _alike(found, old):
+        return ""
+    if isinstance(found, Packed | Joined) or (isinstance(found, Interleaved) and found.kind):
+        return "is packed in another way than the engine's; give floats"
+    if how and (len(how[1]) > 1 or how[1][0][0] not in QUANTISED.values()):
+        return f"is kept in its file's format, {how[1][0][0]}; load with weights='int8' or 'float'"
+    if not isinstance(found, np.ndarray | jax.Array | StructuredWeight):
+        return f"is a {type(found).__name__}; expected {wanted.dtype}{[*wanted.shape]}"
+    dtype = jax.tree.leaves(found)[0].dtype
+    kind = jnp.floating if jnp.issubdtype(wanted.dtype, jnp.floating) else jnp.integer
+    if found.shape == wanted.shape and jnp.issubdtype(dtype, kind):
+        return ""
+    return f"is {dtype}{[*found.shape]}; expected {wanted.dtype}{[*wanted.shape]}"
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Return whether two weights have the same structure, shapes and dtypes."""
+    if jax.tree.structure(a) != jax.tree.structure(b):
+        return False
+    leaves = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(
+        isinstance(x, np.ndarray | jax.Array) and (x.shape, x.dtype) == (y.shape, y.dtype)
+        for x, y in leaves
+    )
 
 
 def place_empty_state(planned: PlannedPair) -> Any:

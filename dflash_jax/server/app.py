@@ -181,7 +181,7 @@ class Server:
             request = dataclasses.replace(request, metrics=True, timings=True)
         model = self.models.named(request.model)
         if request.declared_tools:
-            grammars = model.engine.grammars
+            grammars = model.engine.core.grammars
             request = await in_thread(usable_tools, request, grammars, long=True, param="tools")
         prompts = await prepare(model, request)
 

@@ -73,7 +73,7 @@ def configuration(
 
     def make(pair: Any) -> Any:
         engine = pair.engine(_plan(options, pair))
-        engine.grammars.seconds = options.grammar_timeout
+        engine.core.grammars.seconds = options.grammar_timeout
         return engine
 
     return {name: functools.partial(make, pair) for name, pair in pairs.items()}, config

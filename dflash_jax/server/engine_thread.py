@@ -223,7 +223,7 @@ class Worker:
     def _replace(self, engine: Engine) -> None:
         """Serve from an engine that was loaded again, with the grammars of the old one."""
         assert self.engine is not None
-        engine.grammars = self.engine.grammars
+        engine.core.grammars = self.engine.core.grammars
         self.engine = engine
         self._compile(engine)
 
@@ -283,7 +283,7 @@ class Worker:
         """Return whether `_prepare` will take no longer than a trial compilation of the grammar."""
         assert self.engine is not None
         structure = job.params.structured
-        return job.cancelled or structure is None or self.engine.grammars.decide(structure)
+        return job.cancelled or structure is None or self.engine.core.grammars.decide(structure)
 
     def _prepare(self, job: Job) -> None:
         """Validate a job's request and compile its grammar, in this or a structure thread."""

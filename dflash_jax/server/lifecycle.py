@@ -23,7 +23,7 @@ COMPILED_FIRST: dict[Warm, tuple[Variant, ...]] = {  # compiled before the serve
 
 def compilation_order(engine: Engine, warm: Warm) -> tuple[tuple[Variant, ...], list[Variant]]:
     """Return the variants to compile before the server is ready, and those after that."""
-    served = [x for x in Variant if x is not Variant.CONSTRAINED or engine.grammars.available]
+    served = [x for x in Variant if x is not Variant.CONSTRAINED or engine.core.grammars.available]
     first = tuple(variant for variant in COMPILED_FIRST[warm] if variant in served)
     return first, [] if warm == "none" else [x for x in served if x not in first]
 
@@ -118,5 +118,5 @@ def rebuilt(old: Engine) -> Engine:
     old.core.runner.drop()  # there may be no room for two states
     new = Engine(graph, params, tokenizer=old.tokenizer)
     new.share_programs(old)
-    new.grammars = old.grammars
+    new.core.grammars = old.core.grammars
     return new

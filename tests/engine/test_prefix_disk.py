@@ -164,7 +164,7 @@ def test_p29_other_weights_plans_models_and_compilers_have_other_entries(
     table[:, 250] += 1  # a single column of the weights
     params = tiny.params | {"target": tiny.params["target"] | {"embed": jax.device_put(table)}}
     other = opened(tiny, folder)
-    other.params = params
+    other.update_params(params)
     assert other.generate(PROMPT, max_tokens=2).stats.cached_tokens == 0
     longer = dataclasses.replace(tiny.plan, max_length=112)
     graph, ours = tiny.graph, (tiny.graph, tiny.params)
@@ -261,7 +261,7 @@ def test_ctrl_c_while_parameters_are_replaced_keeps_the_old_ones_and_their_prefi
     before = engine.params
     monkeypatch.setattr(prefix_disk, "_digest", stopped)
     with pytest.raises(KeyboardInterrupt):
-        engine.params = dict(before)
+        engine.update_params(dict(before))
     assert engine.params is before
     assert engine.generate(PROMPT, **SAMPLED).stats.cached_tokens == 3 * CHUNK
 

@@ -124,7 +124,7 @@ def test_greedy_structured_output_takes_the_best_token_allowed(
     ids = byte_engine.generate(PROMPT, max_tokens=60, structured={"json": SCHEMA}).token_ids
     model = TargetModel(byte_engine.graph.config, byte_engine.params["target"], "float32")
     logits = np.asarray(model.forward([[*PROMPT, *ids]]).logits)[0, len(PROMPT) - 1 :]
-    grammar = byte_engine.grammars.make({"json": SCHEMA})
+    grammar = byte_engine.core.grammars.make({"json": SCHEMA})
     for token, row in zip(ids, logits, strict=False):
         words = np.zeros((1, -(-len(row) // 32)), np.uint32)
         grammar.fill(words, [])
@@ -208,7 +208,7 @@ def test_a_grammar_without_masks_fails_its_request_and_no_other(
     alone = byte_engine.generate(PROMPT, **options).token_ids
     monkeypatch.setattr(mask_thread, "SECONDS", 0.3)
     matchers = []
-    make = byte_engine.grammars.make
+    make = byte_engine.core.grammars.make
 
     def stuck(structure: Any) -> Grammar:
         grammar = make(structure)
@@ -217,7 +217,7 @@ def test_a_grammar_without_masks_fails_its_request_and_no_other(
             grammar._matcher = matchers[-1]
         return grammar
 
-    monkeypatch.setattr(byte_engine.grammars, "make", stuck)
+    monkeypatch.setattr(byte_engine.core.grammars, "make", stuck)
     hostile = byte_engine.submit(PROMPT, max_tokens=12, structured={"regex": "x+"})
     others = [byte_engine.submit(PROMPT, **options) for _ in range(2)]
     while not all(handle.done for handle in (hostile, *others)):

@@ -109,6 +109,14 @@ def places(engine: Engine, target: int, drafter: int) -> None:
     assert not state.drafter_state.target
     np.testing.assert_array_equal(state.target_state.position, state.drafter_state.position)
     np.testing.assert_array_equal(state.target_state.anchor, state.drafter_state.anchor)
+    other = jax.tree.map(lambda x: 2 * np.asarray(x), engine.params["target"])
+    for given in ({"target": other}, None):  # copies for the drafter follow
+        engine.update_params(given or engine.params)
+        shared = engine.params["shared"]
+        for name in shared:
+            jax.tree.map(np.testing.assert_array_equal, shared[name], other[name])
+        assert on(engine.params["target"]) == {target}
+        assert on((engine.params["drafter"], shared)) == {drafter}
 
 
 if __name__ == "__main__":

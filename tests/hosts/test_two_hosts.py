@@ -58,7 +58,7 @@ def test_two_hosts_give_the_tokens_of_one_process_until_one_is_killed(
             assert answers == expected
         assert expected[-1][1] == 64  # of the prompt, copied from the prefix cache
         with pytest.raises(RequestError, match="over several hosts cannot be replaced"):
-            engine.params = alone.params
+            engine.update_params(alone.params)
         stream = iter(engine.submit(prompts[0], max_tokens=100, ignore_eos=True))
         next(stream)
         os.killpg(processes[1]._process.pid, signal.SIGKILL)

@@ -51,7 +51,9 @@ def test_structures_beyond_a_length_are_refused_before_anything_reads_them(
     live: LiveServer, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[Any] = []
-    monkeypatch.setattr(live.engine.grammars, "decide", lambda given: bool(tried.append(given)))
+    monkeypatch.setattr(
+        live.engine.core.grammars, "decide", lambda given: bool(tried.append(given))
+    )
     # The length of the prompt must not matter here.
     monkeypatch.setattr(Tokenizer, "render", lambda *given, **more: "x")
     response = httpx.post(live.url + CHAT, json=ASK | change, timeout=60)

@@ -172,7 +172,7 @@ def test_serve_sets_the_time_that_a_grammar_may_take(monkeypatch: pytest.MonkeyP
     options = parser().parse_args(asked)
     options.check(options)
     assert serve.run(options) == 0
-    assert [engine.grammars.seconds for engine in opened] == [7.0, 7.0]
+    assert [engine.core.grammars.seconds for engine in opened] == [7.0, 7.0]
 
 
 def test_addresses_of_both_kinds_become_urls() -> None:

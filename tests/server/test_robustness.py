@@ -350,7 +350,7 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
     assert serves(live)
     assert live.engine is not engine
     assert (live.engine.core.meter.value, live.engine.core.runner.compiled.seconds) == (timed, 0.5)
-    assert live.engine.grammars is engine.grammars
+    assert live.engine.core.grammars is engine.core.grammars
     failures.append(True)
     live.stop()
 

@@ -59,7 +59,7 @@ def test_other_requests_are_answered_while_a_structure_is_tried(served: LiveServ
         for body in (ASK | {"logprobs": True}, CHOICE, ASK | {"guided_regex": "[ab]{3}"}):
             assert post(served, body).status_code == 200
         assert not bomb.done()
-        served.engine.grammars.close()  # ends the trial
+        served.engine.core.grammars.close()  # ends the trial
         assert bomb.result().status_code == 400
 
 
@@ -90,7 +90,7 @@ def test_prefills_and_tools_reach_the_grammar(served: LiveServer) -> None:
 
 @pytest.mark.parametrize("seconds", [0.5, 1.5])
 def test_a_structure_may_take_the_seconds_that_were_set(served: LiveServer, seconds: float) -> None:
-    served.engine.grammars.seconds = seconds
+    served.engine.core.grammars.seconds = seconds
     answer = post(served, BOMB)
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]

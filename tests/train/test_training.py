@@ -219,7 +219,7 @@ def test_one_sample_is_learnt_until_the_engine_keeps_whole_blocks(kind, draft_vo
     whole, prompt = model(), list(range(20))
     plan = Plan(max_length=64, block=4, chunk=16)
     plain = random_engine(whole.config, None, plan)
-    plain.params = {"target": whole.params}
+    plain.update_params({"target": whole.params})
     said = plain.generate(prompt, max_tokens=40).token_ids
     ids = np.asarray([prompt + said], np.int32)
     sample = [TokenRows(ids, np.arange(60)[None] >= 20, np.ones(ids.shape, bool))]

@@ -1,0 +1,346 @@
+"""Programs of a graph in one file, which runs without the code of their models.
+
+The file is a ZIP archive without compression, whose checksums reveal damage. `manifest.json` has
+the plan, shapes and the tokenizer, `programs/` StableHLO of `jax.export`, and `params/` the
+weights, if they were given. Classes of models do not occur in it: parameters are named by their
+paths, and the caches of a state are tuples of arrays.
+"""
+
+import dataclasses
+import functools
+import importlib
+import json
+import os
+import zipfile
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+
+from dflash_jax.errors import CheckpointError, PlanError, install_hint
+from dflash_jax.graph.abstract import by_path
+from dflash_jax.graph.build import compile_programs
+from dflash_jax.graph.graph import Graph, GraphPrograms
+from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.programs import STATES, Program
+from dflash_jax.graph.protocols import Draft
+from dflash_jax.graph.settings import isolated_jax_config
+from dflash_jax.graph.state import DecodeState, Logprobs, OutputColumn, RowRules, StepOutput
+from dflash_jax.graph.steps import inputs
+from dflash_jax.graph.steps.logits_processing import LogitsState
+from dflash_jax.graph.steps.rows import Segment
+from dflash_jax.kernels.products import set_weight_layout
+from dflash_jax.plan import Plan
+from dflash_jax.quant.layouts import StructuredWeight
+from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.utils.atomic import new_path
+from dflash_jax.version import __version__
+
+FORMAT = 1
+UNREADABLE = (EOFError, ValueError, TypeError, AttributeError, RuntimeError)
+MANIFEST = "manifest.json"
+CLASSES = (
+    *(DecodeState, RowRules, Logprobs, StepOutput, Draft, LogitsState, Segment),
+    *(inputs.PrefillInputs, inputs.DecodeInputs, inputs.ForcedTokensInputs),
+    *(inputs.PromptLogprobsInputs, inputs.ReplaceAnchorInputs, inputs.CopyRowInputs),
+    *(inputs.SegmentInputs, inputs.SetLogitsStateInputs),
+)
+# Arguments and results of programs; those of other versions may differ.
+INTERFACE: dict[str, list[str]] = {
+    **{cls.__name__: [field.name for field in dataclasses.fields(cls)] for cls in CLASSES},
+    "OutputColumn": [f"{column.name} {column.value}" for column in OutputColumn],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportedConfig:
+    """What programs' callers need of a target's config."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+@isolated_jax_config()
+def export(
+    graph: Graph,
+    path: str | os.PathLike[str],
+    *,
+    names: Collection[str] | None,
+    params: Any,
+    tokenizer: Tokenizer | None,
+    overwrite: bool,
+) -> None:
+    """Write programs to a file; arguments and errors as for `Graph.export`."""
+    plan = graph.plan
+    if plan.kernels != "xla":
+        raise PlanError(
+            f"kernels is {plan.kernels!r}, and only programs of XLA's kernels can be exported; make"
+            " the graph with dj.Plan(kernels='xla')"
+        )
+    if plan.two_devices or plan.mesh != (1, 1):
+        raise PlanError("programs of several devices cannot be exported; plan for one device")
+    _check_package()
+    programs = graph.programs()
+    keys = list(programs) if names is None else [graph._key(name) for name in names]
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "version": __version__,
+        "jax": jax.__version__,
+        "platform": jax.export.default_export_platform(),
+        "interface": INTERFACE,
+        "plan": plan.to_json(),
+        "config": [graph.config.vocab_size, graph.stop_tokens],
+        "forms": graph.forms,
+        "params": {name: _kind(leaf) for name, leaf in by_path(graph.params).items()},
+        "state": [_kind(leaf) for leaf in jax.tree.leaves(graph.state)],
+        "caches": [len(jax.tree.leaves(x)) for x in (graph.state.target, graph.state.drafter)],
+        "programs": [str(key) for key in keys],
+        "stored": params is not None,
+        "tokenizer": _described(tokenizer),
+    }
+    weights = {} if params is None else _fitting(manifest["params"], params, plan, graph.forms)
+    blobs = [
+        jax.export.export(jax.jit(function))(*arguments).serialize()
+        for function, arguments in (_without_classes(programs[key]) for key in keys)
+    ]
+    needed = sum(map(len, blobs)) + sum(leaf.nbytes for leaf in weights.values())
+    with (
+        new_path(Path(path), overwrite=overwrite, needed=needed) as place,
+        zipfile.ZipFile(place, "w") as archive,
+    ):
+        archive.writestr(MANIFEST, json.dumps(manifest))
+        for i, blob in enumerate(blobs):
+            archive.writestr(f"programs/{i}", blob)
+        for i, name in enumerate(manifest["params"] if weights else ()):
+            with archive.open(f"params/{i}", "w", force_zip64=True) as file:
+                file.write(np.ascontiguousarray(weights[name]).reshape(-1).view(np.uint8).data)
+
+
+def load_exported(path: str | os.PathLike[str]) -> "ExportedGraph":
+    """Load programs that `Graph.export` wrote.
+
+    The code of their models is not needed. Nothing is compiled yet.
+
+    Raises:
+      CheckpointError: the file is missing, damaged, of another version, or for another platform.
+      PlanError: the package flatbuffers is missing.
+    """
+    _check_package()
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return _read(archive, str(path))
+    except (OSError, zipfile.BadZipFile, LookupError, *UNREADABLE) as error:
+        raise CheckpointError(
+            f"{path} is missing or no whole file of Graph.export ({error}); export it again"
+        ) from error
+
+
+def _read(archive: zipfile.ZipFile, path: str) -> "ExportedGraph":
+    try:
+        manifest = json.loads(archive.read(MANIFEST))
+        written = f"dflash_jax {manifest['version']} with jax {manifest['jax']}"
+        alike = manifest["format"] == FORMAT and manifest["interface"] == INTERFACE
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} has no usable manifest ({error}); export again") from error
+    if not alike:
+        raise CheckpointError(
+            f"{path} was written by {written}, whose programs have other inputs than those of"
+            f" dflash_jax {__version__}; export it again, or use that version"
+        )
+    platform = jax.export.default_export_platform()
+    if manifest["platform"] != platform:
+        raise CheckpointError(
+            f"{path} is for {manifest['platform']}, and JAX runs on {platform} here; export it on"
+            " such a device"
+        )
+    exported = {}
+    for i, name in enumerate(manifest["programs"]):
+        step, _, variant = name.removesuffix("]").partition("[")
+        key = ProgramKey(Step(step), Variant(variant) if variant else None)
+        try:
+            made = jax.export.deserialize(bytearray(archive.read(f"programs/{i}")))
+        except (AssertionError, *UNREADABLE) as error:
+            raise CheckpointError(
+                f"{path} was written by {written}, and jax {jax.__version__} cannot read its"
+                f" programs ({error}); export it again"
+            ) from error
+        avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in made.in_avals]
+        arguments, _ = jax.tree.unflatten(made.in_tree, avals)
+        exported[key] = Program(key, made.call, arguments, STATES)
+    stored = {}
+    for i, (name, (shape, dtype)) in enumerate(manifest["params"].items()):
+        if manifest["stored"]:
+            data = np.frombuffer(archive.read(f"params/{i}"), jnp.dtype(dtype))
+            stored[name] = data.reshape(shape)
+    vocab, ends = manifest["config"]
+    config, plan = ExportedConfig(vocab, tuple(ends)), Plan.from_json(manifest["plan"])
+    return ExportedGraph(plan, config, exported, manifest, stored if manifest["stored"] else None)
+
+
+class ExportedGraph:
+    """Exported programs, in the place of a `Graph` whose modules are not there.
+
+    `compile`, `init_state`, `place_params` and `rules` are those of `Graph`, and so are the
+    compiled programs. An engine needs a `Graph`.
+
+    Attributes:
+      plan: the graph's plan.
+      config: vocabulary size and end tokens of the target.
+      params: shapes and dtypes of all parameters, by path.
+      tokenizer: the target's, or None.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        config: ExportedConfig,
+        programs: Mapping[ProgramKey, Program],
+        manifest: Mapping[str, Any],
+        stored: Mapping[str, np.ndarray] | None,
+    ):
+        """Keep what `load_exported` has read."""
+        self.plan, self.config, self._programs, self._stored = plan, config, programs, stored
+        self._manifest = manifest
+        self.params = {
+            name: jax.ShapeDtypeStruct(shape, dtype)
+            for name, (shape, dtype) in manifest["params"].items()
+        }
+        self.tokenizer = _tokenizer(manifest["tokenizer"])
+
+    def __repr__(self) -> str:
+        return f"<ExportedGraph: {', '.join(map(str, self._programs))}>"
+
+    rules = Graph.rules
+
+    @isolated_jax_config()
+    def place_params(self, params: Any = None) -> dict[str, jax.Array]:
+        """Return parameters by path, in the dtypes and layouts that programs expect.
+
+        Args:
+          params: trees by role, as for `Graph.place_params`, or arrays by path; packed weights have
+            to be packed before. By default the parameters in the file.
+
+        Raises:
+          PlanError: parameters are missing, unknown or of another shape.
+        """
+        given = self._stored if params is None else params
+        if given is None:
+            raise PlanError("the file has no parameters; give them, or export with `params`")
+        expected = self._manifest["params"]
+        return jax.device_put(_fitting(expected, given, self.plan, self._manifest["forms"]))
+
+    @isolated_jax_config()
+    def init_state(self) -> DecodeState:
+        """Return a state with every row at position 0."""
+        leaves = [jnp.zeros(shape, dtype) for shape, dtype in self._manifest["state"]]
+        target, drafter = self._manifest["caches"]
+        caches = tuple(leaves[:target]), tuple(leaves[target : target + drafter])
+        return DecodeState(*caches, *leaves[target + drafter :])
+
+    def compile(self, names: Collection[str] | None = None) -> GraphPrograms:
+        """Compile programs, as `Graph.compile` does; by default all of the file."""
+        known = {str(key): key for key in self._programs}
+        keys = []
+        for name in known if names is None else names:
+            key = known.get(name) or known.get(f"{name}[{Variant.GREEDY}]")
+            if key is None:
+                raise PlanError(f"no program {name!r}; the file has {', '.join(known)}")
+            keys.append(key)
+        return GraphPrograms(self, compile_programs(self._programs[key] for key in keys))
+
+
+def _check_package() -> None:
+    """Check that JAX can read and write programs, and prepare it for our classes."""
+    try:
+        importlib.import_module("flatbuffers")  # which `jax.export` needs
+    except ImportError as error:
+        raise PlanError(f"exported programs need flatbuffers; {install_hint('export')}") from error
+    _register()
+
+
+@functools.cache
+def _register() -> None:
+    """Let JAX write the classes of arguments and results by name, with their static fields."""
+    for cls in CLASSES:
+        jax.export.register_pytree_node_serialization(
+            cls,
+            serialized_name=f"dflash_jax.{cls.__name__}",
+            serialize_auxdata=lambda static: json.dumps(static).encode(),
+            deserialize_auxdata=lambda text: tuple(json.loads(bytes(text))),
+        )
+
+
+def _without_classes(program: Program) -> tuple[Any, tuple[Any, ...]]:
+    """Return a program as a function of `_plain` trees, and its arguments."""
+    params, *rest = program.arguments
+    names, structure, others = list(by_path(params)), jax.tree.structure(params), tuple(rest)
+    rest_structure = jax.tree.structure(others)
+
+    def call(named: dict[str, Any] | None, *plain: Any) -> Any:
+        whole = jax.tree.unflatten(structure, [(named or {})[name] for name in names])
+        given = jax.tree.unflatten(rest_structure, jax.tree.leaves(plain))
+        return _plain(program.function(whole, *given))
+
+    call.__name__ = "_".join(filter(None, program.key))
+    return call, (None if params is None else by_path(params), *_plain(others))
+
+
+def _plain(tree: Any) -> Any:
+    """Return a tree in which caches of models are tuples of arrays."""
+
+    def plain(x: Any) -> Any:
+        if not isinstance(x, DecodeState | Segment):
+            return x
+        target, drafter = (tuple(jax.tree.leaves(part)) for part in (x.target, x.drafter))
+        return dataclasses.replace(x, target=target, drafter=drafter)
+
+    return jax.tree.map(plain, tree, is_leaf=lambda x: isinstance(x, DecodeState | Segment))
+
+
+def _kind(leaf: Any) -> tuple[list[int], str]:
+    return [*leaf.shape], str(leaf.dtype)
+
+
+def _fitting(
+    expected: Mapping[str, Any], given: Any, plan: Plan, forms: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return arrays by path, laid out and cast as programs expect them."""
+    if wrong := [name for name, x in by_path(given).items() if not hasattr(x, "dtype")]:
+        raise PlanError(f"the parameter {wrong[0]} is no array; give trees by role")
+    tree = jax.tree.map(lambda x: x, given, is_leaf=lambda x: isinstance(x, StructuredWeight))
+    if isinstance(tree, dict):
+        set_weight_layout(tree, plan.weight_layout, forms)  # in the copy
+    found = by_path(tree)
+    for name in dict.fromkeys([*expected, *found]):
+        x = found.get(name)
+        kind = _kind(x) if hasattr(x, "dtype") else None
+        wanted = (list(expected[name][0]), expected[name][1]) if name in expected else None
+        alike = kind and wanted and kind[0] == wanted[0] and _is_float(kind) == _is_float(wanted)
+        if not alike:
+            given = f"{kind[1]}{kind[0]}" if kind else "missing"
+            expects = f"{wanted[1]}{wanted[0]}" if wanted else "none"
+            raise PlanError(f"the parameter {name} is {given}; expected {expects}")
+    return {name: found[name].astype(jnp.dtype(dtype)) for name, (_, dtype) in expected.items()}
+
+
+def _is_float(kind: tuple[list[int], str]) -> bool:
+    return jnp.issubdtype(jnp.dtype(kind[1]), jnp.floating)
+
+
+def _described(tokenizer: Tokenizer | None) -> Any:
+    if tokenizer is None:
+        return None
+    templates = tokenizer.template, tokenizer.tool_template
+    return tokenizer.core.to_str(), *templates, tokenizer.specials
+
+
+def _tokenizer(described: Any) -> Tokenizer | None:
+    if described is None:
+        return None
+    core, template, tool_template, specials = described
+    return Tokenizer(tokenizers.Tokenizer.from_str(core), template, specials, tool_template)
