@@ -5,10 +5,9 @@ google-tunix 0.1.7: layers are numbered in a list, and projections are [in, head
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
 from dflash_jax.config import TargetConfig
@@ -83,9 +82,7 @@ def from_arrays(arrays: Any, config: TargetConfig, *, dtype: str = "float32") ->
       CheckpointError: parameters are missing, unknown or of another shape, or not finite.
       ConfigError: the dtype is unknown.
     """
-    found_leaves = jax.tree_util.tree_leaves_with_path(arrays)
-    leaves = {jax.tree_util.keystr(x, simple=True, separator="/"): leaf for x, leaf in found_leaves}
-    leaves = {name.removesuffix("/value"): leaf for name, leaf in leaves.items()}
+    leaves = dict(_leaves(arrays))
     if wrong := [name for name, leaf in leaves.items() if not hasattr(leaf, "dtype")]:
         raise CheckpointError(f"{wrong[0]} is no array; give arrays by name, or an NNX state")
     if "embedder/input_embedding" in leaves:
@@ -95,6 +92,16 @@ def from_arrays(arrays: Any, config: TargetConfig, *, dtype: str = "float32") ->
         tied, folder = config.tie_embeddings, families.folder(config)
         found = huggingface.target(NamedArrays(leaves), tied=tied, folder=folder)
     return load(found, config, dtype, where="the arrays that were given")
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested mappings and lists by path, variables of NNX as their values."""
+    if isinstance(tree, Mapping | list | tuple):
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        for key, inner in items:
+            yield from _leaves(inner, f"{path}/{key}" if path else str(key))
+    else:
+        yield path, tree.get_value() if hasattr(tree, "get_value") else tree
 
 
 def to_arrays(params: Params, config: TargetConfig, *, naming: Naming) -> dict[str, Any]:

@@ -70,7 +70,7 @@ uses = {
     "busy": lambda: made.core.busy,
     "warm_up": lambda: made.warm_up("sampled"),
     "close": made.close,
-    "params": lambda: setattr(made, "params", made.params),
+    "params": lambda: made.update_params(made.params),
     "forward": lambda: model.forward([[1]]),
     "load": lambda: dj.load("tiny"),
     "load_target": lambda: dj.load_target("tiny"),

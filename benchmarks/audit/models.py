@@ -21,6 +21,9 @@ import dflash_jax as dj
 from benchmarks.audit.scenario import VARIANTS, Limits
 from benchmarks.cases import heldout
 from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.config.gemma3 import Gemma3Config
+from dflash_jax.config.rope import RopeConfig
+from dflash_jax.config.smollm3 import SmolLM3Config
 from dflash_jax.engine.engine import Engine
 from dflash_jax.graph import Graph
 from dflash_jax.graph.keys import Variant
@@ -61,6 +64,19 @@ FAMILIES: dict[str, TargetConfig] = {
     "gemma4": tiny_gemma(**DENSE),
     "gemma4, experts, shared keys, per-layer inputs": tiny_gemma(),
     "gpt_oss": tiny_gpt_oss(),
+    "qwen2": tiny_target(model_type="qwen2", qkv_bias=True),
+    "mistral": tiny_target(model_type="mistral", windows=(12, 12, 12)),
+    "smollm3": SmolLM3Config(**vars(tiny_target(model_type="smollm3")), unrotated=(1,)),
+    "gemma3": Gemma3Config(
+        **vars(tiny_target(model_type="gemma3_text", windows=(10, None, 10), qk_norm=True)),
+        full_rope=RopeConfig(theta=1e6),
+    ),
+    "olmo2": tiny_target(model_type="olmo2", joint_norm=True, norm_before=False, norm_after=True),
+    "granite": tiny_target(
+        model_type="granite", embedding_scale=3.0, score_scale=0.2, logit_divisor=4.0
+    ),
+    "glm4": tiny_target(model_type="glm4", norm_after=True, rotated=4, rotated_neighbours=True),
+    "phi3": tiny_target(model_type="phi3", rotated=4),
 }
 FULL: dict[str, Any] = {"windows": (None, None), "causal": (False, False)}
 DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # kind and fields
