@@ -206,12 +206,12 @@ class Tuning:
             about, entries = found["about"], [Measured(**x) for x in found["measured"]]
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise RequestError(
-                f"{self._kept} cannot be read ({error}); remove it to measure anew"
+                f"{self._kept} cannot be read ({error}); remove it to start over"
             ) from error
         if about != self._about:
             raise RequestError(
                 f"{self._kept} was measured with other models, options or prompts; remove it to"
-                " measure anew"
+                " start over"
             )
         self.measured = {x.candidate: x for x in entries}
         self._report(f"going on after {len(entries)} candidates in {self._kept}")
