@@ -44,6 +44,7 @@ class Family:
       optional_window: whether `sliding_window` counts only with `use_sliding_window`.
       any_width: whether native kernels give a token the same bits in calls of any width, which
         `tests/kernels/test_widths.py` shows. It does without experts only.
+      module: the family whose module runs its configurations, too; its own by default.
     """
 
     config: type[Any]
@@ -53,6 +54,7 @@ class Family:
     defaults: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
     optional_window: bool = False
     any_width: bool = False
+    module: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ def from_hf(f: Fields) -> TargetConfig:
 FAMILY = Family(
     config=TargetConfig,
     from_hf=from_hf,
+    module="llama",
     model_types=("granite",),
     gguf=("granite",),
     defaults={"granite": {"max_position_embeddings": 2048}},

@@ -22,6 +22,7 @@ def from_hf(f: Fields) -> TargetConfig:
 FAMILY = Family(
     config=TargetConfig,
     from_hf=from_hf,
+    module="llama",
     any_width=True,
     model_types=("mistral", "ministral"),
     defaults={"mistral": _SIZES, "ministral": _SIZES},

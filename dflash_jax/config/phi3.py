@@ -50,6 +50,7 @@ def _without_share(f: Fields) -> dict[str, Any]:
 FAMILY = Family(
     config=TargetConfig,
     from_hf=from_hf,
+    module="llama",
     model_types=("phi3",),
     gguf=("phi3",),
     defaults={"phi3": {"max_position_embeddings": 4096}},

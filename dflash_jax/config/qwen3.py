@@ -13,6 +13,7 @@ def from_hf(f: Fields) -> TargetConfig:
 FAMILY = Family(
     config=TargetConfig,
     from_hf=from_hf,
+    module="llama",
     any_width=True,
     model_types=("qwen3",),
     gguf=("qwen3",),

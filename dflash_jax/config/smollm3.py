@@ -52,6 +52,7 @@ def from_hf(f: Fields) -> SmolLM3Config:
 FAMILY = Family(
     config=SmolLM3Config,
     from_hf=from_hf,
+    module="llama",
     any_width=True,
     model_types=("smollm3",),
     gguf=("smollm3",),

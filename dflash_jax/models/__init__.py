@@ -1,13 +1,13 @@
 """Modules of target families and drafter kinds: one file each, found by name.
 
-The file has the name of the one in `dflash_jax/config` that registers the family. It provides
-`build(config)`, the module (see `graph.protocols`).
+The file has the name of the one in `dflash_jax/config` that registers the family, unless that one
+names another (`Family.module`). It provides `build(config)`, the module (see `graph.protocols`).
 """
 
 from typing import Any
 
 from dflash_jax.config import DrafterConfig, TargetConfig, family_of, paired
-from dflash_jax.config.family import MODEL, part
+from dflash_jax.config.family import MODEL, part, target_families
 from dflash_jax.graph import Graph, Pair
 from dflash_jax.plan import Plan
 
@@ -18,7 +18,8 @@ def build_target(config: TargetConfig) -> Any:
     Raises:
       ConfigError: the family is not known.
     """
-    return part(family_of(config.model_type), MODEL).build(config)
+    name = family_of(config.model_type)
+    return part(target_families()[name].module or name, MODEL).build(config)
 
 
 def build_drafter(config: DrafterConfig) -> Any:

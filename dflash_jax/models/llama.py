@@ -1,4 +1,4 @@
-"""Llama 3.x: llama3-scaled rotary embedding, no norm on queries and keys."""
+"""Llama, and all families of which the config says how they differ from it."""
 
 import flax.linen as nn
 
@@ -7,5 +7,5 @@ from dflash_jax.nn.decoder import Decoder
 
 
 def build(config: TargetConfig) -> nn.Module:
-    """Return the target module of a Llama config."""
+    """Return the shared decoder for a config."""
     return Decoder(config)

@@ -19,7 +19,7 @@ from dflash_jax.config import TargetConfig
 from dflash_jax.errors import ConfigError
 from dflash_jax.graph.build import jit
 from dflash_jax.loading import load_target
-from dflash_jax.models import qwen3
+from dflash_jax.models import llama
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train import evaluate, loop, optimizer, regenerate, rows, run, training
 from dflash_jax.train import target as pretraining
@@ -125,7 +125,7 @@ def target(work: Work) -> None:
     pad = vocabulary.token_id(made, vocabulary.END_OF_TEXT)
     ends = vocabulary.token_id(made, vocabulary.TURN_END), pad
     first = preset.target_config(ends, preset.phases[0].layers)
-    params = pretraining.initial(qwen3.build(first), first, preset.seed)
+    params = pretraining.initial(llama.build(first), first, preset.seed)
     for i, phase in enumerate(preset.phases):
         params = trained(work, preset.target_config(ends, phase.layers), params, i)
     with saved_as(work.path("target"), folder=True) as partial:
@@ -140,7 +140,7 @@ def trained(work: Work, config: TargetConfig, params: dict, i: int) -> dict:
 
     Each phase starts with a new optimizer state.
     """
-    phase, model = work.preset.phases[i], qwen3.build(config)
+    phase, model = work.preset.phases[i], llama.build(config)
     params = pretraining.deepened(params, config.num_layers)
     maker = optimizer.build(phase.schedule, decay=WEIGHT_DECAY)
     settings = loop.TrainingRun(
