@@ -25,7 +25,7 @@ from dflash_jax.plan import Plan, Weights
 from dflash_jax.quant.layouts import pack_tree
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.train.recipes import FLOAT, Bucket
+from dflash_jax.train.recipes import FLOAT, INT8, Bucket
 
 MOST_ENGINES = 4  # that decode concurrently
 PREFIXES = 1 << 28  # bytes of an engine's cached prefixes
@@ -41,7 +41,8 @@ class EnginePool:
         nothing shared, by default.
       tokenizer: for requests with stop texts.
       most: engines that decode concurrently.
-      weights: format of the target's matrices while decoding; int8 is faster on a CPU.
+      weights: format of the target's matrices while decoding; int8 is faster on a CPU, and has
+        int8 caches unless taps are recorded.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class EnginePool:
             dtype=self._model.dtype,
             weights=self._weights,
             exact=False,
+            kv_dtype="int8" if self._weights == INT8 and not self._pair.drafter else "auto",
             block=2 if self._pair.drafter else 0,
             chunk=self._chunk,
             prefix_cache=PREFIXES if self._chunk else 0,

@@ -171,7 +171,7 @@ def sums(
         part.tokens, part.wanted, features.best, part.anchors, part.alive, width
     )
     blocks = Blocks(anchors=part.anchors, labels=labels, counts=counts)
-    drafter = rounded(params, recipe.dtype) | frozen.get(FIXED, {})
+    drafter = rounded(params, recipe.training_dtype) | frozen.get(FIXED, {})
     both = {"target": frozen, "drafter": drafter}
     return objective.sums(recipe, scores(pair, both, recipe, features, part.tokens, blocks), counts)
 

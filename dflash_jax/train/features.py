@@ -308,6 +308,42 @@ class FeatureCache:
         return TargetFeatures(taps, best, hidden)  # pyrefly: ignore
 
 
+@dataclasses.dataclass(frozen=True)
+class FeatureReader:
+    """Computes features of the rows of a run when they are asked for, in a program of its own."""
+
+    rows: Sequence[TokenRows]
+    read: Callable[[Array], TargetFeatures]
+
+    def at(self, bucket: int, rows: np.ndarray) -> TargetFeatures:
+        """Return the features of the given rows of a bucket."""
+        return self.read(jnp.asarray(self.rows[bucket].tokens[rows], jnp.int32))
+
+
+def quantised_reader(
+    pair: Pair,
+    model: TargetModel,
+    buckets: Sequence[TokenRows],
+    *,
+    weights: Weights,
+    dtype: Any,
+    keep: bool,
+) -> FeatureReader | None:
+    """Return a reader by native kernels; None where there are none for the weights.
+
+    The step, which has XLA's products, then computes the features itself.
+
+    Args:
+      weights: see `reader`.
+      keep: whether `TargetFeatures.hidden` is wanted.
+    """
+    native, params = reader(pair, model, weights)
+    if native is pair:
+        return None
+    call = jit(functools.partial(target_features, native, dtype=dtype, keep=keep))
+    return FeatureReader(buckets, functools.partial(call, params))
+
+
 def _names(rows: TokenRows) -> list[bytes]:
     return [digest(ids[real]) for ids, real in zip(rows.tokens, rows.real, strict=True)]
 

@@ -111,13 +111,22 @@ def draft_tokens(
 
 
 def with_draft_vocabulary(
-    params: Params, target: Params, tokens: np.ndarray
+    params: Params, target: Params, tokens: np.ndarray, start: Params | None = None
 ) -> tuple[Params, Params]:
     """Return parameters with a head for the given tokens, and the table of these tokens.
 
     The table is not trained: see `drafter.FIXED`.
+
+    Args:
+      start: parameters of a drafter with a vocabulary of its own. Its head's columns are kept for
+        the tokens that are in both; the others' are the target's.
     """
-    head = jnp.array(target["head"][:, tokens], jnp.float32)
+    head = np.array(target["head"][:, tokens], np.float32)
+    if start:
+        before = np.asarray(start["d2t"]) + np.arange(len(start["d2t"]))
+        _, new, old = np.intersect1d(tokens, before, return_indices=True)
+        head[:, new] = np.asarray(start["head"], np.float32)[:, old]
+    head = jnp.asarray(head)
     trained = {name: x for name, x in params.items() if name != "d2t"} | {"head": head}
     offsets = np.asarray(tokens - np.arange(len(tokens)), np.int32)
     return trained, {FIXED: {"d2t": jnp.asarray(offsets)}}

@@ -20,6 +20,7 @@ ONLINE, CACHE = FEATURES = ("online", "cache")
 FLOAT, INT8, INT4 = TARGET_WEIGHTS = ("float", "int8", "int4")
 REGENERATED, GIVEN, MIXED = ANSWERS = ("target", "given", "mixed")
 FRESH, LAYERS = INITIALS = ("fresh", "layers")
+SAME, *_ = DRAFTER_DTYPES = ("same", "float32", "bfloat16")
 MUON, ADAMW = OPTIMIZERS = ("muon", "adamw")
 LARGEST = 2**31 - 1  # int32
 
@@ -28,7 +29,7 @@ BUCKET = {"length": (3, LARGEST), "rows": (1, LARGEST)}
 SCHEDULE = {"steps": (1, LARGEST), "rate": (1e-12, 1e3), "save_every": (1, LARGEST)}
 LATER: dict[str, Any] = {  # settings of later versions, and their defaults
     "confidence_head": True, "mixture": (), "follow_ups": 0.0, "greedy_share": 0.0,
-    "long_share": 0.0, "long_tokens": 512,
+    "long_share": 0.0, "long_tokens": 512, "drafter_dtype": "same",
 }  # fmt: skip
 OF_NONE = ("seed", "inner", "heads", "kv_heads", "head_dim", "draft_vocab", "prompts",
            "text_prompts", "given", "held_out", "anchors")  # fmt: skip
@@ -100,6 +101,7 @@ class Recipe:
       parts: sequential parts of a batch: the same gradient in less memory.
       features: run the target in each step (online), or once over all rows (cache, on disk).
       dtype: of the target and of the drafter's computation; drafter weights stay float32.
+      drafter_dtype: another dtype of the drafter's computation, or same.
       target_weights: the target's matrices in float, or rounded as `Plan.weights` int8 or int4
         rounds them; it answers with the kernels of that format, faster on a CPU.
       answers: target (it rewrites assistant turns and continues plain text), given (both are
@@ -154,6 +156,7 @@ class Recipe:
     parts: int = 1
     features: str = ONLINE
     dtype: str = "float32"
+    drafter_dtype: str = SAME
     target_weights: Weights = "float"
     answers: str = REGENERATED
     prompts: int
@@ -186,6 +189,7 @@ class Recipe:
             "answers": ANSWERS,
             "optimizer": OPTIMIZERS,
             "initial": INITIALS,
+            "drafter_dtype": DRAFTER_DTYPES,
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -210,6 +214,11 @@ class Recipe:
                 f"buckets have {[b.rows for b in self.buckets]} rows in a batch; every number must"
                 f" be a multiple of {self.devices} devices x {self.parts} parts"
             )
+
+    @property
+    def training_dtype(self) -> str:
+        """The dtype of the drafter's computation."""
+        return self.dtype if self.drafter_dtype == SAME else self.drafter_dtype
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -185,6 +185,15 @@ def fit(
     place = Placement(recipe.devices)
     store = feature_store(out, model, config, recipe)
     cache = cached_features(store, pair, model, recipe, batches, report)
+    if store is None:
+        cache = features.quantised_reader(
+            pair,
+            model,
+            batches.rows,
+            weights=recipe.target_weights,
+            dtype=recipe.dtype,
+            keep=objective.wants_distribution(recipe),
+        )
     maker = optimizer.build(recipe.schedule, decay=recipe.weight_decay, kind=recipe.optimizer)
     advanced = drafter.step(pair, recipe, maker)
     program = jit(advanced, donate=(0,), static_argnums=(5,), out_shardings=place.everywhere)
@@ -240,10 +249,8 @@ def first_params(
         report(f"the drafter starts with {origin}")
     if not recipe.draft_vocab:
         return params, {}
-    if start:  # of the same vocabulary: its tokens and its head
-        return params, {drafter.FIXED: {"d2t": params.pop("d2t")}}
     tokens = initial_weights.draft_tokens(rows, recipe.draft_vocab, model.config, report)
-    return initial_weights.with_draft_vocabulary(params, model.params, tokens)
+    return initial_weights.with_draft_vocabulary(params, model.params, tokens, start)
 
 
 class Placement:

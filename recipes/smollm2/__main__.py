@@ -86,6 +86,9 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--archive", type=Path, default=SHIPPED)
         if function in (train, ship):
             command.add_argument("--only", choices=tuple(DRAFTERS), default="v1")
+        if function is train:
+            text = "folder of a drafter to start from, of the recipe's shape"
+            command.add_argument("--start", type=Path, help=text)
         if function is ship:
             command.add_argument("--draft-tokens", type=int, default=DRAFT_TOKENS)
             command.add_argument("--folder", type=Path, default=FOLDER)
@@ -128,11 +131,18 @@ def compare(options: argparse.Namespace) -> None:
 
 def train(options: argparse.Namespace) -> None:
     """Train the chosen drafter."""
-    trained_drafter(options, options.run / options.only, DRAFTERS[options.only])
+    out = options.run / options.only
+    trained_drafter(options, out, DRAFTERS[options.only], options.start)
 
 
-def trained_drafter(options: argparse.Namespace, out: Path, settings: Sequence[str]) -> None:
-    """Train and measure a drafter whose settings differ from the preset's."""
+def trained_drafter(
+    options: argparse.Namespace, out: Path, settings: Sequence[str], start: Path | None = None
+) -> None:
+    """Train and measure a drafter whose settings differ from the preset's.
+
+    Args:
+      start: another drafter, by default layers of the target.
+    """
     to_stderr(f"-- {out.name} {' '.join(settings)}")
     chosen = chosen_recipe(options, settings)
     training.run(
@@ -141,6 +151,7 @@ def trained_drafter(options: argparse.Namespace, out: Path, settings: Sequence[s
         out,
         chosen,
         report=to_stderr,
+        start=start,
         data_of=options.run / "data",
     )
 

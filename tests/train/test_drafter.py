@@ -166,18 +166,19 @@ def assert_alike(one: Any, two: Any) -> None:
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-6), one, two)
 
 
-def test_a_bfloat16_recipe_trains_float32_weights_by_bfloat16_products():
-    """Activations are those of a bfloat16 engine; the weights stay float32."""
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_bfloat16_drafter_trains_float32_weights_by_bfloat16_products(dtype):
+    """Activations are those of a bfloat16 drafter, whatever the target's; weights stay float32."""
     target = tiny_target(num_layers=1)
     shape = {"num_layers": 1, "windows": (None,), "causal": (False,), "target_layer_ids": (0,)}
     config = tiny_drafter(target, "dflash", block_size=BLOCK, **shape)
     params = jax.device_put(random_params(build_pair(target, config), seed=3))
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params["target"])
-    recipe = dataclasses.replace(SMOKE, dtype="bfloat16")
+    half = jax.tree.map(lambda x: x.astype(dtype), params["target"])
+    recipe = dataclasses.replace(SMOKE, dtype=dtype, drafter_dtype="bfloat16")
     run = functools.partial(drafter.gradient, build_pair(target, config), recipe)
     rows = rows_of_four()
     slope, logged = jax.jit(run, static_argnums=(5,))(params["drafter"], half, rows, None, 7, 5)
-    exact = dataclasses.replace(recipe, dtype="float32")
+    exact = dataclasses.replace(recipe, dtype="float32", drafter_dtype="same")
     run = functools.partial(drafter.gradient, build_pair(target, config), exact)
     wanted, _ = jax.jit(run, static_argnums=(5,))(
         params["drafter"], params["target"], rows, None, 7, 5

@@ -100,6 +100,25 @@ def test_features_recorded_while_decoding_are_those_of_a_second_pass(
             np.testing.assert_array_equal(best, np.asarray(theirs.best)[:, :-1][decided])
 
 
+def test_quantised_features_of_a_step_are_those_of_the_cache(tmp_path: Path) -> None:
+    model = rounded(target(tiny_target(num_layers=4)), "int8")
+    tokens = np.random.default_rng(1).integers(0, 97, (6, 24)).astype(np.int32)
+    everything = np.ones(tokens.shape, bool)
+    rows = [TokenRows(tokens, everything, everything)]
+    pair = build_pair(model.config, tiny_drafter(model.config, target_layer_ids=LAYERS))
+    how = {"dtype": "float32", "keep": False}
+    assert features.quantised_reader(pair, model, rows, weights="float", **how) is None
+    read = features.quantised_reader(pair, model, rows, weights="int8", **how)
+    if read is None:
+        pytest.skip("there are no native kernels on this processor")
+    cached = passed(store_in(tmp_path / "features"), model, rows, "int8")
+    chosen = np.asarray([4, 1])
+    found, expected = read.at(0, chosen), cached.at(0, chosen)
+    np.testing.assert_array_equal(found.best, expected.best)
+    for tap, other in zip(found.taps, expected.taps, strict=True):
+        np.testing.assert_allclose(tap, np.asarray(other, np.float32), atol=5e-3)
+
+
 def test_recorded_features_survive_a_kill_at_every_point(tmp_path: Path) -> None:
     model, asked = target(tiny_target(num_layers=4)), prompts(26)
 

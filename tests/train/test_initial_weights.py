@@ -118,6 +118,16 @@ def test_tokens_outside_the_draft_vocabulary_count_as_wrong_and_have_no_loss() -
     assert totals.weight == 2
 
 
+def test_a_drafter_that_starts_another_keeps_its_columns_for_common_tokens() -> None:
+    before = {"d2t": np.asarray([3, 5, 9]) - np.arange(3), "head": np.full((32, 3), [1, 2, 3.0])}
+    tokens = np.asarray([2, 5, 8, 9])
+    params, fixed = initial_weights.with_draft_vocabulary({"head": 0}, PARAMS, tokens, before)
+    head = np.asarray(params["head"])
+    np.testing.assert_array_equal(head[:, [1, 3]], np.full((32, 2), [2, 3.0]))
+    np.testing.assert_array_equal(head[:, [0, 2]], PARAMS["head"][:, [2, 8]])
+    assert (np.asarray(fixed[drafter.FIXED]["d2t"]) + np.arange(4)).tolist() == tokens.tolist()
+
+
 def test_draft_vocabularies_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match="draft_vocab is 97, but the target has 97 tokens"):
         new_drafter(dataclasses.replace(SMOKE, draft_vocab=97), TARGET, 96)
