@@ -28,7 +28,7 @@ from recipes.smollm2 import card, comparison
 
 STOPPED = 3
 DRAFT_TOKENS = 2  # of a step by default: the fastest on a CPU (docs/benchmarks.md)
-SHIPPED = Path(__file__).with_name("answers.tar.xz")
+ARCHIVES = Path(__file__).parent  # of prompts and answers, one for each preset
 FOLDER = Path(dflash_jax.__file__).with_name("data") / "smollm2"
 # The drafters of the comparison: what differs from the preset.
 DRAFTERS: dict[str, tuple[str, ...]] = {
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
             names = {"choices": tuple(DRAFTERS), "default": tuple(DRAFTERS)}
             command.add_argument("--only", nargs="+", **names)
         if function is pack:
-            command.add_argument("--archive", type=Path, default=SHIPPED)
+            command.add_argument("--archive", type=Path, help="by default the shipped one")
         if function in (train, ship):
             command.add_argument("--only", choices=tuple(DRAFTERS), default="v1")
         if function is train:
@@ -99,7 +99,7 @@ def data(options: argparse.Namespace) -> None:
     """Make the data of all drafters."""
     folder = options.run / "data"
     if options.shipped and not folder.exists():
-        unpack(SHIPPED, folder)
+        unpack(ARCHIVES / f"{options.preset}.tar.xz", folder)
     chosen = chosen_recipe(options)
     training.prepare(options.target, source(chosen), folder, chosen, report=to_stderr)
 
@@ -157,19 +157,15 @@ def trained_drafter(
 
 
 def pack(options: argparse.Namespace) -> None:
-    """Pack everything that decides the rows, which are made again from it.
-
-    Of a mixture, which has many answers, that is the prompts without the answers.
-    """
+    """Pack everything that decides the rows, which are made again from it."""
     folder = options.run / "data"
     names = ["run.json", *data_files(folder)]
     if missing := {ANSWERS, ROWS} - set(names):
         raise ConfigError(f"{folder} has no {', '.join(sorted(missing))}; run `data` first")
-    if chosen_recipe(options).mixture:
-        names = [name for name in names if name not in (ANSWERS, ROWS)]
-    with saved_as(options.archive) as partial, tarfile.open(partial, "w:xz") as archive:
+    archive = options.archive or ARCHIVES / f"{options.preset}.tar.xz"
+    with saved_as(archive) as partial, tarfile.open(partial, "w:xz") as packed:
         for name in names:
-            archive.add(folder / name, name, filter=anonymous)
+            packed.add(folder / name, name, filter=anonymous)
 
 
 def ship(options: argparse.Namespace) -> None:
@@ -181,7 +177,13 @@ def ship(options: argparse.Namespace) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Make the folder of a run from an archive that `pack` made."""
+    """Make the folder of a run from an archive that `pack` made.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    if not archive.is_file():
+        raise ConfigError(f"there is no {archive.name}; run `data` without --shipped")
     with saved_as(folder, folder=True) as partial, tarfile.open(archive) as packed:
         packed.extractall(partial, filter="data")
 

@@ -14,8 +14,9 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.train.recipes import recipe
 from dflash_jax.train.rows import load as rows_of
+from dflash_jax.train.setup import OF_ROWS
 from recipes.smollm2 import card
-from recipes.smollm2.__main__ import SHIPPED, main, unpack
+from recipes.smollm2.__main__ import ARCHIVES, main, unpack
 
 SETTINGS = ["turn_tokens=48", "steps=24", "save_every=4", "held_out=4", "taps=1,3"]
 SETTINGS += ["turn_scripts=any", "features=cache"]
@@ -67,13 +68,13 @@ def test_a_recipe_killed_in_every_stage_ends_with_the_same_bytes(tmp_path: Path)
 def test_packed_answers_give_the_rows_they_were_packed_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    archive = tmp_path / "answers.tar.xz"
+    archive = tmp_path / "smoke.tar.xz"
     assert main(line(tmp_path / "first", *DATA)) == 0
     for _ in range(2):
         assert main(line(tmp_path / "first", "pack", "--archive", str(archive))) == 0
         packed = archive.read_bytes()
     assert archive.read_bytes() == packed
-    monkeypatch.setattr("recipes.smollm2.__main__.SHIPPED", archive)
+    monkeypatch.setattr("recipes.smollm2.__main__.ARCHIVES", tmp_path)
     monkeypatch.setattr("dflash_jax.train.regenerate.local_decoder", no_decoder)
     assert main(line(tmp_path / "second", *DATA, "--shipped")) == 0
     assert main(line(tmp_path / "second", *TRAIN)) == 0
@@ -90,10 +91,10 @@ def test_packed_answers_give_the_rows_they_were_packed_from(
 
 
 @pytest.mark.soak
-def test_a_mixture_is_packed_as_prompts_and_measured_by_kind(
+def test_a_mixture_is_packed_with_its_kinds_and_measured_by_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    archive = tmp_path / "answers.tar.xz"
+    archive = tmp_path / "smoke.tar.xz"
     own = ["mixture=chat:1,code:1,arithmetic:1", "follow_ups=0.4", "greedy_share=0.5"]
     own += ["temperature=0.7", "anchors=0", "weights=dpace", "features=online", "held_out=12"]
     common = [f"--set={x}" for x in own]
@@ -104,7 +105,8 @@ def test_a_mixture_is_packed_as_prompts_and_measured_by_kind(
 
     run("first", *DATA)
     run("first", "pack", "--archive", str(archive))
-    monkeypatch.setattr("recipes.smollm2.__main__.SHIPPED", archive)
+    monkeypatch.setattr("recipes.smollm2.__main__.ARCHIVES", tmp_path)
+    monkeypatch.setattr("dflash_jax.train.regenerate.local_decoder", no_decoder)
     run("second", *DATA, "--shipped")
     for name in ("answers.jsonl", "turns.code.jsonl", "turns.follow-up.jsonl"):
         made = [(tmp_path / folder / "data" / name).read_bytes() for folder in ("first", "second")]
@@ -141,6 +143,14 @@ def test_drafters_of_several_shapes_are_compared(
 
 def no_decoder(*arguments: object, **options: object) -> None:
     """Stand in for the decoder of answers, all of which are packed."""
+
+
+def test_answers_that_are_not_shipped_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(line(tmp_path, "data", "--shipped")) == 2
+    assert "there is no smoke.tar.xz; run `data` without --shipped" in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()
 
 
 def test_data_must_be_there_to_be_packed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -180,12 +190,14 @@ def test_a_card_has_the_curve_and_the_figures() -> None:
         assert text in words
 
 
-def test_the_shipped_answers_are_those_of_the_preset(tmp_path: Path) -> None:
-    unpack(SHIPPED, tmp_path / "data")
+@pytest.mark.parametrize("preset", ["smollm2", "smollm2-mixture"])
+def test_the_shipped_answers_are_those_of_the_preset(preset: str, tmp_path: Path) -> None:
+    unpack(ARCHIVES / f"{preset}.tar.xz", tmp_path / "data")
     recorded = json.loads((tmp_path / "data/run.json").read_text(encoding="utf-8"))
-    asked = recipe("smollm2").settings
-    assert recorded["recipe"] == json.loads(json.dumps(asked))
-    assert recorded["self_written"] == recipe("smollm2").prompts
+    asked = json.loads(json.dumps(recipe(preset).settings))
+    for name in OF_ROWS:
+        assert recorded["recipe"].get(name) == asked.get(name), name
+    assert recorded["self_written"] == recipe(preset).prompts
     rows = rows_of(tmp_path / "data/rows.npz")
     assert [part.tokens.shape[1] for part in rows] == [b["length"] for b in asked["buckets"]]
     assert sum(int(part.wanted.sum()) for part in rows) > 500_000
