@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+import dflash_jax
 from dflash_jax import Plan, load_target
 from dflash_jax.config import read_drafter_config
 from dflash_jax.engine.engine import Engine
@@ -259,6 +260,13 @@ def test_a_rounded_target_has_the_weights_an_engine_serves(kept):
         weight = dequantise(theirs.arrays, theirs.kind).reshape(theirs.shape)
         np.testing.assert_array_equal(ours, weight)
     assert len(own) > 10
+
+
+def test_a_drafter_begins_as_one_whose_config_advises_a_number_of_drafts():
+    shipped = Path(dflash_jax.__file__).with_name("data") / "smollm2/drafter"
+    old = read_drafter_config(shipped)
+    assert old.speculative_tokens
+    assert "d2t" in setup.read_start(shipped, dataclasses.replace(old, speculative_tokens=0))
 
 
 def test_a_drafter_begins_as_another_of_its_shape_and_no_other():
