@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 import dflash_jax
 from dflash_jax import Plan, load_target
 from dflash_jax.config import read_drafter_config
+from dflash_jax.converters.models import open_model
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ComputeError, ConfigError, DFlashError
 from dflash_jax.loading import locate, open_pair
@@ -264,7 +266,7 @@ def test_a_rounded_target_has_the_weights_an_engine_serves(kept):
 
 def test_a_drafter_begins_as_one_whose_config_advises_a_number_of_drafts():
     shipped = Path(dflash_jax.__file__).with_name("data") / "smollm2/drafter"
-    old = read_drafter_config(shipped)
+    old: Any = open_model(shipped, role="drafter").config
     assert old.speculative_tokens
     assert "d2t" in setup.read_start(shipped, dataclasses.replace(old, speculative_tokens=0))
 
