@@ -15,7 +15,7 @@ from dflash_jax.converters import hf_layouts
 from dflash_jax.converters.decoded import DecodedSource
 from dflash_jax.converters.hf_grouped import GroupedSource
 from dflash_jax.converters.hf_layouts import WIDTHS
-from dflash_jax.converters.quants.codebooks import E2M1_TABLES, halved_power
+from dflash_jax.converters.quants.decoders import E2M1_TABLES, halved_power
 from dflash_jax.converters.source import Rows, TensorSource
 from dflash_jax.errors import CheckpointError, ConfigError
 
