@@ -12,8 +12,8 @@ import numpy as np
 from dflash_jax.config import AttentionConfig, TargetConfig
 from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.gguf import dense, keys
-from dflash_jax.converters.gguf.fields import GgufFields, geometry
 from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.keys import GgufFields, geometry
 from dflash_jax.converters.gguf.rope import llama3_divisors, llama3_scaling
 from dflash_jax.converters.names import published
 from dflash_jax.converters.names.gguf import fused_name, half_split_rows, stored_name

@@ -11,8 +11,8 @@ from dflash_jax.converters.canonical import Concatenated, Origin
 from dflash_jax.converters.families import llama
 from dflash_jax.converters.families.llama import slots
 from dflash_jax.converters.gguf import dense, keys
-from dflash_jax.converters.gguf.fields import GgufFields, geometry, shortest
 from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.keys import GgufFields, geometry, shortest
 from dflash_jax.converters.gguf.writer import F32, U32, Typed
 from dflash_jax.converters.names import published
 from dflash_jax.converters.names.gguf import stored_name

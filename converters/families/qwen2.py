@@ -5,8 +5,8 @@ from typing import Any
 from dflash_jax.config import TargetConfig
 from dflash_jax.converters.families.llama import UNAPPLIED, slots
 from dflash_jax.converters.gguf import dense, keys
-from dflash_jax.converters.gguf.fields import GgufFields, geometry
 from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.keys import GgufFields, geometry
 from dflash_jax.converters.names import published
 
 __all__ = ["from_gguf", "gguf_origin", "slots", "to_gguf", "to_hf"]

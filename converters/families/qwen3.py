@@ -7,8 +7,8 @@ from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.families import llama
 from dflash_jax.converters.families.llama import UNAPPLIED
 from dflash_jax.converters.gguf import dense, keys
-from dflash_jax.converters.gguf.fields import GgufFields, geometry
 from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.keys import GgufFields, geometry
 from dflash_jax.converters.names import published
 from dflash_jax.converters.names.slots import Keys, Slot, same
 

@@ -10,8 +10,8 @@ from dflash_jax.converters.families import llama
 from dflash_jax.converters.families.llama import UNAPPLIED
 from dflash_jax.converters.families.qwen3 import head_norms
 from dflash_jax.converters.gguf import dense, experts, keys
-from dflash_jax.converters.gguf.fields import GgufFields, geometry
 from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.keys import GgufFields, geometry
 from dflash_jax.converters.gguf.writer import BOOL, Typed
 from dflash_jax.converters.names import published
 from dflash_jax.converters.names.gguf import stored_name

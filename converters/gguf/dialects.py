@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_jax.converters.gguf.fields import GgufFields
 from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf.keys import GgufFields
 from dflash_jax.converters.taps import PLUS_ONE, RAW, Taps, read_taps
 from dflash_jax.errors import CheckpointError, ConfigError
 

@@ -18,9 +18,9 @@ from dflash_jax.converters.gguf.dialects import (
     Dialect,
     read_dialect,
 )
-from dflash_jax.converters.gguf.fields import GgufFields, geometry, weight_dtype
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf.keys import GgufFields, geometry, weight_dtype
 from dflash_jax.converters.names.gguf import stored_name
 from dflash_jax.converters.names.slots import TensorPart
 from dflash_jax.converters.taps import AUTO

@@ -6,7 +6,7 @@ from typing import Any
 from dflash_jax.config import TargetConfig
 from dflash_jax.converters.canonical import Origin, Piled
 from dflash_jax.converters.gguf.dense import Shapes
-from dflash_jax.converters.gguf.fields import GgufFields
+from dflash_jax.converters.gguf.keys import GgufFields
 from dflash_jax.errors import ConfigError
 
 MAX_EXPERTS = 4096

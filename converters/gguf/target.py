@@ -6,8 +6,8 @@ from dflash_jax.config import TargetConfig, target_config
 from dflash_jax.config.family import family_of, gguf_architectures
 from dflash_jax.converters import families
 from dflash_jax.converters.canonical import Canonical, Origin
-from dflash_jax.converters.gguf.fields import GgufFields, weight_dtype
 from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.keys import GgufFields, weight_dtype
 from dflash_jax.errors import ConfigError
 
 
