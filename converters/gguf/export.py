@@ -11,8 +11,8 @@ from dflash_jax.config.family import family_of, target_families
 from dflash_jax.converters import families
 from dflash_jax.converters.canonical import Canonical, Computed, Origin
 from dflash_jax.converters.forms import FILE_TYPES, GGUF_TYPES
-from dflash_jax.converters.gguf import drafter_export, keys
-from dflash_jax.converters.gguf.dialects import UPSTREAM
+from dflash_jax.converters.gguf import drafter, keys
+from dflash_jax.converters.gguf.drafter import UPSTREAM
 from dflash_jax.converters.gguf.header import STRING
 from dflash_jax.converters.gguf.tokenizer import STOP_TEXTS
 from dflash_jax.converters.gguf.writer import U32, PlannedBlocks, Typed, typed
@@ -64,8 +64,8 @@ def as_gguf(
     chosen = type_named(kind)
     if isinstance(config, DrafterConfig):
         mrope = any(key.endswith(SECTIONS) for key in tokenizer or {})
-        architecture, own = UPSTREAM, drafter_export.metadata(config, mrope=mrope)
-        origins, kept = drafter_export.origins(config), {}
+        architecture, own = UPSTREAM, drafter.metadata(config, mrope=mrope)
+        origins, kept = drafter.origins(config), {}
     else:
         architecture, own = _target_keys(config)
         origins, kept = _target_origins(config), tokenizer or {}
