@@ -10,7 +10,7 @@ from benchmarks.llama_cpp import BLOCK
 from dflash_jax.converters.convert import convert
 from dflash_jax.converters.export import Weights, export
 from dflash_jax.converters.forms import GGUF
-from dflash_jax.converters.gguf.header import STRING
+from dflash_jax.converters.gguf.file import STRING
 from dflash_jax.converters.gguf.tokenizer import CONTROL, NORMAL
 from dflash_jax.converters.gguf.writer import I32, U32, Typed
 from dflash_jax.converters.models import open_model

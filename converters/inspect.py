@@ -8,7 +8,7 @@ from typing import Any
 from dflash_jax.checkpoint import is_checkpoint, open_checkpoint
 from dflash_jax.config import is_gguf
 from dflash_jax.converters.gguf import GgufFile, open_gguf
-from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf.file import GgufArray
 from dflash_jax.converters.hf import open_directory
 from dflash_jax.converters.instruct import InstructVerdict, check_instruct
 from dflash_jax.converters.models import StoredModel, open_model

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf.file import GgufArray
 
 ACCEPT, REFUSE, UNKNOWN = "ACCEPT", "REFUSE", "UNKNOWN"
 _TUNED = re.compile(r"(^|[^a-z])(it|instruct|instruction|chat|thinking|coder)([^a-z]|$)")

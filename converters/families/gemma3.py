@@ -10,8 +10,7 @@ from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.families import llama
 from dflash_jax.converters.families.qwen3 import head_norms
 from dflash_jax.converters.gguf import dense, keys
-from dflash_jax.converters.gguf.file import GgufFile
-from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf.file import GgufArray, GgufFile
 from dflash_jax.converters.gguf.keys import GgufFields, geometry
 from dflash_jax.converters.gguf.writer import BOOL, F32, U32, Typed
 from dflash_jax.converters.names import published

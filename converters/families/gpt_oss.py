@@ -13,8 +13,7 @@ from dflash_jax.config.gpt_oss import GptOssConfig
 from dflash_jax.converters.canonical import Alternating, Origin, Separated
 from dflash_jax.converters.families import llama
 from dflash_jax.converters.gguf import dense, experts, keys
-from dflash_jax.converters.gguf.file import GgufFile
-from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf.file import GgufArray, GgufFile
 from dflash_jax.converters.gguf.keys import GgufFields, geometry
 from dflash_jax.converters.gguf.writer import BOOL, U32, Typed
 from dflash_jax.converters.names import published

@@ -14,8 +14,7 @@ from dflash_jax.converters import families
 from dflash_jax.converters.canonical import Canonical, Origin
 from dflash_jax.converters.gguf import keys
 from dflash_jax.converters.gguf.dense import Shapes
-from dflash_jax.converters.gguf.file import GgufFile
-from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf.file import GgufArray, GgufFile
 from dflash_jax.converters.gguf.keys import GgufFields, geometry, weight_dtype
 from dflash_jax.converters.gguf.writer import BOOL, F32, I32, U32, Typed
 from dflash_jax.converters.names import published

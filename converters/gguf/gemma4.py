@@ -13,8 +13,7 @@ from dflash_jax.config.gemma4 import Gemma4Config
 from dflash_jax.converters.canonical import Below, Origin
 from dflash_jax.converters.gguf import experts, keys
 from dflash_jax.converters.gguf.dense import Shapes
-from dflash_jax.converters.gguf.file import GgufFile
-from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf.file import GgufArray, GgufFile
 from dflash_jax.converters.gguf.keys import GgufFields, geometry
 from dflash_jax.converters.gguf.writer import BOOL, F32, I32, U32, Typed
 from dflash_jax.converters.names.gguf import stored_name

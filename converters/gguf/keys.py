@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.config import AttentionConfig, RopeConfig, TargetConfig
-from dflash_jax.converters.gguf.file import GgufFile
-from dflash_jax.converters.gguf.header import STRING, GgufArray
+from dflash_jax.converters.gguf.file import STRING, GgufArray, GgufFile
 from dflash_jax.converters.gguf.writer import F32, U32, Typed
 from dflash_jax.errors import CheckpointError, ConfigError
 

@@ -12,8 +12,7 @@ import numpy as np
 from dflash_jax.config import FULL, LINEAR, HybridConfig
 from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.gguf import dense, experts, keys
-from dflash_jax.converters.gguf.file import GgufFile
-from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf.file import GgufArray, GgufFile
 from dflash_jax.converters.gguf.keys import GgufFields, geometry
 from dflash_jax.converters.gguf.writer import BOOL, I32, U32, Typed
 from dflash_jax.converters.names.gguf import stored_name

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dflash_jax.converters.gguf.header import STRING, GgufArray
+from dflash_jax.converters.gguf.file import STRING, GgufArray
 from dflash_jax.errors import CheckpointError, TokenizerError
 
 # Kinds of the tokens of a GGUF file: text, control tokens, bytes, and others.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.converters.gguf.header import STRING
+from dflash_jax.converters.gguf.file import STRING
 from dflash_jax.converters.gguf.tokenizer import (
     BYTE,
     CONTROL,

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from dflash_jax.converters.gguf.header import ARRAY, SCALARS, STRING, GgufArray, round_up
+from dflash_jax.converters.gguf.file import ARRAY, SCALARS, STRING, GgufArray, round_up
 from dflash_jax.converters.quants.types import GgmlType
 from dflash_jax.converters.safetensors_writer import flat_bytes
 
