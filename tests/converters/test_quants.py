@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from dflash_jax.converters import quants
-from dflash_jax.converters.expected_error import LIMITS
+from dflash_jax.converters.compare import LIMITS
 from dflash_jax.converters.quants import decoders
 from dflash_jax.converters.quants.encode import ENCODERS, encode
 from dflash_jax.converters.quants.types import BY_NAME, TYPES
