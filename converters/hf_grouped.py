@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from dflash_jax.converters.decoded import DecodedSource
 from dflash_jax.converters.hf_layouts import (
     WEIGHT_SHAPE,
     WORD,
@@ -10,7 +9,7 @@ from dflash_jax.converters.hf_layouts import (
     WordLayout,
     described,
 )
-from dflash_jax.converters.source import Rows, TensorSource
+from dflash_jax.converters.source import DecodedSource, Rows, TensorSource
 from dflash_jax.errors import CheckpointError
 from dflash_jax.quant.layouts import RUN, Arrays, fits, join
 

@@ -12,11 +12,10 @@ import numpy as np
 
 from dflash_jax.config.fields import Fields, has_file, read_json
 from dflash_jax.converters import hf_layouts
-from dflash_jax.converters.decoded import DecodedSource
 from dflash_jax.converters.hf_grouped import GroupedSource
 from dflash_jax.converters.hf_layouts import WIDTHS
 from dflash_jax.converters.quants.decoders import E2M1_TABLES, halved_power
-from dflash_jax.converters.source import Rows, TensorSource
+from dflash_jax.converters.source import DecodedSource, Rows, TensorSource
 from dflash_jax.errors import CheckpointError, ConfigError
 
 # Files of folders whose config.json has no quantization_config, and their usual method.
