@@ -23,7 +23,7 @@ from dflash_jax.converters.gguf.export import GgufForm, as_gguf
 from dflash_jax.converters.gguf.writer import PlannedBlocks, write_gguf
 from dflash_jax.converters.load import Progress, float_dtype, kept_as, read_as, read_blocks
 from dflash_jax.converters.names import published, speculators
-from dflash_jax.converters.safetensors_writer import Planned, write_safetensors
+from dflash_jax.converters.safetensors import Planned, write_safetensors
 from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import ConfigError
 from dflash_jax.utils.atomic import copy_companions, new_path
