@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.config.fields import Fields, has_file, read_json
-from dflash_jax.converters import hf_layouts
-from dflash_jax.converters.hf_grouped import GroupedSource
-from dflash_jax.converters.hf_layouts import WIDTHS
+from dflash_jax.converters import hf_grouped
+from dflash_jax.converters.hf_grouped import WIDTHS, GroupedSource
 from dflash_jax.converters.quants.decoders import E2M1_TABLES, halved_power
 from dflash_jax.converters.source import DecodedSource, Rows, TensorSource
 from dflash_jax.errors import CheckpointError, ConfigError
@@ -21,8 +20,8 @@ from dflash_jax.errors import CheckpointError, ConfigError
 # Files of folders whose config.json has no quantization_config, and their usual method.
 OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 PACK_QUANTIZED = "pack-quantized"
-AWQ_VERSIONS = {"gemm": hf_layouts.AWQ_GEMM, "gemv": hf_layouts.AWQ_GEMV}
-GPTQ_VERSIONS = {"gptq": hf_layouts.GPTQ, "gptq_v2": hf_layouts.GPTQ_V2}
+AWQ_VERSIONS = {"gemm": hf_grouped.AWQ_GEMM, "gemv": hf_grouped.AWQ_GEMV}
+GPTQ_VERSIONS = {"gptq": hf_grouped.GPTQ, "gptq_v2": hf_grouped.GPTQ_V2}
 
 SCALED_KINDS = frozenset({"F8_E4M3", "F8_E5M2", "I8"})
 SCALE_NAMES = ("_scale_inv", "_scale")  # both multiply, despite the first name
@@ -68,7 +67,7 @@ def dequantised(source: TensorSource, settings: Any, *, where: str) -> TensorSou
         return _gptq(source, fields)
     if method == "compressed-tensors" and form == PACK_QUANTIZED:
         _check_groups(fields)
-        return GroupedSource(source, hf_layouts.COMPRESSED, bits=None, group=None)
+        return GroupedSource(source, hf_grouped.COMPRESSED, bits=None, group=None)
     formats = ", ".join(sorted({*COMPRESSED_FORMATS, PACK_QUANTIZED}))
     raise ConfigError(
         f"{where}: weights quantised by {method!r} (format {form!r}) are not supported; fp8, mxfp4,"
