@@ -11,8 +11,8 @@ import numpy as np
 
 from dflash_jax.config import family_of
 from dflash_jax.converters.canonical import Canonical
+from dflash_jax.converters.gguf.tensors import half_split_rows
 from dflash_jax.converters.models import StoredModel
-from dflash_jax.converters.names.gguf import half_split_rows
 from dflash_jax.converters.source import as_rows
 
 # Recognise known transforms in the difference of two tensors.

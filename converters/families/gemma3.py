@@ -9,12 +9,12 @@ from dflash_jax.config.gemma3 import PATTERN, Gemma3Config
 from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.families import llama
 from dflash_jax.converters.families.qwen3 import head_norms
-from dflash_jax.converters.gguf import dense, keys
+from dflash_jax.converters.gguf import keys, tensors
 from dflash_jax.converters.gguf.file import GgufArray, GgufFile
 from dflash_jax.converters.gguf.keys import GgufFields, geometry
+from dflash_jax.converters.gguf.tensors import stored_by
 from dflash_jax.converters.gguf.writer import BOOL, F32, U32, Typed
 from dflash_jax.converters.names import published
-from dflash_jax.converters.names.gguf import stored_by
 from dflash_jax.converters.names.slots import Folder, Slot
 
 NORMS = {
@@ -84,7 +84,7 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     sliding = {"rope_theta": fields.number("rope.freq_base_swa", 1e4), "rope_type": "default"}
     return found | {
         "model_type": "gemma3_text",
-        "attention_bias": dense.biased(source),
+        "attention_bias": tensors.biased(source),
         "sliding_window": fields.count("attention.sliding_window", 1 << 24, 4096),
         "layer_types": _kinds(fields, layers),
         "query_pre_attn_scalar": _published_scalar(
@@ -108,11 +108,11 @@ def _published_scalar(layers: int, hidden: int, heads: int, width: int) -> float
     return hidden / heads if layers == LAYERS_OF_27B else float(width)
 
 
-def gguf_origin(name: str, config: Gemma3Config, shapes: dense.Shapes) -> Origin | None:
+def gguf_origin(name: str, config: Gemma3Config, shapes: tensors.Shapes) -> Origin | None:
     """Return the stored tensor of a canonical one; norms are 1 less."""
     stored = stored_by(name, STORED)
     if stored not in shapes:
-        return dense.fused_origin(name, config, shapes)
+        return tensors.fused_origin(name, config, shapes)
     if name.endswith("norm.weight"):
         return Origin(stored, change="norm: 1 subtracted", values=_less_one, offset=1.0)
     return Origin(stored)

@@ -9,13 +9,12 @@ from dflash_jax.config import FULL, SLIDING
 from dflash_jax.config.gemma4 import Gemma4Config
 from dflash_jax.converters.canonical import Below, Origin
 from dflash_jax.converters.families import llama
-from dflash_jax.converters.gguf import experts, keys
-from dflash_jax.converters.gguf.dense import Shapes
+from dflash_jax.converters.gguf import keys, tensors
 from dflash_jax.converters.gguf.file import GgufArray, GgufFile
 from dflash_jax.converters.gguf.keys import GgufFields, geometry
+from dflash_jax.converters.gguf.tensors import Shapes, stored_name
 from dflash_jax.converters.gguf.writer import BOOL, F32, I32, U32, Typed
 from dflash_jax.converters.names import published
-from dflash_jax.converters.names.gguf import stored_name
 from dflash_jax.converters.names.slots import (
     Folder,
     Keys,
@@ -251,7 +250,7 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
         del found[key]
     if not fields.get("expert_count"):
         return found
-    chosen = experts.counts(fields)
+    chosen = tensors.expert_counts(fields)
     return found | {
         "enable_moe_block": True,
         "num_experts": chosen["num_experts"],

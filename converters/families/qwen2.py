@@ -4,7 +4,7 @@ from typing import Any
 
 from dflash_jax.config import TargetConfig
 from dflash_jax.converters.families.llama import UNAPPLIED, slots
-from dflash_jax.converters.gguf import dense, keys
+from dflash_jax.converters.gguf import keys, tensors
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.gguf.keys import GgufFields, geometry
 from dflash_jax.converters.names import published
@@ -18,7 +18,7 @@ def to_hf(config: TargetConfig, dtype: str) -> dict[str, Any]:
 
 
 # GGUF
-gguf_origin = dense.origin
+gguf_origin = tensors.origin
 
 
 def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:

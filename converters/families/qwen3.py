@@ -6,7 +6,7 @@ from dflash_jax.config import AttentionConfig, TargetConfig
 from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.families import llama
 from dflash_jax.converters.families.llama import UNAPPLIED
-from dflash_jax.converters.gguf import dense, keys
+from dflash_jax.converters.gguf import keys, tensors
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.gguf.keys import GgufFields, geometry
 from dflash_jax.converters.names import published
@@ -42,9 +42,9 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     return geometry(fields) | {"model_type": "qwen3", "attention_bias": bias}
 
 
-def gguf_origin(name: str, config: TargetConfig, shapes: dense.Shapes) -> Origin | None:
+def gguf_origin(name: str, config: TargetConfig, shapes: tensors.Shapes) -> Origin | None:
     """Return the stored tensor of a canonical one."""
-    return dense.origin(name, config, shapes)
+    return tensors.origin(name, config, shapes)
 
 
 def to_gguf(config: TargetConfig) -> keys.Metadata:

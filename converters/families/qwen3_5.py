@@ -10,12 +10,12 @@ from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.families import llama
 from dflash_jax.converters.families.qwen3 import head_norms
 from dflash_jax.converters.families.qwen3_moe import stacks
-from dflash_jax.converters.gguf import dense, experts, keys
+from dflash_jax.converters.gguf import keys, tensors
 from dflash_jax.converters.gguf.file import GgufArray, GgufFile
 from dflash_jax.converters.gguf.keys import GgufFields, geometry
+from dflash_jax.converters.gguf.tensors import stored_name
 from dflash_jax.converters.gguf.writer import BOOL, I32, U32, Typed
 from dflash_jax.converters.names import published
-from dflash_jax.converters.names.gguf import stored_name
 from dflash_jax.converters.names.slots import (
     STACKED,
     Folder,
@@ -234,7 +234,7 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     del found["intermediate_size"]
     return (
         found
-        | experts.counts(fields)
+        | tensors.expert_counts(fields)
         | {
             "moe_intermediate_size": fields.count("expert_feed_forward_length", 524288),
             "shared_expert_intermediate_size": fields.count(
@@ -282,15 +282,15 @@ def _kinds(fields: GgufFields, layers: int) -> list[str]:
     return [LINEAR if recurrent else FULL for recurrent in listed[:layers]]
 
 
-def gguf_origin(name: str, config: HybridConfig, shapes: dense.Shapes) -> Origin | None:
+def gguf_origin(name: str, config: HybridConfig, shapes: tensors.Shapes) -> Origin | None:
     """Return the stored tensor of a canonical one, and its conversion to Hugging Face's form."""
-    if config.num_experts and (found := experts.origin(name, config, shapes)):
+    if config.num_experts and (found := tensors.expert_origin(name, config, shapes)):
         return found
     match = _IN_LAYER.fullmatch(name)
     layer, stem = match.groups() if match else ("", name)
     stored = f"blk.{layer}.{LAYER[stem]}" if stem in LAYER else stored_name(name)
     if stored not in shapes:
-        return dense.fused_origin(name, config, shapes, gated=True)
+        return tensors.fused_origin(name, config, shapes, gated=True)
     if name.endswith("norm.weight") and not stem.startswith("linear_attn."):
         return Origin(stored, change="norm: 1 subtracted", values=_less_one, offset=1.0)
     if stem.startswith("linear_attn."):
@@ -389,7 +389,7 @@ def mrope_sections(config: HybridConfig) -> Typed:
 
 def gguf_stored(name: str, config: HybridConfig) -> dict[str, Origin]:
     """Return a canonical tensor in its stored form; the inverse of `gguf_origin`."""
-    if config.num_experts and (found := experts.stored(name, config)) is not None:
+    if config.num_experts and (found := tensors.expert_stored(name, config)) is not None:
         return found
     match = _IN_LAYER.fullmatch(name)
     layer, stem = match.groups() if match else ("", name)

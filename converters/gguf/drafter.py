@@ -13,12 +13,11 @@ from dflash_jax.config.family import drafter_kinds
 from dflash_jax.converters import families
 from dflash_jax.converters.canonical import Canonical, Origin
 from dflash_jax.converters.gguf import keys
-from dflash_jax.converters.gguf.dense import Shapes
 from dflash_jax.converters.gguf.file import GgufArray, GgufFile
 from dflash_jax.converters.gguf.keys import GgufFields, geometry, weight_dtype
+from dflash_jax.converters.gguf.tensors import Shapes, stored_name
 from dflash_jax.converters.gguf.writer import BOOL, F32, I32, U32, Typed
 from dflash_jax.converters.names import published
-from dflash_jax.converters.names.gguf import stored_name
 from dflash_jax.converters.names.slots import TensorPart
 from dflash_jax.converters.taps import AUTO, PLUS_ONE, RAW, Taps, read_taps
 from dflash_jax.errors import CheckpointError, ConfigError

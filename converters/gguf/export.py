@@ -14,9 +14,9 @@ from dflash_jax.converters.forms import FILE_TYPES, GGUF_TYPES
 from dflash_jax.converters.gguf import drafter, keys
 from dflash_jax.converters.gguf.drafter import UPSTREAM
 from dflash_jax.converters.gguf.file import STRING
+from dflash_jax.converters.gguf.tensors import stored_name
 from dflash_jax.converters.gguf.tokenizer import STOP_TEXTS
 from dflash_jax.converters.gguf.writer import U32, PlannedBlocks, Typed, typed
-from dflash_jax.converters.names.gguf import stored_name
 from dflash_jax.converters.quants.types import BY_NAME, GgmlType
 from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import ConfigError
