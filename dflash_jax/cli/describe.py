@@ -55,11 +55,11 @@ def _config(path: Path, read: Callable[[Path], Config]) -> Config:
 
 def _read_drafter(directory: Path) -> DrafterConfig:
     """Return the config of a drafter's config.json, in the published or speculators' layout."""
-    from dflash_jax.converters.names import speculators
+    from dflash_jax.converters.names import published
 
     where = str(directory / "config.json")
     fields = read_json(directory / "config.json")
-    if speculators.is_speculators(fields):
-        fields, _ = speculators.published_fields(fields, where=where)
+    if published.is_speculators(fields):
+        fields, _ = published.published_fields(fields, where=where)
     config = drafter_config(fields, where)
     return dataclasses.replace(config, own_head=bool(config.draft_vocab_size))
