@@ -137,7 +137,7 @@ def _inspect_command(commands: Any) -> None:
 
 def _inspect(options: argparse.Namespace) -> int:
     from dflash_jax.converters import inspect
-    from dflash_jax.converters.instruct import REFUSE
+    from dflash_jax.converters.inspect import REFUSE
 
     if options.check_instruct:
         verdict = inspect.instruct(options.path)

@@ -23,7 +23,7 @@ from weight_files import ORACLE, key, raw_gguf, tensor, text
 from dflash_jax.converters.cli import ProgressBar, main
 from dflash_jax.converters.convert import keep_apart
 from dflash_jax.converters.gguf import open_gguf
-from dflash_jax.converters.instruct import check_instruct
+from dflash_jax.converters.inspect import check_instruct
 from dflash_jax.converters.models import open_model
 from dflash_jax.errors import CheckpointError
 
