@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from dflash_jax.tool_parsers.derivations import Derivations
+from dflash_jax.tool_parsers.grammar_bounds import Derivations
 
 SCHEMAS = ("items", "additionalProperties")  # keywords with one schema
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")  # with a list of schemas

@@ -9,8 +9,14 @@ from dflash_jax.engine.structured import refusals
 from dflash_jax.engine.structured.process import Part
 from dflash_jax.errors import RequestError
 from dflash_jax.tool_parsers.bounded_schema import bounded
-from dflash_jax.tool_parsers.grammar_bounds import check_lark, check_schema, parsed_schema
-from dflash_jax.tool_parsers.lark_rules import endless_rule, regexes, with_schemas
+from dflash_jax.tool_parsers.grammar_bounds import (
+    check_lark,
+    check_schema,
+    endless_rule,
+    parsed_schema,
+    regexes,
+    with_schemas,
+)
 
 KINDS = ("json", "regex", "choice", "grammar")
 OPTIONS = ("around", "prefix")  # further keys of a structure
