@@ -16,7 +16,7 @@ from dflash_jax.server.thinking import positive_budget, reasoning_options
 from dflash_jax.server.tools import check_tools, parse_tools
 from dflash_jax.server.writer import sse_event
 from dflash_jax.tokenizer import well_formed
-from dflash_jax.tool_parsers.events import (
+from dflash_jax.tool_parsers.calls import (
     Content,
     Event,
     Thinking,

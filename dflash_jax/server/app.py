@@ -43,7 +43,7 @@ from dflash_jax.server.served_models import ServedModel, ServedModels
 from dflash_jax.server.stored_routes import StoredRoutes
 from dflash_jax.server.web_page import WebPage
 from dflash_jax.server.writer import ResponseWriter, encode, keepalive_event
-from dflash_jax.tool_parsers.events import Content, Event, ToolCallDelta
+from dflash_jax.tool_parsers.calls import Content, Event, ToolCallDelta
 
 log = logging.getLogger("dflash_jax.server")
 requests = logging.getLogger("dflash_jax.server.requests")  # one line per output

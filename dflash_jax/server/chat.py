@@ -12,7 +12,7 @@ from dflash_jax.server.reply import Reply
 from dflash_jax.server.thinking import positive_budget, reasoning_options
 from dflash_jax.server.tools import chat_tools, parse_tools
 from dflash_jax.server.writer import OpenAIWriter
-from dflash_jax.tool_parsers.events import (
+from dflash_jax.tool_parsers.calls import (
     Content,
     Event,
     Thinking,

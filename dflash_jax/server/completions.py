@@ -7,7 +7,7 @@ from dflash_jax.server.fields import OpenAIFields, openai_arguments
 from dflash_jax.server.protocol import MOST_CHOICES, GenerationRequest, Problem, decode
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.writer import OpenAIWriter
-from dflash_jax.tool_parsers.events import Content, Event
+from dflash_jax.tool_parsers.calls import Content, Event
 
 
 class CompletionRequest(OpenAIFields, kw_only=True):

@@ -33,7 +33,7 @@ from dflash_jax.server.prompt import (
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.served_models import ServedModel
-from dflash_jax.tool_parsers.events import Event
+from dflash_jax.tool_parsers.calls import Event
 
 COMPILING_KEEPALIVE_S = 5.0  # seconds between comments in a stream that waits for programs
 BYTES_PER_ENTRY = 50  # of a token or an alternative in a response

@@ -11,7 +11,7 @@ from dflash_jax.engine.vocabulary import markup_ids
 from dflash_jax.server.protocol import GenerationRequest, new_id
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import Syntax
-from dflash_jax.tool_parsers.events import (
+from dflash_jax.tool_parsers.calls import (
     Content,
     Event,
     Thinking,

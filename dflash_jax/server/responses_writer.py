@@ -11,7 +11,7 @@ from dflash_jax.server.protocol import ClientTool, Problem, new_id
 from dflash_jax.server.reply import Reply, ReplyPart
 from dflash_jax.server.served_models import answer_name
 from dflash_jax.server.writer import sse_event
-from dflash_jax.tool_parsers.events import (
+from dflash_jax.tool_parsers.calls import (
     Content,
     Event,
     Thinking,

@@ -14,7 +14,7 @@ from dflash_jax.server.protocol import Api, Problem, new_id
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.served_models import answer_name
 from dflash_jax.tokenizer import TextStream
-from dflash_jax.tool_parsers.events import Event
+from dflash_jax.tool_parsers.calls import Event
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"

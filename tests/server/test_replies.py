@@ -34,7 +34,7 @@ from dflash_jax.server.unsupported_fields import UNSUPPORTED
 from dflash_jax.server.writer import encode
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES, syntax_of
-from dflash_jax.tool_parsers.events import joined
+from dflash_jax.tool_parsers.calls import joined
 
 TOOLS = [
     {

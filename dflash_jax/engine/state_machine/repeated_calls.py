@@ -7,7 +7,7 @@ from typing import NamedTuple
 from dflash_jax.engine.state_machine.settings import Recovery
 from dflash_jax.engine.state_machine.words import Ids, Words
 from dflash_jax.tool_parsers import malformed_calls
-from dflash_jax.tool_parsers.events import ToolCallDelta, ToolCallEnd, ToolCallStart
+from dflash_jax.tool_parsers.calls import ToolCallDelta, ToolCallEnd, ToolCallStart
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.syntax import Syntax
 

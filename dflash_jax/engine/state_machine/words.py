@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from dflash_jax.tool_parsers.events import Content, Event, ToolCallDelta, ToolCallStart
+from dflash_jax.tool_parsers.calls import Content, Event, ToolCallDelta, ToolCallStart
 from dflash_jax.tool_parsers.malformed_calls import are_valid_arguments
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.syntax import Syntax
