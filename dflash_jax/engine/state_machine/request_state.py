@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
-from dflash_jax.engine.state_machine import repeated_calls, tool_names
+from dflash_jax.engine.state_machine import guards, tool_names
 from dflash_jax.engine.state_machine.guards import NO_MEMORY, LoopMemory
 from dflash_jax.engine.state_machine.settings import OFF, Recovery
 from dflash_jax.engine.state_machine.speculation import NOTES, UNKNOWN, BreakEven, DraftingState
@@ -258,7 +258,7 @@ class StepCut:
         A loop is the reason unless an end token came first; repeated calls are always noted.
         """
         self.finish, guard = finish, self.state.guard
-        if guard is not None and (finish is Finish.LENGTH or guard == repeated_calls.KIND):
+        if guard is not None and (finish is Finish.LENGTH or guard == guards.KIND):
             self.note(guard)
 
     def end_at_stop(self, policy: Policy) -> None:
