@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
-from dflash_jax.engine.state_machine import guards, tool_names
+from dflash_jax.engine.state_machine import forced_calls, guards
 from dflash_jax.engine.state_machine.guards import NO_MEMORY, LoopMemory
 from dflash_jax.engine.state_machine.settings import OFF, Recovery
 from dflash_jax.engine.state_machine.speculation import NOTES, UNKNOWN, BreakEven, DraftingState
@@ -296,7 +296,7 @@ def room(state: State, policy: Policy) -> int:
 
 def choices(state: State) -> Ids:
     """Return the tokens among which the next step reports the best; usually none."""
-    return tool_names.choices(state.calls) if state.calls else ()
+    return forced_calls.choices(state.calls) if state.calls else ()
 
 
 def opening(state: State, policy: Policy) -> int:

@@ -29,7 +29,7 @@ from fake_device import (
     scripted,
 )
 
-from dflash_jax.engine.state_machine import OFF, Recovery, tool_names
+from dflash_jax.engine.state_machine import OFF, Recovery, forced_calls
 from dflash_jax.engine.state_machine.controller import (
     Finish,
     Policy,
@@ -345,7 +345,7 @@ def test_split_returns_the_shared_beginning_of_calls(
     shared: tuple[int, ...],
     rest: tuple[tuple[int, ...], ...],
 ) -> None:
-    assert tool_names.split(calls) == (shared, rest)
+    assert forced_calls.split(calls) == (shared, rest)
 
 
 def test_a_forced_call_ends_at_an_end_token_among_its_ids() -> None:
