@@ -7,7 +7,14 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.state_machine import OFF, call_retry, endings, floor, forced_calls, guards
+from dflash_jax.engine.state_machine import (
+    OFF,
+    announcements,
+    call_retry,
+    floor,
+    forced_calls,
+    guards,
+)
 from dflash_jax.engine.state_machine.words import Words
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.state import OutputColumn
@@ -22,7 +29,7 @@ RULES: list[tuple[Any, str]] = [
     (forced_calls, "begin_call"),
     (forced_calls, "probe"),
     (call_retry, "watch"),
-    (endings, "read_ending"),
+    (announcements, "read_ending"),
     (floor, "read_ending"),
     (guards, "Guard"),
     (Words, "read"),

@@ -8,8 +8,7 @@ the target confirms it by the odds it gives a tool call in place of the end toke
 import enum
 import math
 
-from dflash_jax.engine.state_machine.announcements import Cue
-from dflash_jax.engine.state_machine.endings import COLONS, Ending, read_ending
+from dflash_jax.engine.state_machine.announcements import COLONS, Cue, Ending, read_ending
 from dflash_jax.engine.state_machine.request_state import Policy, State
 from dflash_jax.engine.state_machine.settings import ROOM_FOR_CALL, Recovery
 from dflash_jax.engine.state_machine.words import Ids, Words

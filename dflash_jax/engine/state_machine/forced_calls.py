@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from dflash_jax.engine.state_machine import call_retry, floor
-from dflash_jax.engine.state_machine.endings import read_ending
+from dflash_jax.engine.state_machine.announcements import read_ending
 from dflash_jax.engine.state_machine.request_state import (
     CallProbe,
     Finish,
