@@ -142,7 +142,7 @@ def _hidden(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
 @functools.lru_cache(maxsize=16)
 def _call_ends(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
     """Return ids with which the closing marker of a tool call can end."""
-    return _ends(tokenizer, guards.closes(syntax) if syntax else ())
+    return _ends(tokenizer, guards.call_closes(syntax) if syntax else ())
 
 
 @functools.lru_cache(maxsize=16)

@@ -23,7 +23,7 @@ from dflash_jax.tool_parsers.calls import (
 from dflash_jax.tool_parsers.stream import OutputParser
 
 # Recovery rules that end an output because it repeats itself.
-LOOPS = ("repeat", "runaway", "period", guards.KIND, guards.TOO_MANY)
+LOOPS = ("repeat", "runaway", "period", guards.REPEATED_CALLS, guards.TOO_MANY_CALLS)
 # Counters of tokens that recovery leaves out at the end of an answer.
 DROPPED = ("runaway_dropped_tokens", "repeated_calls_dropped_tokens")
 
@@ -247,7 +247,7 @@ class Reply:
             events += self._filter_and_apply(self._parser.finish())
         if not self._ended_early:  # the model itself left the call unfinished: it is content
             events += self._filter_and_apply(self._parser.unfinished_call())
-        if result.stats.recovery[guards.KIND]:
+        if result.stats.recovery[guards.REPEATED_CALLS]:
             self.shortened |= self._repeated_calls.drop()
         events += self._apply(self._repeated_calls.release())
         if self._request.include_stop_str and self.stop_string:

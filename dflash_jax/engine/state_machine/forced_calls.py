@@ -1,7 +1,5 @@
 """Begin a tool call for a stalled output: whether the target wants one, and of which tool."""
 
-from collections.abc import Sequence
-
 from dflash_jax.engine.state_machine import call_retry, floor
 from dflash_jax.engine.state_machine.announcements import read_ending
 from dflash_jax.engine.state_machine.request_state import (
@@ -11,45 +9,13 @@ from dflash_jax.engine.state_machine.request_state import (
     StepCut,
     TokenIds,
 )
-from dflash_jax.engine.state_machine.words import Ids
-
-# Let the target choose the tool of a forced call among the declared ones.
-#
-# The beginning of a call is known for each declared tool (`Words.calls`). The ids that all of them
-# share are forced. Where they differ, the device decides one token and stops, by the row's limit,
-# and `RowRules.choices` makes it report the best token that continues any of them. So the name
-# depends neither on drafting nor on the block size, and is always a declared one.
-
-
-def split(calls: Sequence[Ids]) -> tuple[Ids, tuple[Ids, ...]]:
-    """Return the ids that all call beginnings share, and the rest of each.
-
-    The rest is empty if nothing remains to be chosen: one beginning is left, or one is complete.
-    """
-    calls = list(dict.fromkeys(calls))
-    if len(calls) < 2:
-        return (calls[0] if calls else ()), ()
-    shared = 0
-    while len({ids[shared : shared + 1] for ids in calls}) == 1 and len(calls[0]) > shared:
-        shared += 1
-    rest = tuple(ids[shared:] for ids in calls)
-    return calls[0][:shared], rest if all(rest) else ()
-
-
-def choices(calls: Sequence[Ids]) -> Ids:
-    """Return the tokens that continue any of these beginnings, in ascending order."""
-    return tuple(sorted({ids[0] for ids in calls}))
-
-
-def following(calls: Sequence[Ids], token: int) -> tuple[Ids, ...]:
-    """Return the rest of the beginnings that continue with a token, after it."""
-    return tuple(ids[1:] for ids in calls if ids[0] == token)
+from dflash_jax.engine.state_machine.words import calls_after, split_names
 
 
 def begin_call(cut: StepCut, policy: Policy) -> None:
     """Force the beginning of a tool call in place of an end token, up to where names differ."""
     first = policy.words.calls[0][:1]
-    shared, rest = split([ids for ids in policy.words.calls if ids[:1] == first])
+    shared, rest = split_names([ids for ids in policy.words.calls if ids[:1] == first])
     cut.mark(injected=True, calls=rest)
     cut.force_tokens(shared, "tool_prefix")
     call_retry.watch_forced(cut, policy)
@@ -106,7 +72,7 @@ def name_tool(cut: StepCut, token: int, best: int, policy: Policy) -> None:
     calls = cut.state.calls
     known = {ids[0] for ids in calls}
     chosen = next(i for i in (token, best, calls[0][0]) if i in known)
-    shared, rest = split(following(calls, chosen))
+    shared, rest = split_names(calls_after(calls, chosen))
     cut.mark(calls=rest)
     cut.new += (chosen, *shared)
     cut.replace, cut.force = None if chosen == token else chosen, shared

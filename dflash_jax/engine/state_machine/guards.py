@@ -1,8 +1,7 @@
 """Rules that end outputs that loop.
 
-The default rules are in `loops.py` and `counted_loops.py`, those for tool calls in
-`repeated_calls.py`. The functions of this file are the rules of the original engines, which
-settings can select.
+The default rule for text is in `loops.py`. This file has the rule for tool calls, and the rules of
+the original engines, which settings can select.
 """
 
 import json
@@ -17,10 +16,9 @@ from dflash_jax.tool_parsers.calls import ToolCallDelta, ToolCallEnd, ToolCallSt
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.syntax import Syntax
 
-# Find equal tool calls in a row, and too many calls: loops, as results follow only the turn.
+# Equal tool calls in a row, and too many calls: loops, as results follow only the turn.
 
-
-KIND, TOO_MANY = "repeated_calls", "max_calls"
+REPEATED_CALLS, TOO_MANY_CALLS = "repeated_calls", "max_calls"
 MOST_TRIED = 64  # failed attempts to parse a call, after which it must double first
 LOOK_BACK = 24  # ids whose text shows whether a call has just ended
 
@@ -40,26 +38,26 @@ class Called(NamedTuple):
     def judge(self, recovery: Recovery) -> str | None:
         """Return why the calls so far end the output, or None."""
         if recovery.repeated_calls and self.times >= recovery.repeated_calls:
-            return KIND
-        return TOO_MANY if recovery.max_calls and self.total >= recovery.max_calls else None
+            return REPEATED_CALLS
+        return TOO_MANY_CALLS if recovery.max_calls and self.total >= recovery.max_calls else None
 
 
-def closes(syntax: Syntax) -> tuple[str, ...]:
+def call_closes(syntax: Syntax) -> tuple[str, ...]:
     """Return the texts that end a call, in all syntaxes that are parsed for a family."""
     return tuple(dict.fromkeys((*syntax.closes, *malformed_calls.CLOSES)))
 
 
-def may_end(token: int, words: Words) -> bool:
+def may_end_call(token: int, words: Words) -> bool:
     """Return whether a token can be the last of a call."""
     if not (words.syntax and words.tools):
         return False
     if words.call_ends is not None:
         return token in words.call_ends
     text = words.text((token,))
-    return any(close[-1] in text for close in closes(words.syntax))
+    return any(close[-1] in text for close in call_closes(words.syntax))
 
 
-def after(before: Called, since: Callable[[int], Ids], words: Words) -> Called:
+def called_after(before: Called, since: Callable[[int], Ids], words: Words) -> Called:
     """Return the calls of an output whose last token may have ended one.
 
     Each call is parsed once, at its end, so the cost is linear in the output. A call whose
@@ -71,7 +69,7 @@ def after(before: Called, since: Callable[[int], Ids], words: Words) -> Called:
     assert words.syntax is not None
     ids = since(before.read)
     ending = words.text(ids[-LOOK_BACK:])
-    if not any(close in ending[-len(close) - 4 :] for close in closes(words.syntax)):
+    if not any(close in ending[-len(close) - 4 :] for close in call_closes(words.syntax)):
         return before
     if before.tried >= MOST_TRIED and len(ids) < 2 * before.length:
         return before
@@ -164,9 +162,9 @@ class Guard:
             self._seen = (self._seen + loops.letters((token,)))[-self._keep :]
             masked = counted_loops.extended(self._masked, (token,), words)
             grew, self._masked = masked != self._masked, masked
-        if recovery.counts_calls and may_end(token, words):
+        if recovery.counts_calls and may_end_call(token, words):
             before = self._called
-            self._called = after(before, since, words)
+            self._called = called_after(before, since, words)
             if self._called.read > before.read and (kind := self._called.judge(recovery)):
                 return kind
         if self._tail is not None:
