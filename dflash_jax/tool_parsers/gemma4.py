@@ -8,7 +8,7 @@ ends in `<|tool_response>`.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_jax.tool_parsers.grammar import (
+from dflash_jax.tool_parsers.argument_rules import (
     Quote,
     as_rule,
     enum_texts,

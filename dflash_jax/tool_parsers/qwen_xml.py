@@ -16,7 +16,7 @@ and so do forced calls.
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_jax.tool_parsers.grammar import (
+from dflash_jax.tool_parsers.argument_rules import (
     Quote,
     as_rule,
     enum_texts,

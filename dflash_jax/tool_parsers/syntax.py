@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dflash_jax.tool_parsers.grammar import Quote
+from dflash_jax.tool_parsers.argument_rules import Quote
 from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice
 
 SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # names that are never parsed as markup
