@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dflash_jax.errors import RequestError
-from dflash_jax.tool_parsers.finite_schema import Derivations, resolved
+from dflash_jax.tool_parsers.bounded_schema import Derivations, resolved
 
 MAX_DEPTH = 100  # nesting of lists and mappings in a JSON schema
 MAX_REFERENCES = 100  # length of a chain of references in a JSON schema

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dflash_jax.errors import RequestError
-from dflash_jax.tool_parsers.bounded_schema import bounded
-from dflash_jax.tool_parsers.finite_schema import FiniteSchema, endless, relocated
+from dflash_jax.tool_parsers.bounded_schema import FiniteSchema, bounded, endless, relocated
 from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice
 
 # Rules of grammars for the arguments of a tool, in llguidance's dialect of Lark.

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dflash_jax.tool_parsers.finite_schema import relocated, resolved, subschemas
+from dflash_jax.tool_parsers.bounded_schema import relocated, resolved, subschemas
 
 MOST_TRIALS = 200  # compilations of parts of one schema, to find the one that is refused
 EMPTY = "NoExtensionBias"  # the compiler's word for a state in which no text may follow
