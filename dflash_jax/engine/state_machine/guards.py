@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from dflash_jax.engine.state_machine import counted_loops, loops
+from dflash_jax.engine.state_machine import loops
 from dflash_jax.engine.state_machine.settings import Recovery
 from dflash_jax.engine.state_machine.words import Ids, Words
 from dflash_jax.tool_parsers import malformed_calls
@@ -141,7 +141,7 @@ class Guard:
             self._keep = loops.lengths_of(recovery.loop_tokens, closed=False).keep
             if seen != len(ids):  # tokens were forced
                 self._seen = loops.letters(ids[-self._keep :])
-                self._masked = counted_loops.extended("", ids, words)
+                self._masked = loops.with_masked("", ids, words)
 
     @property
     def memory(self) -> LoopMemory:
@@ -160,7 +160,7 @@ class Guard:
         grew = False
         if self._keep:
             self._seen = (self._seen + loops.letters((token,)))[-self._keep :]
-            masked = counted_loops.extended(self._masked, (token,), words)
+            masked = loops.with_masked(self._masked, (token,), words)
             grew, self._masked = masked != self._masked, masked
         if recovery.counts_calls and may_end_call(token, words):
             before = self._called
@@ -176,7 +176,7 @@ class Guard:
             return None
         if kind := loops.too_long(self._seen, since, words, most, closed=halved):
             return kind
-        return "period" if grew and counted_loops.too_long(self._masked, since, words) else None
+        return "period" if grew and loops.counted_too_long(self._masked, since, words) else None
 
 
 def looping(ids: Sequence[int], recovery: Recovery, *, closed: bool) -> str | None:
