@@ -458,7 +458,7 @@ class _Bounds:
         found = self._schema(self._root, "#")
         if self._used_any:
             values: dict[str, Any] = {"type": TYPES}
-            values |= default_bounds({}, TYPES) | {"multipleOf": numbers.FRACTION}
+            values |= default_bounds({}, TYPES) | {"multipleOf": FRACTION}
             reference = self._any_value()
             values |= {"items": reference, "additionalProperties": reference}
             found["$defs"] = {**_mapping(found.get("$defs")), ANY: values}

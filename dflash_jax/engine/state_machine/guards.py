@@ -112,7 +112,7 @@ class LoopMemory(NamedTuple):
     """Facts about an output that the loop rules need for its next token."""
 
     seen: loops.Seen = loops.Seen()
-    masked: str = ""  # the same with all numbers equal, see `counted_loops`
+    masked: str = ""  # the same with all numbers equal, see `loops.with_masked`
     called: Called = Called()
 
     def shortened(self, count: int) -> "LoopMemory":
