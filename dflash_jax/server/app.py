@@ -35,8 +35,7 @@ from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.response_store import ResponseStores
-from dflash_jax.server.responses import ResponsesRequest, decode_responses
-from dflash_jax.server.responses_writer import ResponsesWriter
+from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
 from dflash_jax.server.sampling_options import sampling_params
 from dflash_jax.server.served_models import ServedModel, ServedModels
 from dflash_jax.server.stored_routes import StoredRoutes

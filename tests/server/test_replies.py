@@ -25,8 +25,7 @@ from dflash_jax.server.prompt import EncodedPrompt, ToolTurnCache, chat_prompt
 from dflash_jax.server.protocol import GenerationRequest, Problem, new_id
 from dflash_jax.server.reply import Reply, ToolCall
 from dflash_jax.server.response_store import ResponseStore
-from dflash_jax.server.responses import ResponsesRequest, decode_responses
-from dflash_jax.server.responses_writer import ResponsesWriter
+from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
 from dflash_jax.server.served_models import RequestDefaults
 from dflash_jax.server.statistics import reused
 from dflash_jax.server.tools import parse_tools
