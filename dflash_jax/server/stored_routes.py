@@ -8,11 +8,10 @@ from starlette.responses import Response
 
 from dflash_jax.server.background import in_thread
 from dflash_jax.server.connection import JsonPieces, json_response
-from dflash_jax.server.conversation_store import StoredItem
 from dflash_jax.server.message_formats import messages_from_responses
 from dflash_jax.server.middleware import Handler, Middleware
 from dflash_jax.server.protocol import Problem, decode
-from dflash_jax.server.response_store import ResponseStore, ResponseStores
+from dflash_jax.server.response_store import ResponseStore, ResponseStores, StoredItem
 from dflash_jax.server.writer import encode
 
 HEAD, TAIL = b'{"object":"list","data":[', b'],"has_more":false,"first_id":%b,"last_id":%b}'
