@@ -72,9 +72,9 @@ def _write_base(name: str, pair: PairFiles) -> None:
         convert(open_model(drafter), pair.drafter, tokenizer=target, **options)
         return
     if name == SMOLLM2:
-        from dflash_jax.utils.sources import find
+        from dflash_jax.utils.sources import find_smollm2
 
-        source = open_model(find())
+        source = open_model(find_smollm2())
         convert(source, pair.target, **options)
         _write_random(source.config, for_drafter(source.config, source), pair, target=False)
     else:

