@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dflash_jax.server.content import (
+from dflash_jax.server.conversation import (
     THOUGHTS,
+    check_messages,
     content_text,
     content_texts,
     part_text,
     result_texts,
     thought_text,
 )
-from dflash_jax.server.conversation import check_messages
 from dflash_jax.server.past_calls import (
     block_call,
     block_result,

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from dflash_jax.server.content import result_texts, text_within, with_failure
+from dflash_jax.server.conversation import result_texts, text_within, with_failure
 from dflash_jax.server.freeform import PARAMETER
 from dflash_jax.server.protocol import Message, Problem
 from dflash_jax.server.tools import joined_name
