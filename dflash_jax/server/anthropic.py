@@ -6,13 +6,18 @@ from typing import Any
 
 from dflash_jax.server import statistics
 from dflash_jax.server.conversation import parse_messages
-from dflash_jax.server.fields import CommonFields, common_arguments, stop_strings
+from dflash_jax.server.fields import (
+    CommonFields,
+    common_arguments,
+    positive_budget,
+    reasoning_options,
+    stop_strings,
+)
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.message_formats import continues_assistant, messages_from_anthropic
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode, new_id
 from dflash_jax.server.reply import Reply, ReplyPart
 from dflash_jax.server.served_models import answer_name
-from dflash_jax.server.thinking import positive_budget, reasoning_options
 from dflash_jax.server.tools import check_tools, parse_tools
 from dflash_jax.server.writer import sse_event
 from dflash_jax.tokenizer import well_formed

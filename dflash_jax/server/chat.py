@@ -4,12 +4,16 @@ from typing import Any
 
 from dflash_jax.server import statistics
 from dflash_jax.server.conversation import parse_messages
-from dflash_jax.server.fields import OpenAIFields, openai_arguments
+from dflash_jax.server.fields import (
+    OpenAIFields,
+    openai_arguments,
+    positive_budget,
+    reasoning_options,
+)
 from dflash_jax.server.freeform import FreeformInput, freeform_input
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.thinking import positive_budget, reasoning_options
 from dflash_jax.server.tools import chat_tools, parse_tools
 from dflash_jax.server.writer import OpenAIWriter
 from dflash_jax.tool_parsers.calls import (

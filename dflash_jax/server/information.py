@@ -14,15 +14,13 @@ from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.background import in_thread, read_body
 from dflash_jax.server.connection import json_response
 from dflash_jax.server.conversation import parse_messages
-from dflash_jax.server.fields import SERVED
+from dflash_jax.server.fields import EFFORTS, SERVED, check_unknown_fields
 from dflash_jax.server.generation import prepare
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Handler, Middleware, Settings
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode
 from dflash_jax.server.served_models import ServedModel, ServedModels, answer_name
-from dflash_jax.server.thinking import EFFORTS
 from dflash_jax.server.tools import chat_tools, parse_tools
-from dflash_jax.server.unsupported_fields import check_unknown_fields
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.version import __version__
 

@@ -12,6 +12,7 @@ from dflash_jax.server.conversation import (
     result_texts,
     thought_text,
 )
+from dflash_jax.server.fields import join_reasoning
 from dflash_jax.server.past_calls import (
     block_call,
     block_result,
@@ -20,7 +21,6 @@ from dflash_jax.server.past_calls import (
     item_result,
 )
 from dflash_jax.server.protocol import Message, Problem
-from dflash_jax.server.thinking import join_reasoning
 
 ENCRYPTED = "encrypted reasoning of past turns was left out"
 

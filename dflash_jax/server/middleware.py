@@ -20,10 +20,10 @@ from dflash_jax.errors import RequestError
 from dflash_jax.server.background import POOLS
 from dflash_jax.server.connection import ClientDisconnected, json_response
 from dflash_jax.server.errors import shutting_down
+from dflash_jax.server.fields import check_path
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.protocol import Problem, new_id
 from dflash_jax.server.served_models import ServedModels
-from dflash_jax.server.unsupported_fields import check_path
 from dflash_jax.utils.allocator import give_back
 
 # Checks of Host and Origin headers. Standard library only.

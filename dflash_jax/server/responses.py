@@ -5,7 +5,7 @@ from typing import Any
 
 from dflash_jax.server import statistics
 from dflash_jax.server.conversation import parse_messages
-from dflash_jax.server.fields import CommonFields, common_arguments
+from dflash_jax.server.fields import CommonFields, common_arguments, reasoning_options
 from dflash_jax.server.freeform import FreeformInput, freeform_input
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.logprobs import chat_logprobs
@@ -21,7 +21,6 @@ from dflash_jax.server.protocol import (
 from dflash_jax.server.reply import Reply, ReplyPart
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.served_models import answer_name
-from dflash_jax.server.thinking import reasoning_options
 from dflash_jax.server.tools import CLIENT_TYPES, parse_tools, responses_choice, responses_tools
 from dflash_jax.server.writer import sse_event
 from dflash_jax.tool_parsers.calls import (

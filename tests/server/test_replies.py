@@ -19,6 +19,7 @@ from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_
 from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat
 from dflash_jax.server.completions import CompletionRequest, CompletionWriter, decode_completion
 from dflash_jax.server.conversation import parse_messages
+from dflash_jax.server.fields import UNSUPPORTED
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs
 from dflash_jax.server.prompt import EncodedPrompt, ToolTurnCache, chat_prompt
@@ -29,7 +30,6 @@ from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decod
 from dflash_jax.server.served_models import RequestDefaults
 from dflash_jax.server.statistics import reused
 from dflash_jax.server.tools import parse_tools
-from dflash_jax.server.unsupported_fields import UNSUPPORTED
 from dflash_jax.server.writer import encode
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES, syntax_of

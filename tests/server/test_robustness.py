@@ -42,6 +42,7 @@ from dflash_jax.errors import CheckpointError, ComputeError, RequestError
 from dflash_jax.graph import executor
 from dflash_jax.server import app, statistics
 from dflash_jax.server.engine_thread import Job, Worker
+from dflash_jax.server.fields import EFFORTS
 from dflash_jax.server.generation import prepare
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Settings
@@ -49,7 +50,6 @@ from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest
 from dflash_jax.server.run import ServerConfig, serve
 from dflash_jax.server.served_models import ServedModel
-from dflash_jax.server.thinking import EFFORTS
 from dflash_jax.tokenizer import Tokenizer
 from tests.server.conftest import QUEUE, LiveServer, run_server, twin
 
