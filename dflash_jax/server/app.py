@@ -26,7 +26,7 @@ from dflash_jax.server.connection import (
     drain_events,
     unless_disconnected,
 )
-from dflash_jax.server.generation import Generation, ReplyEvents, prepare
+from dflash_jax.server.generation import Generation, ReplyEvents, prepare, sampling_params
 from dflash_jax.server.information import InfoRoutes, Reader
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Handler, Middleware, Settings, allowed_hosts, log_error
@@ -36,7 +36,6 @@ from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.response_store import ResponseStores
 from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
-from dflash_jax.server.sampling_options import sampling_params
 from dflash_jax.server.served_models import ServedModel, ServedModels
 from dflash_jax.server.stored_routes import StoredRoutes
 from dflash_jax.server.web_page import WebPage
