@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any
 
-from dflash_jax.server import statistics
+from dflash_jax.server import writer
 from dflash_jax.server.conversation import parse_messages
 from dflash_jax.server.fields import (
     CommonFields,
@@ -235,12 +235,12 @@ class MessagesWriter:
         if self.generation.request.return_token_ids:
             fields["token_ids"] = reply.ids
             fields["prompt_token_ids"] = self.generation.prompts[0].ids
-        return fields | statistics.requested_statistics(self.generation, self.id)
+        return fields | writer.requested_statistics(self.generation, self.id)
 
     def _usage(self) -> dict[str, Any]:
         stats = [reply.result.stats for reply in self.generation.replies if reply.result]
         prompt_tokens = sum(len(prompt.ids) for prompt in self.generation.prompts)
-        reused = statistics.cached(stats) if self._reused is None else self._reused
+        reused = writer.cached(stats) if self._reused is None else self._reused
         return {
             "input_tokens": prompt_tokens - reused,
             "cache_read_input_tokens": reused,

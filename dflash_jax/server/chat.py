@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from dflash_jax.server import statistics
+from dflash_jax.server import writer
 from dflash_jax.server.conversation import parse_messages
 from dflash_jax.server.fields import (
     OpenAIFields,
@@ -128,7 +128,7 @@ class ChatWriter(OpenAIWriter):
                 case ToolCallEnd(index):
                     out += self._call_chunk(reply, index, "", ended=True)
         if reply.result is not None:
-            choice = statistics.choice_statistics(reply, self.request, self.id)
+            choice = writer.choice_statistics(reply, self.request, self.id)
             out += self._chunk(reply, {}, choice, **self._final_fields(reply))
         return out
 
@@ -170,7 +170,7 @@ class ChatWriter(OpenAIWriter):
         choice: dict[str, Any] = {"index": reply.index, "message": message}
         choice["logprobs"] = self._logprobs(reply.logprobs)
         choice |= self._new_rounds(reply)
-        return choice | statistics.choice_statistics(reply, self.request, self.id)
+        return choice | writer.choice_statistics(reply, self.request, self.id)
 
     def to_json(self) -> dict[str, Any]:
         """Return the response object."""

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from dflash_jax.engine.engine import Engine
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.served_models import ServedModel
-from dflash_jax.server.statistics import cached, queued_s
+from dflash_jax.server.writer import cached, queued_s
 from dflash_jax.version import __version__
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

@@ -3,12 +3,11 @@
 import time
 from typing import Any
 
-from dflash_jax.server import statistics
+from dflash_jax.server import writer
 from dflash_jax.server.conversation import parse_messages
 from dflash_jax.server.fields import CommonFields, common_arguments, reasoning_options
 from dflash_jax.server.freeform import FreeformInput, freeform_input
 from dflash_jax.server.generation import Generation
-from dflash_jax.server.logprobs import chat_logprobs
 from dflash_jax.server.message_formats import messages_from_responses
 from dflash_jax.server.protocol import (
     NO_LIMIT,
@@ -22,7 +21,7 @@ from dflash_jax.server.reply import Reply, ReplyPart
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.served_models import answer_name
 from dflash_jax.server.tools import CLIENT_TYPES, parse_tools, responses_choice, responses_tools
-from dflash_jax.server.writer import sse_event
+from dflash_jax.server.writer import chat_logprobs, sse_event
 from dflash_jax.tool_parsers.calls import (
     Content,
     Event,
@@ -380,7 +379,7 @@ class ResponsesWriter:
             "temperature": request.options.get("temperature", temperature),
             "top_p": request.options.get("top_p", 1.0),
             "top_logprobs": request.logprobs or 0,
-            "usage": statistics.responses_usage(self.generation) if reply else None,
+            "usage": writer.responses_usage(self.generation) if reply else None,
         } | request.echoed_fields
         if reply is None:
             return response
@@ -388,7 +387,7 @@ class ResponsesWriter:
         if request.return_token_ids:
             response["token_ids"] = reply.ids
             response["prompt_token_ids"] = self.generation.prompts[0].ids
-        return response | statistics.requested_statistics(self.generation, self.id)
+        return response | writer.requested_statistics(self.generation, self.id)
 
 
 def message_item(
