@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.audit.server import CHAT, RESPONSES
 from dflash_jax.engine.engine import Engine
-from dflash_jax.server import app, response_store, stored_routes
+from dflash_jax.server import app, information, response_store
 from dflash_jax.server.middleware import Settings
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.response_store import (
@@ -147,7 +147,7 @@ def test_the_event_loop_neither_decodes_nor_writes_what_clients_can_make_large(
             (response_store, ("decode", "encode")),
             (response_store, ("new_items",)),
             (response_store, ("new_items",)),
-            (stored_routes, ("_parse", "_list")),
+            (information, ("_parse", "_list")),
             (app, ("sampling_params",)),
         ):
             for name in names:
