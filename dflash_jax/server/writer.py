@@ -144,7 +144,7 @@ def _text(token: int, tokenizer: Tokenizer | None) -> str:
 # Statistics of requests in the formats of OpenAI, llama.cpp, vLLM and SGLang.
 
 
-def usage(generation: Generation) -> dict[str, Any]:
+def token_usage(generation: Generation) -> dict[str, Any]:
     """Return OpenAI's `usage`, summed over all outputs of a request as generated so far."""
     replies = generation.replies
     stats = [reply.result.stats for reply in replies if reply.result]
@@ -166,7 +166,7 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 def responses_usage(generation: Generation) -> dict[str, Any]:
     """Return the `usage` of OpenAI's Responses."""
-    totals = usage(generation)
+    totals = token_usage(generation)
     return {
         "input_tokens": totals["prompt_tokens"],
         "input_tokens_details": totals["prompt_tokens_details"] | {"cache_write_tokens": 0},
@@ -434,7 +434,7 @@ class OpenAIWriter(abc.ABC):
     def _chunk_event(self, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
         """Return a chunk with one choice."""
         if self.request.continuous_usage_stats:
-            more = {"usage": usage(self.generation)} | more
+            more = {"usage": token_usage(self.generation)} | more
         return sse_data(self._object([choice], **more))
 
     def _new_rounds(self, reply: Reply) -> dict[str, Any]:
@@ -448,7 +448,7 @@ class OpenAIWriter(abc.ABC):
 
     def _usage(self) -> dict[str, Any]:
         """Return `usage` and the requested statistics."""
-        usage = usage(self.generation)
+        usage = token_usage(self.generation)
         return {"usage": usage} | requested_statistics(self.generation, self.id)
 
     def _logprobs(

