@@ -10,11 +10,10 @@ from dflash_jax.server.fields import (
     positive_budget,
     reasoning_options,
 )
-from dflash_jax.server.freeform import FreeformInput, freeform_input
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.tools import chat_tools, parse_tools
+from dflash_jax.server.tools import FreeformInput, chat_tools, freeform_input, parse_tools
 from dflash_jax.server.writer import OpenAIWriter
 from dflash_jax.tool_parsers.calls import (
     Content,

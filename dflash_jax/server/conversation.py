@@ -8,8 +8,8 @@ from typing import Any
 from urllib.parse import unquote_to_bytes
 
 from dflash_jax.server.fields import join_reasoning, text_only
-from dflash_jax.server.freeform import PARAMETER
 from dflash_jax.server.protocol import Message, Problem, check_entries
+from dflash_jax.server.tools import PARAMETER
 from dflash_jax.tool_parsers.tool_schema import call_arguments
 
 # The text of message contents, whose parts differ between APIs.

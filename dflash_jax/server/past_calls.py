@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from dflash_jax.server.conversation import result_texts, text_within, with_failure
-from dflash_jax.server.freeform import PARAMETER
 from dflash_jax.server.protocol import Message, Problem
-from dflash_jax.server.tools import joined_name
+from dflash_jax.server.tools import PARAMETER, joined_name
 
 Block = Mapping[str, Any]
 # Items whose call has its arguments in one field, with the name of the function.

@@ -6,7 +6,6 @@ from typing import Any
 from dflash_jax.server import writer
 from dflash_jax.server.conversation import parse_messages
 from dflash_jax.server.fields import CommonFields, common_arguments, reasoning_options
-from dflash_jax.server.freeform import FreeformInput, freeform_input
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.message_formats import messages_from_responses
 from dflash_jax.server.protocol import (
@@ -20,7 +19,14 @@ from dflash_jax.server.protocol import (
 from dflash_jax.server.reply import Reply, ReplyPart
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.served_models import answer_name
-from dflash_jax.server.tools import CLIENT_TYPES, parse_tools, responses_choice, responses_tools
+from dflash_jax.server.tools import (
+    CLIENT_TYPES,
+    FreeformInput,
+    freeform_input,
+    parse_tools,
+    responses_choice,
+    responses_tools,
+)
 from dflash_jax.server.writer import chat_logprobs, sse_event
 from dflash_jax.tool_parsers.calls import (
     Content,
