@@ -20,7 +20,7 @@ class Replica:
     """
 
     async def __init__(self, options: ServeOptions):
-        from dflash_jax.graph.background import BackgroundCompiler
+        from dflash_jax.graph.build import BackgroundCompiler
         from dflash_jax.server.configuration import configuration, normalized
         from dflash_jax.server.run import log_to_stderr, new_server
 

@@ -18,7 +18,7 @@ import uvicorn
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
-from dflash_jax.graph.background import BackgroundCompiler
+from dflash_jax.graph.build import BackgroundCompiler
 from dflash_jax.server.app import Server
 from dflash_jax.server.engine_thread import Worker
 from dflash_jax.server.errors import shutting_down
