@@ -240,7 +240,7 @@ class MessagesWriter:
     def _usage(self) -> dict[str, Any]:
         stats = [reply.result.stats for reply in self.generation.replies if reply.result]
         prompt_tokens = sum(len(prompt.ids) for prompt in self.generation.prompts)
-        reused = writer.cached(stats) if self._reused is None else self._reused
+        reused = writer.cached_tokens(stats) if self._reused is None else self._reused
         return {
             "input_tokens": prompt_tokens - reused,
             "cache_read_input_tokens": reused,

@@ -253,10 +253,10 @@ def reused(generation: Generation) -> int:
     """Return the prompt tokens found in the prefix cache; each prompt counts once."""
     n, replies = generation.request.n, generation.replies
     groups = (replies[at : at + n] for at in range(0, len(replies), n))
-    return sum(cached([r.result.stats for r in group if r.result]) for group in groups)
+    return sum(cached_tokens([r.result.stats for r in group if r.result]) for group in groups)
 
 
-def cached(stats: Sequence[Stats]) -> int:
+def cached_tokens(stats: Sequence[Stats]) -> int:
     """Return the cached prompt tokens of outputs that share one prompt."""
     return max((s.cached_tokens for s in stats), default=0)
 
@@ -268,7 +268,7 @@ def queued_s(stats: Stats) -> float:
 
 def timings(stats: Stats) -> dict[str, Any]:
     """Return llama.cpp's `timings`, with fields about speculation and its fallbacks."""
-    reused = cached([stats])
+    reused = cached_tokens([stats])
     fresh = stats.prompt_tokens - reused
     prompt_ms, predicted_ms = stats.prefill_s * 1e3, stats.decode_s * 1e3
     return {
@@ -326,7 +326,7 @@ def meta_info(stats: Stats) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "prompt_tokens": stats.prompt_tokens,
         "completion_tokens": stats.output_tokens,
-        "cached_tokens": cached([stats]),
+        "cached_tokens": cached_tokens([stats]),
         "spec_verify_ct": stats.rounds,
         "spec_num_correct_drafts": stats.accepted,
         "spec_num_proposed_drafts": stats.drafted,
