@@ -144,7 +144,7 @@ def _first(options: ServeOptions, launcher: Callable[[], Any] | None) -> Any:
     import jax
 
     from dflash_jax.hosts.launch import ChildLauncher
-    from dflash_jax.hosts.pair import HostedPair
+    from dflash_jax.hosts.remote import HostedPair
 
     jax.config.update("jax_platforms", "cpu")  # this process must not take a worker's devices
     started: Any = launcher() if launcher else ChildLauncher()
