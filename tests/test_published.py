@@ -9,7 +9,7 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax import published
-from dflash_jax.cli.describe import describe
+from dflash_jax.cli.options import describe
 from dflash_jax.errors import CheckpointError
 from dflash_jax.published import DRAFTERS, PublishedDrafter, by_name
 from dflash_jax.testing import tiny_target
