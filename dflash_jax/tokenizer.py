@@ -11,8 +11,7 @@ import tokenizers
 from tokenizers.decoders import DecodeStream
 
 from dflash_jax import encoding
-from dflash_jax.chat_format import ChatFormat
-from dflash_jax.chat_template import Message, templates_of
+from dflash_jax.chat_template import ChatFormat, Message, templates_of
 from dflash_jax.config.fields import has_file
 from dflash_jax.errors import CheckpointError
 
