@@ -313,10 +313,10 @@ def _adapter(source: Source | None) -> Path | None:
 def locate_drafter(drafter: Source | None, target: Source, config: TargetConfig) -> Path | None:
     """Return the path of a target's drafter, see `load`; None if it has no file."""
     if drafter == AUTO:
-        drafter = own_drafter(target) or sources.choose(target, config).drafter
+        drafter = own_drafter(target) or sources.choose_published(target, config).drafter
     if drafter == OWN:
         drafter = own_drafter(target)
-        if drafter is None and (known := sources.by_name(target, config)):
+        if drafter is None and (known := sources.published_for(target, config)):
             warnings.warn(
                 f"{target} is decoded plainly; drafter='auto' takes the drafter that was"
                 f" published for it, {known[0].drafter}, and drafter=None drafts nothing",

@@ -198,7 +198,7 @@ def requested_statistics(generation: Generation, answer_id: str) -> dict[str, An
     if request.timings:
         fields["timings"] = timings(stats[0])
     if request.metrics:
-        fields["metrics"] = metrics(stats[0]) if len(stats) == 1 else None
+        fields["metrics"] = vllm_metrics(stats[0]) if len(stats) == 1 else None
     if request.meta_info:
         fields["meta_info"] = {"id": answer_id} | meta_info(stats[0])
     if texts := warnings(generation):
@@ -289,7 +289,7 @@ def timings(stats: Stats) -> dict[str, Any]:
     }
 
 
-def metrics(stats: Stats) -> dict[str, Any]:
+def vllm_metrics(stats: Stats) -> dict[str, Any]:
     """Return vLLM's `metrics`, including `speculative_decoding`."""
     drafts = len(stats.accepted_per_position)
     accepted = [n - 1 for n in stats.acceptance_lengths]
@@ -334,7 +334,7 @@ def meta_info(stats: Stats) -> dict[str, Any]:
     if stats.rounds:
         fields["spec_accept_length"] = stats.acceptance_length
         fields["spec_accept_rate"] = stats.accepted / max(stats.drafted, 1)
-        fields["spec_correct_drafts_histogram"] = metrics(stats)["speculative_decoding"][
+        fields["spec_correct_drafts_histogram"] = vllm_metrics(stats)["speculative_decoding"][
             "acceptance_histogram"
         ]
     return fields

@@ -258,7 +258,7 @@ def by_shape(config: TargetConfig) -> list[PublishedDrafter]:
     return [x for x in DRAFTERS if x.shape == shape]
 
 
-def by_name(source: Source, config: TargetConfig) -> list[PublishedDrafter]:
+def published_for(source: Source, config: TargetConfig) -> list[PublishedDrafter]:
     """Return the drafters that were trained for a target, the one to prefer first.
 
     A target is recognised by its shape and by its name: that of a hub id, a folder or a file,
@@ -269,13 +269,13 @@ def by_name(source: Source, config: TargetConfig) -> list[PublishedDrafter]:
     return [x for x in by_shape(config) if _model_name(x.target.split("/")[1]) in names]
 
 
-def choose(source: Source, config: TargetConfig) -> PublishedDrafter:
+def choose_published(source: Source, config: TargetConfig) -> PublishedDrafter:
     """Return the drafter to prefer for a target.
 
     Raises:
       CheckpointError: no drafter is known to be trained for it.
     """
-    if known := by_name(source, config):
+    if known := published_for(source, config):
         return known[0]
     similar = ", ".join(f"{x.drafter} (for {x.target})" for x in by_shape(config))
     raise CheckpointError(

@@ -553,7 +553,7 @@ def test_a_busy_model_does_not_run_in_the_rows_of_an_idle_one(random_tiny: Engin
 
 def test_time_that_compiling_took_is_no_time_in_the_queue() -> None:
     stats = Stats(first_token_s=5.0, prefill_s=1.0, compile_s=3.0)
-    assert writer.metrics(stats)["queue_time_ms"] == 1000.0
+    assert writer.vllm_metrics(stats)["queue_time_ms"] == 1000.0
     reply = SimpleNamespace(finish_reason="stop", result=Result([], "", "stop", stats))
     metrics = Metrics()
     ended: Any = SimpleNamespace(first_token=None, started=0.0, replies=[reply])
