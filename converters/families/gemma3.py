@@ -12,7 +12,7 @@ from dflash_jax.converters.families.qwen3 import head_norms
 from dflash_jax.converters.gguf import keys, tensors
 from dflash_jax.converters.gguf.file import GgufArray, GgufFile
 from dflash_jax.converters.gguf.keys import GgufFields, geometry
-from dflash_jax.converters.gguf.tensors import stored_by
+from dflash_jax.converters.gguf.tensors import stored_name
 from dflash_jax.converters.gguf.writer import BOOL, F32, U32, Typed
 from dflash_jax.converters.names import published
 from dflash_jax.converters.names.slots import Folder, Slot
@@ -65,7 +65,7 @@ def _scalar(config: Gemma3Config) -> float:
 
 
 # GGUF
-STORED = {
+GGUF_LAYER_NAMES = {
     "post_attention_layernorm.weight": "post_attention_norm.weight",
     "pre_feedforward_layernorm.weight": "ffn_norm.weight",
     "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
@@ -110,7 +110,7 @@ def _published_scalar(layers: int, hidden: int, heads: int, width: int) -> float
 
 def gguf_origin(name: str, config: Gemma3Config, shapes: tensors.Shapes) -> Origin | None:
     """Return the stored tensor of a canonical one; norms are 1 less."""
-    stored = stored_by(name, STORED)
+    stored = stored_name(name, GGUF_LAYER_NAMES)
     if stored not in shapes:
         return tensors.fused_origin(name, config, shapes)
     if name.endswith("norm.weight"):
@@ -121,7 +121,7 @@ def gguf_origin(name: str, config: Gemma3Config, shapes: tensors.Shapes) -> Orig
 def gguf_stored(name: str, config: Gemma3Config) -> dict[str, Origin]:
     """Return a canonical tensor in its stored form; the inverse of `gguf_origin`."""
     added = _plus_one if name.endswith("norm.weight") else None
-    return {stored_by(name, STORED): Origin(name, values=added)}
+    return {stored_name(name, GGUF_LAYER_NAMES): Origin(name, values=added)}
 
 
 def _less_one(values: np.ndarray) -> np.ndarray:

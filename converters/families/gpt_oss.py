@@ -82,7 +82,7 @@ UNAPPLIED = {
     "embedding_scale": 1.0,
     "nextn_predict_layers": None,
 }
-LAYER = {
+GGUF_LAYER_NAMES = {
     "post_attention_layernorm.weight": "post_attention_norm.weight",
     "self_attn.sinks": "attn_sinks.weight",
     "mlp.router.weight": "ffn_gate_inp.weight",
@@ -153,8 +153,7 @@ def gguf_origin(name: str, config: GptOssConfig, shapes: tensors.Shapes) -> Orig
         words = "gates and ups alternate" if stem.endswith("_bias") else words
         said = f"stacked experts: {words}"
         return Alternating(stored[0], change=said, others=tuple(stored[1:]), stacked=stacked)
-    stored = f"blk.{layer}.{LAYER[stem]}" if stem in LAYER else stored_name(name)
-    return Origin(stored) if stored in shapes else tensors.origin(name, config, shapes)
+    return tensors.origin(name, config, shapes, GGUF_LAYER_NAMES)
 
 
 def to_gguf(config: GptOssConfig) -> keys.Metadata:
@@ -192,4 +191,4 @@ def gguf_stored(name: str, config: GptOssConfig) -> dict[str, Origin]:
             else Separated(name, part=i, parts=parts)
             for i, stored in enumerate(STACKS[stem])
         }
-    return {f"blk.{layer}.{LAYER[stem]}" if stem in LAYER else stored_name(name): Origin(name)}
+    return {stored_name(name, GGUF_LAYER_NAMES): Origin(name)}

@@ -137,9 +137,8 @@ UNAPPLIED = {
 def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     """Return the fields of config.json that are specific to Llama."""
     fields.refuse_unless(UNAPPLIED)
-    present = set(source.names())
-    bias = "blk.0.attn_q.bias" in present or "blk.0.attn_qkv.bias" in present
-    found = geometry(fields) | {"model_type": "llama", "attention_bias": bias}
+    present = source.names()
+    found = geometry(fields) | {"model_type": "llama", "attention_bias": tensors.biased(source)}
     found["mlp_bias"] = "blk.0.ffn_gate.bias" in present
     if ROPE_FREQS in present:
         divisors, theta = source.read(ROPE_FREQS), found["rope_theta"]

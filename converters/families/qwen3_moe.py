@@ -102,7 +102,7 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
             "moe_intermediate_size": width,
             "mlp_only_layers": [i for i, routed in enumerate(sparse) if not routed],
             "norm_topk_prob": fields.get("expert_weights_norm") is not False,
-            "attention_bias": not present.isdisjoint(("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")),
+            "attention_bias": tensors.biased(source),
         }
     )
 

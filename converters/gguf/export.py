@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -172,7 +173,8 @@ def _target_keys(config: AttentionConfig) -> tuple[str, dict[str, Typed]]:
 def _target_origins(config: AttentionConfig) -> dict[str, Origin]:
     assert isinstance(config, TargetConfig)
     family = family_of(config.model_type)
-    stored = families.provided(family, "gguf_stored", same_form)
+    own = families.provided(family, "GGUF_LAYER_NAMES", {})
+    stored = families.provided(family, "gguf_stored", partial(same_form, own=own))
     computed = families.provided(family, "gguf_computed", lambda config: {})(config)
     found: dict[str, Origin] = {}
     for slot in families.slots(config):
@@ -184,6 +186,6 @@ def _target_origins(config: AttentionConfig) -> dict[str, Origin]:
     }
 
 
-def same_form(name: str, config: TargetConfig) -> dict[str, Origin]:
+def same_form(name: str, config: TargetConfig, own: Mapping[str, str]) -> dict[str, Origin]:
     """Return a tensor that files hold in the canonical form, by its stored name."""
-    return {stored_name(name): Origin(name)}
+    return {stored_name(name, own): Origin(name)}

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,19 +37,20 @@ LAYER = {
 _IN_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
-def stored_name(canonical: str) -> str:
-    """Return the GGUF name of a tensor of a dense decoder; other tensors keep their name."""
+def stored_name(canonical: str, own: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return the GGUF name of a tensor of a dense decoder; other tensors keep their name.
+
+    Args:
+      own: names in a layer that differ, by the canonical name in the layer.
+    """
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)", canonical)
+    if match and match[2] in own:
+        return f"blk.{match[1]}.{own[match[2]]}"
     match = _IN_LAYER.fullmatch(canonical)
     if match and match[2] in LAYER:
         layer, stem, suffix = match.groups()
         return f"blk.{layer}.{LAYER[stem]}.{suffix}"
     return OUTER.get(canonical, canonical)
-
-
-def stored_by(name: str, own: Mapping[str, str]) -> str:
-    """Return the GGUF name of a tensor; `own` has stems and suffixes that differ, in a layer."""
-    match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
-    return f"blk.{match[1]}.{own[match[2]]}" if match and match[2] in own else stored_name(name)
 
 
 def fused_name(canonical: str) -> tuple[str, str] | None:
@@ -80,9 +82,14 @@ def biased(source: GgufFile) -> bool:
     return not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(source.names())
 
 
-def origin(name: str, config: TargetConfig, shapes: Shapes) -> Origin | None:
+def origin(
+    name: str,
+    config: TargetConfig,
+    shapes: Shapes,
+    own: Mapping[str, str] = MappingProxyType({}),
+) -> Origin | None:
     """Return the origin of a tensor stored in Hugging Face's form, alone or in a fused qkv."""
-    if (stored := stored_name(name)) in shapes:
+    if (stored := stored_name(name, own)) in shapes:
         return Origin(stored)
     return fused_origin(name, config, shapes)
 
