@@ -18,9 +18,8 @@ from dflash_jax.tool_parsers.calls import (
     ToolCallStart,
     joined,
 )
-from dflash_jax.tool_parsers.incremental import EndOfOutput, NotACall, ParseSteps, TextBuffer
+from dflash_jax.tool_parsers.incremental import EndOfOutput, NotACall, ParseSteps, Stops, TextBuffer
 from dflash_jax.tool_parsers.malformed_calls import ShownText
-from dflash_jax.tool_parsers.stops import Stops
 from dflash_jax.tool_parsers.syntax import Syntax
 from dflash_jax.tool_parsers.tool_schema import Tool
 
