@@ -27,7 +27,7 @@ from dflash_jax.server.connection import (
     unless_disconnected,
 )
 from dflash_jax.server.generation import Generation, ReplyEvents, prepare, sampling_params
-from dflash_jax.server.information import InfoRoutes, Reader, StoredRoutes
+from dflash_jax.server.information import InfoRoutes, Reader, StoredRoutes, WebPage
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Handler, Middleware, Settings, allowed_hosts, log_error
 from dflash_jax.server.output_grammar import usable_tools
@@ -37,7 +37,6 @@ from dflash_jax.server.reply import Reply
 from dflash_jax.server.response_store import ResponseStores
 from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
 from dflash_jax.server.served_models import ServedModel, ServedModels
-from dflash_jax.server.web_page import WebPage
 from dflash_jax.server.writer import ResponseWriter, encode, keepalive_event
 from dflash_jax.tool_parsers.calls import Content, Event, ToolCallDelta
 
