@@ -26,10 +26,11 @@ from dflash_jax.converters.hf import (
     ADAPTER,
     ADAPTER_ADVICE,
     ShardedSafetensors,
+    dequantised,
     ignored_index,
     open_directory,
+    quantization,
 )
-from dflash_jax.converters.hf_quantised import dequantised, quantization
 from dflash_jax.converters.load import Params, Progress, load
 from dflash_jax.converters.names import huggingface, published
 from dflash_jax.converters.packed import stored_specs, unpacked_kinds
