@@ -1,4 +1,4 @@
-"""Hugging Face weight folders: one model.safetensors, or shards named by an index."""
+"""Hugging Face weight folders: one model.safetensors or shards, plain or quantised."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Describe a weight file by its header: metadata, tensors, mix of types, sizes."""
+"""Describe a weight file by its header: metadata, tensors, types, sizes, instruction tuning."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""safetensors files: headers are checked entry by entry, tensors mapped and read lazily."""
+"""safetensors files: headers are checked entry by entry, tensors read lazily; and a writer."""
 
 import json
 import math

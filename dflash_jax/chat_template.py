@@ -1,4 +1,4 @@
-"""Chat templates: finding them among a model's files, and rendering them."""
+"""Chat templates: finding and rendering them, and the forms of messages that they support."""
 
 import collections
 import datetime

@@ -1,4 +1,4 @@
-"""The tokenizer and chat template of a model."""
+"""The tokenizer and chat template of a model; texts of any length block no other thread."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Drafters in GGUF files of any dialect, with one configuration and one set of names."""
+"""Drafters in GGUF files, read from any dialect and written in that of llama.cpp."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""GGUF files and split sets as sources of lazily decoded tensors."""
+"""GGUF files and split sets: their headers, and their tensors, decoded lazily."""
 
 import functools
 import math

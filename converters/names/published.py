@@ -1,4 +1,4 @@
-"""Write configurations as config.json files for other engines."""
+"""Configurations as config.json files for other engines, in published and speculators layouts."""
 
 from typing import Any
 

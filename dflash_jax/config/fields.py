@@ -1,4 +1,4 @@
-"""Read JSON objects without ignoring any field silently."""
+"""Read JSON objects without ignoring any field silently, with the defaults of transformers."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Lowering and compiling programs ahead of time, and the contracts they must meet."""
+"""Lowering and compiling programs ahead of time or in the background, and their contracts."""
 
 import concurrent.futures
 import contextlib

@@ -1,4 +1,4 @@
-"""Byte and operation counts of a plan, from abstract shapes; nothing is allocated."""
+"""Bytes, operations and minimum times of a plan, from abstract shapes; nothing is allocated."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""The front's executor, and handles of values that the workers hold."""
+"""Engines whose workers hold the models: the front's executor, and its handles of values."""
 
 import concurrent.futures
 import dataclasses

@@ -1,4 +1,4 @@
-"""Cached attention over one masked buffer: new keys are written first, then attended to.
+"""Rotary embeddings, and cached attention over one buffer: keys are written, then attended to.
 
 This makes a token's bits independent of the block it is in: every row reduces over the same
 slots in the same order, whichever call filled them.

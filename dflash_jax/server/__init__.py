@@ -5,9 +5,9 @@ request passes the modules in this order:
 
 1. `http_connection`: HTTP, timeouts, bounds on connections and on the log lines that clients
    cause. `middleware`: hosts and origins, API keys, limits.
-2. `app`: the routes that generate. `information` has the other routes, `metrics` the Prometheus
-   page, `web_page` the page for browsers, whose files are in the folder `page`. `background` runs
-   slow work in threads.
+2. `app`: the routes that generate. `information` has the others, among them the page for
+   browsers, whose files are in the folder `page`; `metrics` has the Prometheus page. `background`
+   runs slow work in threads.
 3. `chat`, `completions`, `responses` or `anthropic` decode the body into a `GenerationRequest`
    (`protocol`), using `fields`, `tools` and `conversation`; `message_formats` converts the messages
    of Responses and Anthropic, and calls in them. `response_store` keeps past responses and

@@ -1,4 +1,4 @@
-"""Validation and normalization of messages."""
+"""Validation and normalization of messages, and the text of their contents."""
 
 import base64
 import json

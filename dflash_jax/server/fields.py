@@ -1,4 +1,4 @@
-"""Request fields that the APIs share, and their validation."""
+"""Request fields that the APIs share, and those that are refused by name."""
 
 import itertools
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections: their timeouts, bounds, and clients that closed their sending side."""
+"""HTTP/1.1 connections: their number, timeouts, bounds, and half-closed ones."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Routes that generate nothing: tokenization, models, health, properties, metrics."""
+"""Routes that generate nothing: tokenization, models, health, stored items, the web page."""
 
 import dataclasses
 import datetime

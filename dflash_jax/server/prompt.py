@@ -1,4 +1,4 @@
-"""Prompt token ids of requests. Past tool turns keep the ids that the model generated."""
+"""Prompts of requests: rendering and token ids. Past tool turns keep their generated ids."""
 
 import array
 import collections

@@ -1,4 +1,4 @@
-"""Stored responses, which later requests retrieve or refer to by response or item id."""
+"""Stored responses and conversations, which later requests retrieve, refer to or extend."""
 
 import dataclasses
 import threading

@@ -1,4 +1,4 @@
-"""Request decoding of OpenAI's /v1/responses, as far as agents use it."""
+"""OpenAI's /v1/responses: request decoding, responses and stream events."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""Validation and normalization of tools and tool choices."""
+"""Validation and normalization of tools, freeform ones among them, and tool choices."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Response writers: the protocol, server-sent events, and the base of OpenAI's older APIs."""
+"""Response writers: their base, statistics and log probabilities in the formats of clients."""
 
 import abc
 import collections

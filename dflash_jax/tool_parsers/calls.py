@@ -1,4 +1,4 @@
-"""Incremental parsers of tool calls in the syntax of each family."""
+"""Events of parsed output, and parsers of tool calls in the syntax of each family."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Incremental parsing of words and values from a buffer of streamed text.
+"""Incremental parsing of words and values from streamed text, and search for stop strings.
 
 Parsers are generators that yield when they need text that has not arrived yet.
 """

@@ -1,4 +1,4 @@
-"""What becomes of an end token: it ends the output, or recovery replaces it.
+"""What becomes of an end token: it ends the output, or recovery replaces it or forces a call.
 
 `judge_by_text` follows the original engines, whose rules consider end tokens below a minimum length
 and the text only. `judge_by_odds` needs two signs of a stall: the output announces an action, and

@@ -4,7 +4,7 @@ A loop is a unit of tokens that is repeated. Most healthy repetition is short, o
 rows of a table, an array of zeros, a refrain. So a loop must reach a number of tokens that depends
 on the kind of its text and on where it is: in prose, or in a code fence or a tool call. Loops are
 found by token ids. Their text is decoded only when they just reached such a length, so healthy
-output costs one search among the last tokens. `kinds` decides the kind of a text.
+output costs one search among the last tokens.
 """
 
 import enum

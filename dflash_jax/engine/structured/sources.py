@@ -1,4 +1,4 @@
-"""Requested structures in the form of the grammar compiler, llguidance."""
+"""Requested structures in the form of the grammar compiler, llguidance, and why it refuses one."""
 
 import dataclasses
 import json

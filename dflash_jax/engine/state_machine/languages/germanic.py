@@ -1,4 +1,4 @@
-"""Announcements in German, Dutch, Swedish, Norwegian and Danish."""
+"""Announcements in English, German, Dutch, Swedish, Norwegian and Danish."""
 
 from dflash_jax.engine.state_machine.languages.language import language
 
