@@ -49,8 +49,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import PlanError
 from dflash_jax.graph.build import jit
 from dflash_jax.graph.keys import Step
-from dflash_jax.graph.memory import StepWork, work
-from dflash_jax.graph.roofline import Device, find_device, roofline
+from dflash_jax.graph.memory import Device, StepWork, find_device, roofline, work
 from dflash_jax.testing import force_acceptance, scripted_engine, set_script
 
 TAUS = (1, 3, 5, 7)

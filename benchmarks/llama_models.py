@@ -10,7 +10,7 @@ from benchmarks.llama_cpp import BLOCK
 from dflash_jax.converters.convert import convert
 from dflash_jax.converters.export import Weights, export
 from dflash_jax.converters.forms import GGUF
-from dflash_jax.converters.gguf.header import STRING
+from dflash_jax.converters.gguf.file import STRING
 from dflash_jax.converters.gguf.tokenizer import CONTROL, NORMAL
 from dflash_jax.converters.gguf.writer import I32, U32, Typed
 from dflash_jax.converters.models import open_model
@@ -72,9 +72,9 @@ def _write_base(name: str, pair: PairFiles) -> None:
         convert(open_model(drafter), pair.drafter, tokenizer=target, **options)
         return
     if name == SMOLLM2:
-        from dflash_jax.utils.smollm2 import find
+        from dflash_jax.utils.sources import find_smollm2
 
-        source = open_model(find())
+        source = open_model(find_smollm2())
         convert(source, pair.target, **options)
         _write_random(source.config, for_drafter(source.config, source), pair, target=False)
     else:

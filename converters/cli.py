@@ -21,8 +21,7 @@ from dflash_jax.converters.taps import AUTO, CHOICES
 from dflash_jax.errors import ConfigError
 from dflash_jax.utils.command import exit_code
 from dflash_jax.utils.progress import time_left
-from dflash_jax.utils.smollm2 import NAME as SMOLLM2
-from dflash_jax.utils.smollm2 import find as find_smollm2
+from dflash_jax.utils.sources import SMOLLM2, find_smollm2
 
 if TYPE_CHECKING:
     from dflash_jax.converters.models import StoredModel
@@ -137,7 +136,7 @@ def _inspect_command(commands: Any) -> None:
 
 def _inspect(options: argparse.Namespace) -> int:
     from dflash_jax.converters import inspect
-    from dflash_jax.converters.instruct import REFUSE
+    from dflash_jax.converters.inspect import REFUSE
 
     if options.check_instruct:
         verdict = inspect.instruct(options.path)

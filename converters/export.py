@@ -22,8 +22,8 @@ from dflash_jax.converters.forms import GGUF, HUGGING_FACE, LAYOUTS, SPECULATORS
 from dflash_jax.converters.gguf.export import GgufForm, as_gguf
 from dflash_jax.converters.gguf.writer import PlannedBlocks, write_gguf
 from dflash_jax.converters.load import Progress, float_dtype, kept_as, read_as, read_blocks
-from dflash_jax.converters.names import published, speculators
-from dflash_jax.converters.safetensors_writer import Planned, write_safetensors
+from dflash_jax.converters.names import published
+from dflash_jax.converters.safetensors import Planned, write_safetensors
 from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import ConfigError
 from dflash_jax.utils.atomic import copy_companions, new_path
@@ -176,7 +176,7 @@ def _write_huggingface(output: _Output) -> None:
 
 def _write_speculators(output: _Output) -> None:
     config = _drafter(output.weights.config, SPECULATORS)
-    fields = speculators.speculators_fields(config, output.dtype)
+    fields = published.speculators_fields(config, output.dtype)
     made = {}
     if config.draft_vocab_size:
         chosen = np.zeros(config.vocab_size, np.bool_)

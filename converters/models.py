@@ -26,12 +26,13 @@ from dflash_jax.converters.hf import (
     ADAPTER,
     ADAPTER_ADVICE,
     ShardedSafetensors,
+    dequantised,
     ignored_index,
     open_directory,
+    quantization,
 )
-from dflash_jax.converters.hf_quantised import dequantised, quantization
 from dflash_jax.converters.load import Params, Progress, load
-from dflash_jax.converters.names import huggingface, speculators
+from dflash_jax.converters.names import huggingface, published
 from dflash_jax.converters.packed import stored_specs, unpacked_kinds
 from dflash_jax.converters.taps import AUTO
 from dflash_jax.converters.tree_source import CheckpointSource
@@ -206,8 +207,8 @@ def _from_folder(path: Path, taps: str) -> StoredModel:
     if has_file(path / ADAPTER):
         notes = (*notes, f"the adapter beside the weights ({ADAPTER}) is not applied")
     source = dequantised(source, quantised, where=where)
-    if speculators.is_speculators(fields):
-        fields, read = speculators.published_fields(fields, where=where, choice=taps)
+    if published.is_speculators(fields):
+        fields, read = published.published_fields(fields, where=where, choice=taps)
         config = huggingface.owned(source, drafter_config(fields, where))
         tensors = huggingface.drafter(source, config)
         return StoredModel(path, "drafter", "speculators", config, tensors, (read.line(), *notes))

@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 
-from dflash_jax import published
 from dflash_jax.config import DrafterConfig, TargetConfig, check_pair, wrong_role
 from dflash_jax.device import default_device
 from dflash_jax.engine.engine import Engine
@@ -31,6 +30,7 @@ from dflash_jax.plan import Dtype, Plan
 from dflash_jax.quant.layouts import LAID_OUT, STACK, Spec
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.utils import sources
 from dflash_jax.utils.allocator import fewer_collections, release_freed, tune_allocator
 from dflash_jax.utils.forking import check_not_forked
 from dflash_jax.utils.progress import announced, is_shown
@@ -313,10 +313,10 @@ def _adapter(source: Source | None) -> Path | None:
 def locate_drafter(drafter: Source | None, target: Source, config: TargetConfig) -> Path | None:
     """Return the path of a target's drafter, see `load`; None if it has no file."""
     if drafter == AUTO:
-        drafter = own_drafter(target) or published.choose(target, config).drafter
+        drafter = own_drafter(target) or sources.choose_published(target, config).drafter
     if drafter == OWN:
         drafter = own_drafter(target)
-        if drafter is None and (known := published.by_name(target, config)):
+        if drafter is None and (known := sources.published_for(target, config)):
             warnings.warn(
                 f"{target} is decoded plainly; drafter='auto' takes the drafter that was"
                 f" published for it, {known[0].drafter}, and drafter=None drafts nothing",

@@ -176,7 +176,7 @@ def folder_params(
     Raises:
       CheckpointError: the weights are not those of the configuration.
     """
-    from dflash_jax.converters import families, hf, hf_quantised
+    from dflash_jax.converters import families, hf
     from dflash_jax.converters.load import load
     from dflash_jax.converters.names import huggingface
 
@@ -185,7 +185,7 @@ def folder_params(
         found = huggingface.drafter(source, config)
     else:
         stored = read_json(where).get("quantization_config")
-        source = hf_quantised.dequantised(source, stored, where=str(where))
+        source = hf.dequantised(source, stored, where=str(where))
         folder = families.folder(config)
         found = huggingface.target(source, tied=config.tie_embeddings, folder=folder)
     return load(found, config, dtype, where=str(directory))

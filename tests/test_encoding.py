@@ -10,11 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
-from dflash_jax import encoding
-from dflash_jax.encoding import encode, pieces_of, token_bound
 from dflash_jax.errors import InterruptedRequestError, PromptTooLongError, RequestError
 from dflash_jax.loading import locate
-from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tokenizer import (
+    COMPOSED,
+    LONG_TEXT,
+    MOST_ALTERNATIVES,
+    Tokenizer,
+    encode,
+    pieces_of,
+    token_bound,
+)
 from dflash_jax.utils import interruption
 
 PIECES = ("aa", "aaaa", "ab", "▁a", "Ġa", "ĠĠĠĠ", "▁▁", "e", "á", "fi", "\n\n")
@@ -114,7 +120,7 @@ def test_the_longest_decomposition_is_the_one_that_is_counted_with() -> None:
     import unicodedata
 
     characters = (chr(c) for c in range(sys.maxunicode + 1) if not 0xD800 <= c < 0xE000)
-    assert max(len(unicodedata.normalize("NFD", c)) for c in characters) == encoding.COMPOSED
+    assert max(len(unicodedata.normalize("NFD", c)) for c in characters) == COMPOSED
 
 
 def without_bytes() -> tokenizers.Tokenizer:
@@ -259,8 +265,8 @@ def test_texts_are_not_split_for_tokenizers_that_end_words_or_pad() -> None:
 
 def test_texts_are_not_split_for_tokenizers_with_too_many_added_tokens() -> None:
     many, fewer = byte_level(), byte_level()
-    fewer.add_special_tokens([f"<{i}>" for i in range(encoding.MOST_ALTERNATIVES)])
-    many.add_special_tokens([f"<{i}>" for i in range(encoding.MOST_ALTERNATIVES + 1)])
+    fewer.add_special_tokens([f"<{i}>" for i in range(MOST_ALTERNATIVES)])
+    many.add_special_tokens([f"<{i}>" for i in range(MOST_ALTERNATIVES + 1)])
     assert len(list(pieces_of(fewer, "<1>a<2>a", 1))) == 2
     assert list(pieces_of(many, "<1>a<2>a", 1)) == ["<1>a<2>a"]
 
@@ -279,7 +285,7 @@ def test_a_long_text_gets_one_start_token() -> None:
 def test_encoding_can_be_cancelled_between_two_pieces() -> None:
     gone = threading.Event()
     core = recorded(Tokenizer.from_directory(locate("tiny", "target")).core, then=gone.set)
-    text = ("<|im_start|>" + "a" * encoding.LONG_TEXT) * 3
+    text = ("<|im_start|>" + "a" * LONG_TEXT) * 3
     with interruption.cancellable(gone), pytest.raises(InterruptedRequestError, match="cancelled"):
         encode(core, text, False)
     assert len(core.calls) == 1

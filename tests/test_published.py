@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import dflash_jax as dj
-from dflash_jax import published
-from dflash_jax.cli.describe import describe
+from dflash_jax.cli.options import describe
 from dflash_jax.errors import CheckpointError
-from dflash_jax.published import DRAFTERS, PublishedDrafter, by_name
 from dflash_jax.testing import tiny_target
+from dflash_jax.utils import sources
+from dflash_jax.utils.sources import DRAFTERS, PublishedDrafter, by_name
 
 DRAFTER = "somebody/Made-DFlash"
 PAGE = Path(__file__).parents[1] / "docs" / "drafters.md"
@@ -31,7 +31,7 @@ def made(oracle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = describe(target, None).target.config
     shape = config.hidden_size, config.num_layers, config.vocab_size
     row = PublishedDrafter("somebody/Made", shape, DRAFTER, 8)
-    monkeypatch.setattr(published, "DRAFTERS", (*DRAFTERS, row))
+    monkeypatch.setattr(sources, "DRAFTERS", (*DRAFTERS, row))
     return target
 
 

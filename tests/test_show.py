@@ -9,7 +9,7 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.engine.engine import Engine
 from dflash_jax.graph.explain import explain
-from dflash_jax.graph.roofline import DEVICES
+from dflash_jax.graph.memory import DEVICES
 from dflash_jax.plan import FIELDS
 from dflash_jax.show import legend, marked, precision
 from dflash_jax.testing import planned

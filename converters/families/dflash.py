@@ -8,8 +8,8 @@ from typing import Any
 from dflash_jax.config import DrafterConfig
 from dflash_jax.converters.families.llama import norm_and_mlp
 from dflash_jax.converters.families.qwen3 import head_norms
-from dflash_jax.converters.gguf.dense import Shapes
-from dflash_jax.converters.gguf.fields import GgufFields
+from dflash_jax.converters.gguf.keys import GgufFields
+from dflash_jax.converters.gguf.tensors import Shapes
 from dflash_jax.converters.gguf.writer import BOOL, Typed
 from dflash_jax.converters.names.slots import Keys, Slot, by_head, integers, linear, same
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from dflash_jax.config.dspark import DSparkConfig
 from dflash_jax.converters.families import dflash
-from dflash_jax.converters.gguf.dense import Shapes
-from dflash_jax.converters.gguf.fields import GgufFields
+from dflash_jax.converters.gguf.keys import GgufFields
+from dflash_jax.converters.gguf.tensors import Shapes
 from dflash_jax.converters.gguf.writer import BOOL, Typed
 from dflash_jax.converters.names.slots import Slot, linear, same
 from dflash_jax.errors import ConfigError

@@ -9,13 +9,12 @@ from dflash_jax.config.gemma3 import PATTERN, Gemma3Config
 from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.families import llama
 from dflash_jax.converters.families.qwen3 import head_norms
-from dflash_jax.converters.gguf import dense, keys
-from dflash_jax.converters.gguf.fields import GgufFields, geometry
-from dflash_jax.converters.gguf.file import GgufFile
-from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf import keys, tensors
+from dflash_jax.converters.gguf.file import GgufArray, GgufFile
+from dflash_jax.converters.gguf.keys import GgufFields, geometry
+from dflash_jax.converters.gguf.tensors import stored_name
 from dflash_jax.converters.gguf.writer import BOOL, F32, U32, Typed
 from dflash_jax.converters.names import published
-from dflash_jax.converters.names.gguf import stored_by
 from dflash_jax.converters.names.slots import Folder, Slot
 
 NORMS = {
@@ -66,7 +65,7 @@ def _scalar(config: Gemma3Config) -> float:
 
 
 # GGUF
-STORED = {
+GGUF_LAYER_NAMES = {
     "post_attention_layernorm.weight": "post_attention_norm.weight",
     "pre_feedforward_layernorm.weight": "ffn_norm.weight",
     "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
@@ -85,7 +84,7 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     sliding = {"rope_theta": fields.number("rope.freq_base_swa", 1e4), "rope_type": "default"}
     return found | {
         "model_type": "gemma3_text",
-        "attention_bias": dense.biased(source),
+        "attention_bias": tensors.biased(source),
         "sliding_window": fields.count("attention.sliding_window", 1 << 24, 4096),
         "layer_types": _kinds(fields, layers),
         "query_pre_attn_scalar": _published_scalar(
@@ -109,11 +108,11 @@ def _published_scalar(layers: int, hidden: int, heads: int, width: int) -> float
     return hidden / heads if layers == LAYERS_OF_27B else float(width)
 
 
-def gguf_origin(name: str, config: Gemma3Config, shapes: dense.Shapes) -> Origin | None:
+def gguf_origin(name: str, config: Gemma3Config, shapes: tensors.Shapes) -> Origin | None:
     """Return the stored tensor of a canonical one; norms are 1 less."""
-    stored = stored_by(name, STORED)
+    stored = stored_name(name, GGUF_LAYER_NAMES)
     if stored not in shapes:
-        return dense.fused_origin(name, config, shapes)
+        return tensors.fused_origin(name, config, shapes)
     if name.endswith("norm.weight"):
         return Origin(stored, change="norm: 1 subtracted", values=_less_one, offset=1.0)
     return Origin(stored)
@@ -122,7 +121,7 @@ def gguf_origin(name: str, config: Gemma3Config, shapes: dense.Shapes) -> Origin
 def gguf_stored(name: str, config: Gemma3Config) -> dict[str, Origin]:
     """Return a canonical tensor in its stored form; the inverse of `gguf_origin`."""
     added = _plus_one if name.endswith("norm.weight") else None
-    return {stored_by(name, STORED): Origin(name, values=added)}
+    return {stored_name(name, GGUF_LAYER_NAMES): Origin(name, values=added)}
 
 
 def _less_one(values: np.ndarray) -> np.ndarray:

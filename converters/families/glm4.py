@@ -3,14 +3,12 @@
 from typing import Any
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.families import llama
-from dflash_jax.converters.gguf import dense, keys
-from dflash_jax.converters.gguf.fields import GgufFields, geometry
+from dflash_jax.converters.gguf import keys, tensors
 from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.keys import GgufFields, geometry
 from dflash_jax.converters.gguf.writer import U32, Typed
 from dflash_jax.converters.names import published
-from dflash_jax.converters.names.gguf import stored_by
 from dflash_jax.converters.names.slots import Slot, TensorPart, linear
 
 NORMS = {
@@ -45,7 +43,7 @@ def to_hf(config: TargetConfig, dtype: str) -> dict[str, Any]:
 
 
 # GGUF
-STORED = {
+GGUF_LAYER_NAMES = {
     "post_self_attn_layernorm.weight": "post_attention_norm.weight",
     "post_mlp_layernorm.weight": "post_ffw_norm.weight",
     "mlp.gate_up_proj.weight": "ffn_up.weight",
@@ -59,20 +57,9 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     width = found["head_dim"]
     return found | {
         "model_type": "glm4",
-        "attention_bias": dense.biased(source),
+        "attention_bias": tensors.biased(source),
         "partial_rotary_factor": fields.count("rope.dimension_count", width, width) / width,
     }
-
-
-def gguf_origin(name: str, config: TargetConfig, shapes: dense.Shapes) -> Origin | None:
-    """Return the stored tensor of a canonical one."""
-    stored = stored_by(name, STORED)
-    return Origin(stored) if stored in shapes else dense.fused_origin(name, config, shapes)
-
-
-def gguf_stored(name: str, config: TargetConfig) -> dict[str, Origin]:
-    """Return a canonical tensor by its stored name."""
-    return {stored_by(name, STORED): Origin(name)}
 
 
 def to_gguf(config: TargetConfig) -> keys.Metadata:

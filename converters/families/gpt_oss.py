@@ -12,13 +12,12 @@ from dflash_jax.config import FULL, SLIDING
 from dflash_jax.config.gpt_oss import GptOssConfig
 from dflash_jax.converters.canonical import Alternating, Origin, Separated
 from dflash_jax.converters.families import llama
-from dflash_jax.converters.gguf import dense, experts, keys
-from dflash_jax.converters.gguf.fields import GgufFields, geometry
-from dflash_jax.converters.gguf.file import GgufFile
-from dflash_jax.converters.gguf.header import GgufArray
+from dflash_jax.converters.gguf import keys, tensors
+from dflash_jax.converters.gguf.file import GgufArray, GgufFile
+from dflash_jax.converters.gguf.keys import GgufFields, geometry
+from dflash_jax.converters.gguf.tensors import stored_name
 from dflash_jax.converters.gguf.writer import BOOL, U32, Typed
 from dflash_jax.converters.names import published
-from dflash_jax.converters.names.gguf import stored_name
 from dflash_jax.converters.names.slots import Keys, Slot, TensorPart, linear, same
 from dflash_jax.errors import ConfigError
 
@@ -83,7 +82,7 @@ UNAPPLIED = {
     "embedding_scale": 1.0,
     "nextn_predict_layers": None,
 }
-LAYER = {
+GGUF_LAYER_NAMES = {
     "post_attention_layernorm.weight": "post_attention_norm.weight",
     "self_attn.sinks": "attn_sinks.weight",
     "mlp.router.weight": "ffn_gate_inp.weight",
@@ -108,7 +107,7 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     found = geometry(fields, inner=size)
     if (scaling := found["rope_scaling"]) is None or scaling["rope_type"] != "yarn":
         raise ConfigError(f"{fields.where} has no yarn rotary scaling, which every gpt-oss has")
-    chosen = experts.counts(fields, gating=CHOSEN_SOFTMAX)
+    chosen = tensors.expert_counts(fields, gating=CHOSEN_SOFTMAX)
     return found | {
         "model_type": "gpt_oss",
         "intermediate_size": size,
@@ -136,7 +135,7 @@ def _kinds(fields: GgufFields, layers: int) -> list[str]:
     return [SLIDING if slides else FULL for slides in listed]
 
 
-def gguf_origin(name: str, config: GptOssConfig, shapes: dense.Shapes) -> Origin | None:
+def gguf_origin(name: str, config: GptOssConfig, shapes: tensors.Shapes) -> Origin | None:
     """Return the stored tensor of a canonical one, and its conversion to Hugging Face's form."""
     match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
     layer, stem = match.groups() if match else ("", name)
@@ -154,8 +153,7 @@ def gguf_origin(name: str, config: GptOssConfig, shapes: dense.Shapes) -> Origin
         words = "gates and ups alternate" if stem.endswith("_bias") else words
         said = f"stacked experts: {words}"
         return Alternating(stored[0], change=said, others=tuple(stored[1:]), stacked=stacked)
-    stored = f"blk.{layer}.{LAYER[stem]}" if stem in LAYER else stored_name(name)
-    return Origin(stored) if stored in shapes else dense.origin(name, config, shapes)
+    return tensors.origin(name, config, shapes, GGUF_LAYER_NAMES)
 
 
 def to_gguf(config: GptOssConfig) -> keys.Metadata:
@@ -193,4 +191,4 @@ def gguf_stored(name: str, config: GptOssConfig) -> dict[str, Origin]:
             else Separated(name, part=i, parts=parts)
             for i, stored in enumerate(STACKS[stem])
         }
-    return {f"blk.{layer}.{LAYER[stem]}" if stem in LAYER else stored_name(name): Origin(name)}
+    return {stored_name(name, GGUF_LAYER_NAMES): Origin(name)}

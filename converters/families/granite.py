@@ -4,9 +4,9 @@ from typing import Any
 
 from dflash_jax.config import TargetConfig
 from dflash_jax.converters.families.llama import UNAPPLIED, gguf_origin, gguf_stored, slots
-from dflash_jax.converters.gguf import dense, keys
-from dflash_jax.converters.gguf.fields import GgufFields, geometry
+from dflash_jax.converters.gguf import keys, tensors
 from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.keys import GgufFields, geometry
 from dflash_jax.converters.gguf.writer import F32, Typed
 from dflash_jax.converters.names import published
 
@@ -35,7 +35,7 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     found = geometry(fields, scale=scale or None, applied=FACTORS)
     return found | {
         "model_type": "granite",
-        "attention_bias": dense.biased(source),
+        "attention_bias": tensors.biased(source),
         "mlp_bias": "blk.0.ffn_gate.bias" in source.names(),
         "embedding_multiplier": fields.number("embedding_scale", 1.0),
         "attention_multiplier": scale or found["head_dim"] ** -0.5,

@@ -11,12 +11,12 @@ import numpy as np
 
 from dflash_jax.config import AttentionConfig, TargetConfig
 from dflash_jax.converters.canonical import Origin
-from dflash_jax.converters.gguf import dense, keys
-from dflash_jax.converters.gguf.fields import GgufFields, geometry
+from dflash_jax.converters.gguf import keys, tensors
 from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.keys import GgufFields, geometry
 from dflash_jax.converters.gguf.rope import llama3_divisors, llama3_scaling
+from dflash_jax.converters.gguf.tensors import fused_name, half_split_rows, stored_name
 from dflash_jax.converters.names import published
-from dflash_jax.converters.names.gguf import fused_name, half_split_rows, stored_name
 from dflash_jax.converters.names.slots import Keys, Slot, TensorPart, by_head, linear, paired, same
 
 
@@ -137,9 +137,8 @@ UNAPPLIED = {
 def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     """Return the fields of config.json that are specific to Llama."""
     fields.refuse_unless(UNAPPLIED)
-    present = set(source.names())
-    bias = "blk.0.attn_q.bias" in present or "blk.0.attn_qkv.bias" in present
-    found = geometry(fields) | {"model_type": "llama", "attention_bias": bias}
+    present = source.names()
+    found = geometry(fields) | {"model_type": "llama", "attention_bias": tensors.biased(source)}
     found["mlp_bias"] = "blk.0.ffn_gate.bias" in present
     if ROPE_FREQS in present:
         divisors, theta = source.read(ROPE_FREQS), found["rope_theta"]
@@ -147,16 +146,16 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     return found
 
 
-def gguf_origin(name: str, config: TargetConfig, shapes: dense.Shapes) -> Origin | None:
+def gguf_origin(name: str, config: TargetConfig, shapes: tensors.Shapes) -> Origin | None:
     """Return the stored tensor of a canonical one; rows are reordered if their number fits."""
-    found, fused = dense.origin(name, config, shapes), fused_name(name)
+    found, fused = tensors.origin(name, config, shapes), fused_name(name)
     if found is None or fused is None or fused[1] == "v":
         return found
-    count = len(dense.rows_in_fused(config, fused[1]))
+    count = len(tensors.rows_in_fused(config, fused[1]))
     if found.rows is None and shapes[found.name][0] != count:
         return found
     order = half_split_rows(count // config.head_dim, config.head_dim)
-    return dense.reordered(found, order, "rotary rows: pairs to halves")
+    return tensors.reordered(found, order, "rotary rows: pairs to halves")
 
 
 def to_gguf(config: TargetConfig) -> keys.Metadata:
@@ -174,7 +173,7 @@ def gguf_stored(name: str, config: TargetConfig) -> dict[str, Origin]:
     fused = fused_name(name)
     if fused is None or fused[1] == "v":
         return {stored_name(name): Origin(name)}
-    count = len(dense.rows_in_fused(config, fused[1]))
+    count = len(tensors.rows_in_fused(config, fused[1]))
     order = half_split_rows(count // config.head_dim, config.head_dim)
     return {stored_name(name): Origin(name, np.argsort(order), "rotary rows: halves to pairs")}
 

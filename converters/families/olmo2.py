@@ -3,13 +3,11 @@
 from typing import Any
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.families import llama
-from dflash_jax.converters.gguf import dense, keys
-from dflash_jax.converters.gguf.fields import GgufFields, geometry
+from dflash_jax.converters.gguf import keys, tensors
 from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.keys import GgufFields, geometry
 from dflash_jax.converters.names import published
-from dflash_jax.converters.names.gguf import stored_by
 from dflash_jax.converters.names.slots import Slot, same
 
 NORMS = {
@@ -34,7 +32,7 @@ def to_hf(config: TargetConfig, dtype: str) -> dict[str, Any]:
 
 
 # GGUF
-STORED = {
+GGUF_LAYER_NAMES = {
     "post_attention_layernorm.weight": "post_attention_norm.weight",
     "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
 }
@@ -43,18 +41,7 @@ STORED = {
 def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     """Return the fields of config.json that are specific to OLMo 2."""
     fields.refuse_unless(llama.UNAPPLIED)
-    return geometry(fields) | {"model_type": "olmo2", "attention_bias": dense.biased(source)}
-
-
-def gguf_origin(name: str, config: TargetConfig, shapes: dense.Shapes) -> Origin | None:
-    """Return the stored tensor of a canonical one."""
-    stored = stored_by(name, STORED)
-    return Origin(stored) if stored in shapes else dense.fused_origin(name, config, shapes)
-
-
-def gguf_stored(name: str, config: TargetConfig) -> dict[str, Origin]:
-    """Return a canonical tensor by its stored name."""
-    return {stored_by(name, STORED): Origin(name)}
+    return geometry(fields) | {"model_type": "olmo2", "attention_bias": tensors.biased(source)}
 
 
 def to_gguf(config: TargetConfig) -> keys.Metadata:

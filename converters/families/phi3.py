@@ -10,12 +10,12 @@ from dflash_jax.config import TargetConfig
 from dflash_jax.converters.canonical import Concatenated, Origin
 from dflash_jax.converters.families import llama
 from dflash_jax.converters.families.llama import slots
-from dflash_jax.converters.gguf import dense, keys
-from dflash_jax.converters.gguf.fields import GgufFields, geometry, shortest
+from dflash_jax.converters.gguf import keys, tensors
 from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.keys import GgufFields, geometry, shortest
+from dflash_jax.converters.gguf.tensors import stored_name
 from dflash_jax.converters.gguf.writer import F32, U32, Typed
 from dflash_jax.converters.names import published
-from dflash_jax.converters.names.gguf import stored_name
 from dflash_jax.converters.names.slots import Folder
 
 __all__ = ["folder", "from_gguf", "gguf_computed", "gguf_ignored", "gguf_origin", "gguf_stored"]
@@ -45,7 +45,7 @@ def _rows(name: str, config: TargetConfig) -> dict[str, range]:
     inner = config.intermediate_size
     found = [range(inner), range(inner, 2 * inner)]
     if match[3].startswith("self_attn."):
-        found = [dense.rows_in_fused(config, which) for which in "qkv"]
+        found = [tensors.rows_in_fused(config, which) for which in "qkv"]
     return {match[1] + part: rows for part, rows in zip(JOINED[match[3]], found, strict=True)}
 
 
@@ -109,7 +109,7 @@ def _scaling(fields: GgufFields, source: GgufFile, length: int) -> dict[str, Any
     )
 
 
-def gguf_origin(name: str, config: TargetConfig, shapes: dense.Shapes) -> Origin | None:
+def gguf_origin(name: str, config: TargetConfig, shapes: tensors.Shapes) -> Origin | None:
     """Return the stored tensor of a canonical one, or its rows in a joined one."""
     match = _IN_LAYER.fullmatch(name)
     if match and match[3] in JOINED["mlp.gate_up_proj.weight"]:
@@ -117,7 +117,7 @@ def gguf_origin(name: str, config: TargetConfig, shapes: dense.Shapes) -> Origin
         if both in shapes and shapes[both][0] == 2 * inner:
             rows = _rows(f"{match[1]}mlp.gate_up_proj.weight", config)[name]
             return Origin(both, rows, "from gates above ups")
-    return dense.origin(name, config, shapes)
+    return tensors.origin(name, config, shapes)
 
 
 def gguf_stored(name: str, config: TargetConfig) -> dict[str, Origin]:

@@ -4,12 +4,12 @@ from typing import Any
 
 from dflash_jax.config import TargetConfig
 from dflash_jax.converters.families.llama import UNAPPLIED, slots
-from dflash_jax.converters.gguf import dense, keys
-from dflash_jax.converters.gguf.fields import GgufFields, geometry
+from dflash_jax.converters.gguf import keys
 from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.keys import GgufFields, geometry
 from dflash_jax.converters.names import published
 
-__all__ = ["from_gguf", "gguf_origin", "slots", "to_gguf", "to_hf"]
+__all__ = ["from_gguf", "slots", "to_gguf", "to_hf"]
 
 
 def to_hf(config: TargetConfig, dtype: str) -> dict[str, Any]:
@@ -18,9 +18,6 @@ def to_hf(config: TargetConfig, dtype: str) -> dict[str, Any]:
 
 
 # GGUF
-gguf_origin = dense.origin
-
-
 def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     """Return the fields of config.json that are specific to Qwen2."""
     fields.refuse_unless(UNAPPLIED)

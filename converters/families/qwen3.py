@@ -3,12 +3,11 @@
 from typing import Any
 
 from dflash_jax.config import AttentionConfig, TargetConfig
-from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.families import llama
 from dflash_jax.converters.families.llama import UNAPPLIED
-from dflash_jax.converters.gguf import dense, keys
-from dflash_jax.converters.gguf.fields import GgufFields, geometry
+from dflash_jax.converters.gguf import keys, tensors
 from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.keys import GgufFields, geometry
 from dflash_jax.converters.names import published
 from dflash_jax.converters.names.slots import Keys, Slot, same
 
@@ -37,14 +36,7 @@ def to_hf(config: TargetConfig, dtype: str) -> dict[str, Any]:
 def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     """Return the fields of config.json that are specific to Qwen3."""
     fields.refuse_unless(UNAPPLIED)
-    present = set(source.names())
-    bias = "blk.0.attn_q.bias" in present or "blk.0.attn_qkv.bias" in present
-    return geometry(fields) | {"model_type": "qwen3", "attention_bias": bias}
-
-
-def gguf_origin(name: str, config: TargetConfig, shapes: dense.Shapes) -> Origin | None:
-    """Return the stored tensor of a canonical one."""
-    return dense.origin(name, config, shapes)
+    return geometry(fields) | {"model_type": "qwen3", "attention_bias": tensors.biased(source)}
 
 
 def to_gguf(config: TargetConfig) -> keys.Metadata:

@@ -9,12 +9,12 @@ from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.families import llama
 from dflash_jax.converters.families.llama import UNAPPLIED
 from dflash_jax.converters.families.qwen3 import head_norms
-from dflash_jax.converters.gguf import dense, experts, keys
-from dflash_jax.converters.gguf.fields import GgufFields, geometry
+from dflash_jax.converters.gguf import keys, tensors
 from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.keys import GgufFields, geometry
+from dflash_jax.converters.gguf.tensors import stored_name
 from dflash_jax.converters.gguf.writer import BOOL, Typed
 from dflash_jax.converters.names import published
-from dflash_jax.converters.names.gguf import stored_name
 from dflash_jax.converters.names.slots import STACKED, Folder, Keys, Slot, TensorPart, linear, same
 
 
@@ -53,17 +53,17 @@ def _sparse_layer(config: Qwen3MoeConfig, at: Keys, source: str) -> list[Slot]:
     ]
 
 
-def stacks(at: Keys, source: str, experts: int, size: int, width: int) -> list[Slot]:
+def stacks(at: Keys, source: str, count: int, size: int, width: int) -> list[Slot]:
     """Return expert weights [E, D, 2, F] and [E, F, D] from three tensors for each expert."""
     gate_up, down = [], []
-    for e in range(experts):
+    for e in range(count):
         for i, name in enumerate(("gate", "up")):
             weight = f"{source}{e}.{name}_proj.weight"
             gate_up.append(TensorPart(weight, (size, width), (0, 2, 3, 1), (e, i)))
         down.append(TensorPart(f"{source}{e}.down_proj.weight", (width, size), (0, 2, 1), (e,)))
     return [
-        Slot((*at, "experts_gate_up"), (experts, width, 2, size), tuple(gate_up)),
-        Slot((*at, "experts_down"), (experts, size, width), tuple(down)),
+        Slot((*at, "experts_gate_up"), (count, width, 2, size), tuple(gate_up)),
+        Slot((*at, "experts_down"), (count, size, width), tuple(down)),
     ]
 
 
@@ -96,25 +96,25 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     sparse = [f"blk.{i}.ffn_gate_inp.weight" in present for i in range(found["num_hidden_layers"])]
     return (
         found
-        | experts.counts(fields)
+        | tensors.expert_counts(fields)
         | {
             "model_type": "qwen3_moe",
             "moe_intermediate_size": width,
             "mlp_only_layers": [i for i, routed in enumerate(sparse) if not routed],
             "norm_topk_prob": fields.get("expert_weights_norm") is not False,
-            "attention_bias": not present.isdisjoint(("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")),
+            "attention_bias": tensors.biased(source),
         }
     )
 
 
-def gguf_origin(name: str, config: TargetConfig, shapes: dense.Shapes) -> Origin | None:
+def gguf_origin(name: str, config: TargetConfig, shapes: tensors.Shapes) -> Origin | None:
     """Return the stored tensor of a canonical one."""
-    if found := experts.origin(name, config, shapes):
+    if found := tensors.expert_origin(name, config, shapes):
         return found
     if match := _ROUTER.fullmatch(name):
         stored = f"blk.{match[1]}.ffn_gate_inp.weight"
         return Origin(stored) if stored in shapes else None
-    return dense.origin(name, config, shapes)
+    return tensors.origin(name, config, shapes)
 
 
 def to_gguf(config: Qwen3MoeConfig) -> keys.Metadata:
@@ -136,7 +136,7 @@ def to_gguf(config: Qwen3MoeConfig) -> keys.Metadata:
 
 def gguf_stored(name: str, config: Qwen3MoeConfig) -> dict[str, Origin]:
     """Return a canonical tensor in its stored form; the inverse of `gguf_origin`."""
-    if (found := experts.stored(name, config)) is not None:
+    if (found := tensors.expert_stored(name, config)) is not None:
         return found
     match = _ROUTER.fullmatch(name)
     return {f"blk.{match[1]}.ffn_gate_inp.weight" if match else stored_name(name): Origin(name)}

@@ -4,9 +4,9 @@ from typing import Any
 
 from dflash_jax.config.smollm3 import SmolLM3Config
 from dflash_jax.converters.families.llama import UNAPPLIED, gguf_origin, gguf_stored, slots
-from dflash_jax.converters.gguf import dense, keys
-from dflash_jax.converters.gguf.fields import GgufFields, geometry
+from dflash_jax.converters.gguf import keys, tensors
 from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.keys import GgufFields, geometry
 from dflash_jax.converters.names import published
 
 __all__ = ["from_gguf", "gguf_origin", "gguf_stored", "slots", "to_gguf", "to_hf"]
@@ -27,7 +27,7 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     fields.refuse_unless(UNAPPLIED)
     return geometry(fields) | {
         "model_type": "smollm3",
-        "attention_bias": dense.biased(source),
+        "attention_bias": tensors.biased(source),
         "mlp_bias": "blk.0.ffn_gate.bias" in source.names(),
         "no_rope_layer_interval": EVERY,
     }

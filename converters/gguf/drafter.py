@@ -1,7 +1,9 @@
-"""Drafters in GGUF files of any dialect, with one configuration and one set of names."""
+"""Drafters in GGUF files, read from any dialect and written in that of llama.cpp."""
 
 import dataclasses
 import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,21 +12,147 @@ from dflash_jax.config import FULL, SLIDING, DrafterConfig, drafter_config
 from dflash_jax.config.family import drafter_kinds
 from dflash_jax.converters import families
 from dflash_jax.converters.canonical import Canonical, Origin
-from dflash_jax.converters.gguf.dense import Shapes
-from dflash_jax.converters.gguf.dialects import (
-    BORROWED,
-    DRAFTER_ARCHITECTURES,
-    RELATIVES,
-    Dialect,
-    read_dialect,
-)
-from dflash_jax.converters.gguf.fields import GgufFields, geometry, weight_dtype
-from dflash_jax.converters.gguf.file import GgufFile
-from dflash_jax.converters.gguf.header import GgufArray
-from dflash_jax.converters.names.gguf import stored_name
+from dflash_jax.converters.gguf import keys
+from dflash_jax.converters.gguf.file import GgufArray, GgufFile
+from dflash_jax.converters.gguf.keys import GgufFields, geometry, weight_dtype
+from dflash_jax.converters.gguf.tensors import Shapes, stored_name
+from dflash_jax.converters.gguf.writer import BOOL, F32, I32, U32, Typed
+from dflash_jax.converters.names import published
 from dflash_jax.converters.names.slots import TensorPart
-from dflash_jax.converters.taps import AUTO
+from dflash_jax.converters.taps import AUTO, PLUS_ONE, RAW, Taps, read_taps
 from dflash_jax.errors import CheckpointError, ConfigError
+
+# The GGUF dialects of published DFlash drafters: their keys and tensor names.
+
+
+UPSTREAM = "dflash"
+DRAFTER_ARCHITECTURES = {
+    UPSTREAM: "llama.cpp",
+    "dflash-draft": "dflash-draft",
+    "qwen35-dflash-draft": "lucebox",
+    "gemma4-dflash-draft": "lucebox",
+}
+
+# Tap keys below the architecture's prefix, and their numbering; None if writers disagree.
+UPSTREAM_TAPS = {
+    "target_layers": PLUS_ONE,
+    "target_layer_ids": None,
+    "dflash.target_layer_ids": None,
+}
+OTHER_TAPS = {"dflash.target_layer_ids": RAW, "target_layer_ids": RAW}
+
+BORROWED = {
+    "token_embd.weight": "borrowed from the target",
+    "output.weight": "borrowed from the target",
+    "rope_freqs.weight": "recomputed from the configuration",
+}
+# Tensors of related drafters that are not supported, or whose form is not known.
+RELATIVES = {
+    "dflash.dspark": "DSpark in lucebox's layout",
+    "domino": "Domino",
+    "aux_hidden_norm": "Laguna",
+    "attn_gate": "Laguna",
+    "attn_sinks": "a drafter with attention sinks",
+    "post_ffw_norm": "a drafter with Gemma's four norms",
+}
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """Settings of a drafter file besides its geometry."""
+
+    name: str
+    taps: Taps
+    block_size: int
+    mask_token_id: int
+    vocab_size: int
+    is_causal: bool | None  # inside the block; None: as the reference package decides
+    notes: tuple[str, ...]
+
+
+def read_dialect(fields: GgufFields, choice: str) -> Dialect:
+    """Return the drafter's settings.
+
+    Raises:
+      ConfigError, CheckpointError: a setting is missing, ambiguous or contradictory.
+    """
+    upstream = fields.architecture == UPSTREAM
+    name = DRAFTER_ARCHITECTURES[fields.architecture]
+    if upstream and fields.get("hyper_connection.count"):
+        raise ConfigError(
+            f"{fields.where} is a DeepSeek drafter (hyper-connections); not supported"
+        )
+    causal = fields.get("attention.causal") if upstream else None
+    return Dialect(
+        name=name,
+        taps=_taps(fields, UPSTREAM_TAPS if upstream else OTHER_TAPS, choice),
+        block_size=_number(fields, ("block_size", "dflash.block_size"), 256),
+        mask_token_id=_mask(fields),
+        vocab_size=_vocabulary(fields),
+        is_causal=None if causal is None else bool(causal),
+        notes=tuple(_notes(fields, causal)),
+    )
+
+
+def _notes(fields: GgufFields, causal: bool | None) -> Iterator[str]:
+    """Yield notes on settings that the file leaves open."""
+    if causal is None:
+        ignored = " (its attention.causal is ignored: writers of this dialect always set it)"
+        said = ignored if fields.get("attention.causal") is not None else ""
+        yield f"inside the block sliding layers are causal, others not, as in training{said}"
+    if fields.get("embedding_scale") is None and fields.architecture.startswith("gemma"):
+        yield "the file has no embedding scale; the target's is used"
+
+
+def _taps(fields: GgufFields, keys: Mapping[str, str | None], choice: str) -> Taps:
+    present = [key for key in keys if fields.get(key) is not None]
+    if not present:
+        listed = " or ".join(f"{fields.architecture}.{key}" for key in keys)
+        raise ConfigError(
+            f"{fields.where} does not say which target layers it reads ({listed}); they cannot be"
+            " guessed: use the original drafter"
+        )
+    readings = [
+        read_taps(
+            fields.ints(key),
+            source=f"{fields.architecture}.{key}",
+            convention=keys[key],
+            choice=choice,
+            where=fields.where,
+        )
+        for key in present
+    ]
+    if len({reading.ids for reading in readings}) > 1:
+        raise CheckpointError(
+            f"{fields.where} contradicts itself about target layers: "
+            + "; ".join(reading.line() for reading in readings)
+        )
+    return readings[0]
+
+
+def _number(fields: GgufFields, keys: tuple[str, ...], limit: int) -> int:
+    key = next((k for k in keys if fields.get(k) is not None), keys[0])
+    return fields.count(key, limit)
+
+
+def _mask(fields: GgufFields) -> int:
+    keys = ["tokenizer.ggml.mask_token_id"]
+    keys += [f"{fields.architecture}.{k}" for k in ("dflash.mask_token_id", "mask_token_id")]
+    found = {key: fields.metadata[key] for key in keys if key in fields.metadata}
+    values: set[Any] = set(found.values())
+    if len(values) != 1 or type(next(iter(values))) is not int:
+        raise ConfigError(
+            f"{fields.where} must name one mask token id; found {found or 'none'} under"
+            f" {', '.join(keys)}. It cannot be guessed: use the original drafter"
+        )
+    return values.pop()
+
+
+def _vocabulary(fields: GgufFields) -> int:
+    tokens = fields.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, GgufArray):
+        return len(tokens)
+    return fields.count("vocab_size", 1 << 22)
 
 
 def read_config(source: GgufFile, taps: str = AUTO) -> tuple[DrafterConfig, Dialect]:
@@ -193,3 +321,69 @@ def _spellings(table: str) -> dict[str, tuple[str, ...]]:
     for kind in drafter_kinds():
         found |= families.provided(kind, table, {})
     return found
+
+
+# Metadata and tensor names of a drafter in llama.cpp's `dflash` architecture.
+
+
+def origins(config: DrafterConfig) -> dict[str, Origin]:
+    """Return the tensors of a drafter file, by their upstream names."""
+    return {
+        aliases(part.name)[0]: _ids(part.shape) if part.name == "d2t" else Origin(part.name)
+        for slot in families.slots(config)
+        for part in slot.parts
+    }
+
+
+def _ids(shape: tuple[int, ...]) -> Origin:
+    """Return the token of each row of a reduced head, from offsets."""
+    order = np.arange(shape[0], dtype=np.int64).reshape(-1, 1)
+    return Origin("d2t", values=lambda offsets: offsets + order, reshaped=shape)
+
+
+def metadata(config: DrafterConfig, *, mrope: bool = False) -> keys.Metadata:
+    """Return the keys of a drafter file below its architecture's prefix.
+
+    Args:
+      mrope: whether the target has several position rows; the drafter rotates by the first.
+
+    Raises:
+      ConfigError: the drafter has no form in GGUF.
+    """
+    if config.draft_vocab_size and not config.own_head:
+        raise ConfigError("a reduced vocabulary without its own head has no form in GGUF")
+    own = keys.shared(config) | {
+        "context_length": Typed(U32, config.rope.original_length or 4096),
+        "vocab_size": Typed(U32, config.vocab_size),
+        "block_size": Typed(U32, config.block_size),
+        "target_layers": Typed(I32, [i + 1 for i in config.target_layer_ids]),
+    }
+    own |= keys.rope(config.rope) | _attention(config) | _scales(config)
+    if mrope:
+        own["rope.dimension_sections"] = Typed(I32, [config.head_dim // 2, 0, 0, 0])
+    return own | families.provided(config.kind, "to_gguf")(config)
+
+
+def _attention(config: DrafterConfig) -> keys.Metadata:
+    """Return windows, and as upstream does, causality only if the layers do not imply it."""
+    fields = published.drafter_fields(config, "float32")
+    found = {}
+    if fields["sliding_window"] is not None:
+        pattern = [kind == SLIDING for kind in fields["layer_types"]]
+        found["attention.sliding_window"] = Typed(U32, fields["sliding_window"])
+        found["attention.sliding_window_pattern"] = Typed(BOOL, pattern)
+    elif SLIDING in fields["layer_types"]:
+        raise ConfigError("causal and other layers without a window have no form in a drafter GGUF")
+    if "is_causal" in fields:
+        found["attention.causal"] = Typed(BOOL, fields["is_causal"])
+    return found
+
+
+def _scales(config: DrafterConfig) -> keys.Metadata:
+    own = published.drafter_fields(config, "float32")["dflash_config"]
+    named = {
+        "input_embedding_scale": "embedding_scale",
+        "output_multiplier": "logit_scale",
+        "final_logit_softcapping": "final_logit_softcapping",
+    }
+    return {named[k]: Typed(F32, own[k]) for k in named if k in own}

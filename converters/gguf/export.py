@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,12 @@ from dflash_jax.config.family import family_of, target_families
 from dflash_jax.converters import families
 from dflash_jax.converters.canonical import Canonical, Computed, Origin
 from dflash_jax.converters.forms import FILE_TYPES, GGUF_TYPES
-from dflash_jax.converters.gguf import drafter_export, keys
-from dflash_jax.converters.gguf.dialects import UPSTREAM
-from dflash_jax.converters.gguf.header import STRING
+from dflash_jax.converters.gguf import drafter, keys
+from dflash_jax.converters.gguf.drafter import UPSTREAM
+from dflash_jax.converters.gguf.file import STRING
+from dflash_jax.converters.gguf.tensors import stored_name
 from dflash_jax.converters.gguf.tokenizer import STOP_TEXTS
 from dflash_jax.converters.gguf.writer import U32, PlannedBlocks, Typed, typed
-from dflash_jax.converters.names.gguf import stored_name
 from dflash_jax.converters.quants.types import BY_NAME, GgmlType
 from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import ConfigError
@@ -64,8 +65,8 @@ def as_gguf(
     chosen = type_named(kind)
     if isinstance(config, DrafterConfig):
         mrope = any(key.endswith(SECTIONS) for key in tokenizer or {})
-        architecture, own = UPSTREAM, drafter_export.metadata(config, mrope=mrope)
-        origins, kept = drafter_export.origins(config), {}
+        architecture, own = UPSTREAM, drafter.metadata(config, mrope=mrope)
+        origins, kept = drafter.origins(config), {}
     else:
         architecture, own = _target_keys(config)
         origins, kept = _target_origins(config), tokenizer or {}
@@ -172,7 +173,8 @@ def _target_keys(config: AttentionConfig) -> tuple[str, dict[str, Typed]]:
 def _target_origins(config: AttentionConfig) -> dict[str, Origin]:
     assert isinstance(config, TargetConfig)
     family = family_of(config.model_type)
-    stored = families.provided(family, "gguf_stored", same_form)
+    own = families.provided(family, "GGUF_LAYER_NAMES", {})
+    stored = families.provided(family, "gguf_stored", partial(same_form, own=own))
     computed = families.provided(family, "gguf_computed", lambda config: {})(config)
     found: dict[str, Origin] = {}
     for slot in families.slots(config):
@@ -184,6 +186,6 @@ def _target_origins(config: AttentionConfig) -> dict[str, Origin]:
     }
 
 
-def same_form(name: str, config: TargetConfig) -> dict[str, Origin]:
+def same_form(name: str, config: TargetConfig, own: Mapping[str, str]) -> dict[str, Origin]:
     """Return a tensor that files hold in the canonical form, by its stored name."""
-    return {stored_name(name): Origin(name)}
+    return {stored_name(name, own): Origin(name)}

@@ -1,8 +1,10 @@
-"""GGUF files and split sets as sources of lazily decoded tensors."""
+"""GGUF files and split sets: their headers, and their tensors, decoded lazily."""
 
+import functools
 import math
 import mmap
 import re
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,315 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.converters import quants
-from dflash_jax.converters.gguf.header import GgufHeader, TensorInfo, parse
+from dflash_jax.converters.quants.types import REMOVED, TYPES, GgmlType
 from dflash_jax.converters.source import Rows, map_file
 from dflash_jax.errors import CheckpointError
+
+# GGUF headers, versions 2 and 3, little-endian: every length is checked before use.
+#
+# Layout and limits follow the published format; the limits on counts are ours.
+
+
+MAX_KEYS, MAX_TENSORS = 1 << 16, 1 << 20
+MAX_KEY, MAX_NAME, MAX_STRING = (1 << 16) - 1, 255, 1 << 30
+MAX_ALIGNMENT, MAX_DIMS, MAX_ELEMENTS = 1 << 20, 4, 1 << 63
+SMALLEST_KEY, SMALLEST_TENSOR = 8 + 1 + 4 + 1, 8 + 1 + 4 + 8 + 4 + 8
+
+STRING, ARRAY = 8, 9
+SCALARS: dict[int, str] = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class GgufArray:
+    """An array of metadata that is decoded on demand."""
+
+    kind: int
+    count: int
+    _buffer: mmap.mmap | bytes
+    _start: int
+    _where: str
+
+    def __len__(self) -> int:
+        return self.count
+
+    def tolist(self) -> list[Any]:
+        """Return the elements as Python values.
+
+        Raises:
+          CheckpointError: a string is not UTF-8.
+        """
+        if self.kind == STRING:
+            return list(self._strings)
+        dtype = np.dtype(SCALARS[self.kind])
+        return np.frombuffer(self._buffer, dtype, self.count, self._start).tolist()
+
+    @functools.cached_property
+    def _strings(self) -> tuple[str, ...]:
+        """The strings, decoded once: a vocabulary of 50,000 takes 50 ms, and has three readers."""
+        values, position, length_at = [], self._start, struct.Struct("<Q").unpack_from
+        for _ in range(self.count):
+            (length,) = length_at(self._buffer, position)
+            raw = self._buffer[position + 8 : position + 8 + length]
+            try:
+                values.append(raw.decode())
+            except UnicodeDecodeError:
+                raise CheckpointError(
+                    f"{self._where}: element {len(values)} is not UTF-8: {raw[:40]!r};"
+                    " the file is damaged: fetch it again"
+                ) from None
+            position += 8 + length
+        return tuple(values)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor: its shape, outermost axis first, and its bytes in the data section."""
+
+    name: str
+    kind: GgmlType
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes in the file."""
+        return math.prod(self.shape) // self.kind.block_size * self.kind.block_bytes
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """A checked header. `notes` are oddities for a report."""
+
+    version: int
+    metadata: dict[str, Any]
+    tensors: tuple[TensorInfo, ...]
+    alignment: int
+    data_start: int
+    notes: tuple[str, ...]
+
+
+class _Cursor:
+    """A forward reader that stays within its buffer."""
+
+    def __init__(self, buffer: mmap.mmap | bytes, where: str):
+        self.buffer, self.where, self.position = buffer, where, 0
+
+    def left(self) -> int:
+        return len(self.buffer) - self.position
+
+    def fail(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.where}: {what} (byte {self.position} of {len(self.buffer)});"
+            " the file is damaged or not GGUF: fetch it again"
+        )
+
+    def skip(self, count: int, what: str) -> int:
+        """Skip `count` bytes and return their start."""
+        if count > self.left():
+            raise self.fail(f"{what} needs {count} bytes but {self.left()} are left")
+        start = self.position
+        self.position += count
+        return start
+
+    def number(self, form: str, what: str) -> Any:
+        start = self.skip(struct.calcsize(form), what)
+        return struct.unpack_from(form, self.buffer, start)[0]
+
+    def text(self, limit: int, what: str) -> str:
+        length = self.number("<Q", f"the length of {what}")
+        if length > limit:
+            raise self.fail(f"{what} claims {length} bytes; at most {limit} are allowed")
+        start = self.skip(length, what)
+        try:
+            return self.buffer[start : start + length].decode()
+        except UnicodeDecodeError:
+            raise self.fail(f"{what} is not UTF-8") from None
+
+
+def parse(buffer: mmap.mmap | bytes, where: str) -> GgufHeader:
+    """Parse the header of a whole file.
+
+    Raises:
+      CheckpointError: the header is malformed; the message names the place.
+    """
+    cursor = _Cursor(buffer, where)
+    version, tensor_count, key_count = _preamble(cursor)
+    metadata = _metadata(cursor, key_count)
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT:
+        raise cursor.fail(f"general.alignment is {alignment!r}; expected a power of two")
+    if alignment & (alignment - 1):
+        raise cursor.fail(f"general.alignment is {alignment}; expected a power of two")
+    if tensor_count * SMALLEST_TENSOR > cursor.left():
+        raise cursor.fail(f"{tensor_count} tensors do not fit in {cursor.left()} bytes")
+    tensors = tuple(_tensor(cursor, alignment) for _ in range(tensor_count))
+    _check_names(cursor, tensors)
+    data_start = round_up(cursor.position, alignment)
+    notes = _check_extents(cursor, tensors, data_start, alignment)
+    return GgufHeader(version, metadata, tensors, alignment, data_start, notes)
+
+
+def round_up(position: int, alignment: int) -> int:
+    """Return the smallest multiple of `alignment` that is at least `position`."""
+    return -(-position // alignment) * alignment
+
+
+def _preamble(cursor: _Cursor) -> tuple[int, int, int]:
+    if cursor.left() < 24:
+        raise cursor.fail(f"a GGUF file has at least 24 bytes, this one {cursor.left()}")
+    magic = cursor.buffer[:4]
+    if magic != b"GGUF":
+        raise cursor.fail(f"starts with {magic!r}; expected b'GGUF'")
+    cursor.skip(4, "the magic")
+    version = cursor.number("<I", "the version")
+    if version & 0xFFFF == 0:
+        raise CheckpointError(
+            f"{cursor.where} is big-endian GGUF, which is not supported; convert it with"
+            " gguf-convert-endian or fetch the little-endian file"
+        )
+    if version == 1:
+        raise CheckpointError(
+            f"{cursor.where} is GGUF version 1, which is obsolete; versions 2 and 3 are supported:"
+            " convert the model again, or fetch a newer file"
+        )
+    if version not in (2, 3):
+        raise cursor.fail(f"GGUF version {version}; versions 2 and 3 are supported")
+    tensor_count = cursor.number("<Q", "the tensor count")
+    key_count = cursor.number("<Q", "the key count")
+    if tensor_count > MAX_TENSORS:
+        raise cursor.fail(f"claims {tensor_count} tensors; at most {MAX_TENSORS} are allowed")
+    if key_count > MAX_KEYS or key_count * SMALLEST_KEY > cursor.left():
+        raise cursor.fail(f"claims {key_count} metadata keys, which cannot fit")
+    return version, tensor_count, key_count
+
+
+def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(count):
+        key = cursor.text(MAX_KEY, "a metadata key")
+        if not key or not key.isprintable():
+            raise cursor.fail(f"the metadata key {key!r} is empty or unprintable")
+        if key in found:
+            raise cursor.fail(f"the metadata key {key!r} appears twice")
+        found[key] = _value(cursor, key)
+    return found
+
+
+def _value(cursor: _Cursor, key: str) -> Any:
+    kind = cursor.number("<I", f"the type of {key}")
+    if kind in SCALARS:
+        return cursor.number(SCALARS[kind], key)
+    if kind == STRING:
+        return cursor.text(MAX_STRING, key)
+    if kind == ARRAY:
+        return _array(cursor, key)
+    raise cursor.fail(f"{key} has the unknown value type {kind}")
+
+
+def _array(cursor: _Cursor, key: str) -> GgufArray:
+    kind = cursor.number("<I", f"the element type of {key}")
+    count = cursor.number("<Q", f"the length of {key}")
+    if kind not in SCALARS and kind != STRING:
+        raise cursor.fail(f"{key} is an array of type {kind}; only plain values and strings may be")
+    size = 8 if kind == STRING else struct.calcsize(SCALARS[kind])
+    if count > MAX_STRING or count * size > cursor.left():
+        raise cursor.fail(f"{key} claims {count} elements but {cursor.left()} bytes are left")
+    start = cursor.position
+    if kind == STRING:
+        _skip_strings(cursor, count, key)
+    else:
+        cursor.skip(count * size, key)
+    return GgufArray(kind, count, cursor.buffer, start, f"{cursor.where}: {key}")
+
+
+def _skip_strings(cursor: _Cursor, count: int, key: str) -> None:
+    """Return the end of an array of strings; half a million take about 0.1 s."""
+    buffer, end, position = cursor.buffer, len(cursor.buffer), cursor.position
+    read = struct.Struct("<Q").unpack_from
+    for i in range(count):
+        if position + 8 > end:
+            cursor.position = position
+            raise cursor.fail(f"{key} ends inside element {i} of {count}")
+        position += 8 + read(buffer, position)[0]
+    if position > end:
+        raise cursor.fail(f"{key}: its {count} strings reach to byte {position}")
+    cursor.position = position
+
+
+def _tensor(cursor: _Cursor, alignment: int) -> TensorInfo:
+    name = cursor.text(MAX_NAME, "a tensor name")
+    if not name or not name.isprintable() or "/" in name or "\\" in name or ".." in name:
+        raise cursor.fail(f"the tensor name {name!r} is empty, unprintable or a path")
+    dims = cursor.number("<I", f"the dimensions of {name}")
+    if not 1 <= dims <= MAX_DIMS:
+        raise cursor.fail(f"{name} has {dims} dimensions; expected 1 to {MAX_DIMS}")
+    shape = tuple(cursor.number("<Q", f"the shape of {name}") for _ in range(dims))
+    kind = _kind(cursor, name, cursor.number("<I", f"the type of {name}"))
+    offset = cursor.number("<Q", f"the offset of {name}")
+    if 0 in shape or math.prod(shape) >= MAX_ELEMENTS:
+        raise cursor.fail(f"{name} has the impossible shape {shape[::-1]}")
+    if shape[0] % kind.block_size:
+        raise cursor.fail(
+            f"{name} has rows of {shape[0]} weights; {kind.name} packs {kind.block_size} at a time"
+        )
+    if offset % alignment:
+        raise cursor.fail(f"{name} starts at {offset}, not a multiple of {alignment}")
+    return TensorInfo(name, kind, shape[::-1], offset)
+
+
+def _kind(cursor: _Cursor, name: str, number: int) -> GgmlType:
+    if number in TYPES:
+        return TYPES[number]
+    known = "was removed from the format" if number in REMOVED else "is unknown"
+    raise CheckpointError(
+        f"{cursor.where}: {name} has the type {number}, which {known}; known are "
+        + ", ".join(f"{n} {t.name}" for n, t in sorted(TYPES.items()))
+    )
+
+
+def _check_names(cursor: _Cursor, tensors: tuple[TensorInfo, ...]) -> None:
+    seen: set[str] = set()
+    for tensor in tensors:
+        if tensor.name in seen:
+            raise cursor.fail(f"the tensor {tensor.name!r} appears twice")
+        seen.add(tensor.name)
+
+
+def _check_extents(
+    cursor: _Cursor, tensors: tuple[TensorInfo, ...], data_start: int, alignment: int
+) -> tuple[str, ...]:
+    """Check for truncated data and overlapping tensors; gaps and trailing bytes are noted."""
+    size = len(cursor.buffer)
+    needed = data_start + max((t.offset + t.nbytes for t in tensors), default=0)
+    if tensors and needed > size:
+        first = next(t.name for t in tensors if data_start + t.offset + t.nbytes > size)
+        raise CheckpointError(
+            f"{cursor.where} is truncated: the header describes {needed} bytes, the file has"
+            f" {size}; the first tensor past the end is {first}. Fetch the file again"
+        )
+    end, gaps = 0, 0
+    for tensor in sorted(tensors, key=lambda t: t.offset):
+        if tensor.offset < end:
+            raise cursor.fail(f"{tensor.name} overlaps the tensor before it")
+        gaps += tensor.offset - round_up(end, alignment)
+        end = tensor.offset + tensor.nbytes
+    notes = [f"{gaps} bytes between tensors belong to nothing"] if gaps else []
+    if tensors and size > data_start + round_up(end, alignment):
+        notes.append(f"{size - data_start - end} bytes follow the last tensor")
+    return tuple(notes)
+
 
 SHARD = re.compile(
     r"(?P<prefix>.*)-(?P<number>\d{5})-(?P<of>of)-(?P<count>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE

@@ -1,13 +1,15 @@
 """Targets in GGUF files: configuration from metadata, tensors under canonical names."""
 
+from functools import partial
 from typing import Any
 
 from dflash_jax.config import TargetConfig, target_config
 from dflash_jax.config.family import family_of, gguf_architectures
 from dflash_jax.converters import families
 from dflash_jax.converters.canonical import Canonical, Origin
-from dflash_jax.converters.gguf.fields import GgufFields, weight_dtype
+from dflash_jax.converters.gguf import tensors
 from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.keys import GgufFields, weight_dtype
 from dflash_jax.errors import ConfigError
 
 
@@ -52,7 +54,8 @@ def hf_fields(source: GgufFile, eos_token_ids: tuple[int, ...] = ()) -> dict[str
 def canonical(source: GgufFile, config: TargetConfig) -> Canonical:
     """Return the file under canonical names; tensors that fill no parameter keep their own."""
     family = family_of(config.model_type)
-    origin_of = families.provided(family, "gguf_origin")
+    own = families.provided(family, "GGUF_LAYER_NAMES", {})
+    origin_of = families.provided(family, "gguf_origin", partial(tensors.origin, own=own))
     reason_of = families.provided(family, "gguf_ignored", lambda name, config: None)
     shapes = {name: source.shape(name) for name in source.names()}
     parts = [part.name for slot in families.slots(config) for part in slot.parts]

@@ -10,17 +10,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.converters.gguf.header import STRING
-from dflash_jax.converters.gguf.pre_tokenizers import PRE_TOKENIZERS
-from dflash_jax.converters.gguf.token_kinds import (
+from dflash_jax.converters.gguf.file import STRING
+from dflash_jax.converters.gguf.tokenizer import (
     BYTE,
     CONTROL,
     NORMAL,
+    PRE_TOKENIZERS,
+    SPACE,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
 )
-from dflash_jax.converters.gguf.tokenizer import SPACE
 from dflash_jax.converters.gguf.writer import BOOL, F32, I32, U32, Typed
 from dflash_jax.errors import TokenizerError
 

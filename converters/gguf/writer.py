@@ -8,9 +8,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from dflash_jax.converters.gguf.header import ARRAY, SCALARS, STRING, GgufArray, round_up
+from dflash_jax.converters.gguf.file import ARRAY, SCALARS, STRING, GgufArray, round_up
 from dflash_jax.converters.quants.types import GgmlType
-from dflash_jax.converters.safetensors_writer import flat_bytes
+from dflash_jax.converters.safetensors import flat_bytes
 
 ALIGNMENT = 32
 U32, I32, F32, BOOL, I64 = 4, 5, 6, 7, 11

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dflash_jax.converters.quants import codebooks, grids, legacy, super_blocks
+from dflash_jax.converters.quants import decoders
 from dflash_jax.converters.quants.types import BY_NAME, TYPES, GgmlType
 from dflash_jax.errors import CheckpointError
 
@@ -12,10 +12,7 @@ Decoder = Callable[[np.ndarray, np.ndarray], None]
 
 # A decoder is the function of its type's name in lower case.
 DECODERS: dict[str, Decoder] = {
-    name: decoder
-    for module in (codebooks, grids, legacy, super_blocks)
-    for name in BY_NAME
-    if (decoder := getattr(module, name.lower(), None))
+    name: decoder for name in BY_NAME if (decoder := getattr(decoders, name.lower(), None))
 }
 CHUNK = 1 << 18  # weights decoded at a time: few NumPy calls, temporaries still in cache
 READABLE = frozenset(DECODERS) | frozenset(t.name for t in TYPES.values() if t.dtype is not None)

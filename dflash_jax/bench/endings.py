@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.engine.state_machine import Recovery, floor
-from dflash_jax.engine.state_machine.endings import read_ending
+from dflash_jax.engine.state_machine.announcements import read_ending
 from dflash_jax.engine.state_machine.words import Words
 from dflash_jax.engine.vocabulary import words_of
 from dflash_jax.errors import RequestError

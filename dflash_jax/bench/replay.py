@@ -11,7 +11,7 @@ from dflash_jax.engine.result import Result
 from dflash_jax.engine.state_machine import Recovery
 from dflash_jax.errors import RequestError
 from dflash_jax.tool_parsers import CallState, Syntax, syntax_of
-from dflash_jax.tool_parsers.events import ToolCallDelta, ToolCallStart
+from dflash_jax.tool_parsers.calls import ToolCallDelta, ToolCallStart
 from dflash_jax.tool_parsers.malformed_calls import is_a
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.tool_schema import Tool, kinds_of, parse_json, tools_of

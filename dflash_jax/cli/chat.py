@@ -237,7 +237,7 @@ def _print(event: Any, *, shown: bool = True) -> str:
     Args:
       shown: False prints nothing.
     """
-    from dflash_jax.tool_parsers.events import Content, Thinking
+    from dflash_jax.tool_parsers.calls import Content, Thinking
 
     assert isinstance(event, Content | Thinking)
     thought = isinstance(event, Thinking)

@@ -90,9 +90,9 @@ def _tools_note(target: str) -> str | None:
 
 def _graph(options: argparse.Namespace) -> Any:
     """Return the graph that the options describe."""
-    from dflash_jax.cli.describe import describe, have_weights
+    from dflash_jax.cli.options import describe, have_weights
     from dflash_jax.graph import Graph
-    from dflash_jax.graph.roofline import DEVICES
+    from dflash_jax.graph.memory import DEVICES
 
     if options.device and options.device not in DEVICES:
         raise RequestError(f"device {options.device!r} is unknown; known: {', '.join(DEVICES)}")

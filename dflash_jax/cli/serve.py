@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         raise RequestError(
             f"serving needs more packages ({error}); {install_hint('serve')}"
         ) from error
-    from dflash_jax.graph.background import BackgroundCompiler
+    from dflash_jax.graph.build import BackgroundCompiler
     from dflash_jax.server.configuration import configuration
 
     given: ServeOptions = options.serve

@@ -7,8 +7,7 @@ import types
 import typing
 from typing import Any, Self
 
-from dflash_jax.config.fields import Fields, whole
-from dflash_jax.config.hf_defaults import family_entry, integer
+from dflash_jax.config.fields import Fields, family_entry, integer, whole
 from dflash_jax.config.rope import PLAIN, RopeConfig, longest, made_for, rope_config
 from dflash_jax.errors import ConfigError
 

@@ -1,10 +1,11 @@
-"""Read JSON objects without ignoring any field silently."""
+"""Read JSON objects without ignoring any field silently, with the defaults of transformers."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+from dflash_jax.config.family import Family, model_types, target_families
 from dflash_jax.errors import CheckpointError, ConfigError
 
 GGUF_MAGIC = b"GGUF"
@@ -223,3 +224,25 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a {type(value).__name__}; expected a JSON object")
     return value
+
+
+# Fields of a config.json whose absence transformers fills in, by `model_type`.
+
+
+def family_entry(f: Fields) -> Family | None:
+    """Return the family of a file's `model_type`, or None if no family has it."""
+    name = model_types().get(str(f.values.get("model_type")))
+    return None if name is None else target_families()[name]
+
+
+def integer(f: Fields, name: str, null: int | None = None) -> int:
+    """Read an integer, or what its absence means to the file's `model_type`.
+
+    Args:
+      null: what null means, and absence where the family has no default; None refuses both.
+    Raises:
+      ConfigError: the field is no 32-bit integer, or is absent without a default.
+    """
+    family = family_entry(f)
+    defaults = family.defaults.get(str(f.values.get("model_type")), {}) if family else {}
+    return f.integer(name, null if name in f.values else defaults.get(name, null))

@@ -19,8 +19,7 @@ from dflash_jax.config.base import (
     layer_count,
 )
 from dflash_jax.config.family import Family
-from dflash_jax.config.fields import Fields
-from dflash_jax.config.hf_defaults import integer
+from dflash_jax.config.fields import Fields, integer
 from dflash_jax.config.rope import BY_LENGTH, made_for, scaled
 from dflash_jax.errors import ConfigError
 

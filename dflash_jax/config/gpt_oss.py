@@ -5,8 +5,7 @@ from typing import Any
 
 from dflash_jax.config.base import TargetConfig, dense_fields, expert_fields
 from dflash_jax.config.family import Family
-from dflash_jax.config.fields import Fields
-from dflash_jax.config.hf_defaults import integer
+from dflash_jax.config.fields import Fields, integer
 from dflash_jax.errors import ConfigError
 
 # Values of absent fields in transformers that differ from those of other families.

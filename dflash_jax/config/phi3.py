@@ -4,8 +4,7 @@ from typing import Any
 
 from dflash_jax.config.base import TargetConfig, dense_fields, switched_window
 from dflash_jax.config.family import Family
-from dflash_jax.config.fields import Fields
-from dflash_jax.config.hf_defaults import integer
+from dflash_jax.config.fields import Fields, integer
 from dflash_jax.config.rope import rotated_share
 
 

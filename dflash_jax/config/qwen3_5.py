@@ -13,8 +13,7 @@ from dflash_jax.config.base import (
     id_tuple,
 )
 from dflash_jax.config.family import Family
-from dflash_jax.config.fields import Fields
-from dflash_jax.config.hf_defaults import integer
+from dflash_jax.config.fields import Fields, integer
 from dflash_jax.config.rope import longest, made_for
 from dflash_jax.errors import ConfigError
 

@@ -4,8 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from dflash_jax.config.fields import Fields
-from dflash_jax.config.hf_defaults import integer
+from dflash_jax.config.fields import Fields, integer
 from dflash_jax.errors import ConfigError
 
 KINDS = ("default", "linear", "llama3", "yarn", "proportional", "dynamic", "longrope")

@@ -12,7 +12,7 @@ from dflash_jax.engine.structured.grammars import Grammar
 from dflash_jax.engine.vocabulary import opens_thought
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import syntax_of
-from dflash_jax.tool_parsers.stops import Stops
+from dflash_jax.tool_parsers.incremental import Stops
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.tool_schema import Tool
 

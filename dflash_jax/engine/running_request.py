@@ -16,7 +16,7 @@ from dflash_jax.engine.result import Result, Stats, TokenLogprob
 from dflash_jax.engine.state_machine import (
     call_retry,
     controller,
-    repeated_calls,
+    guards,
     request_state,
     speculation,
 )
@@ -260,7 +260,7 @@ class RunningRequest:
         found = Counter({n: times for n, times in notes.items() if n not in speculation.NOTES})
         if found["runaway"]:
             found["runaway_dropped_tokens"] = runaway_drop(self.state.ids)
-        if found[repeated_calls.KIND]:
+        if found[guards.REPEATED_CALLS]:
             dropped = len(self.state.ids) - self.state.memory.called.first
             found["repeated_calls_dropped_tokens"] = dropped
         self.stats.recovery += found

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_jax.engine.state_machine import OFF, Recovery, repeated_calls
+from dflash_jax.engine.state_machine import OFF, Recovery, guards
 from dflash_jax.engine.state_machine.words import NO_WORDS, Ids, Words
 from dflash_jax.errors import RequestError
 from dflash_jax.tokenizer import Tokenizer
@@ -142,7 +142,7 @@ def _hidden(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
 @functools.lru_cache(maxsize=16)
 def _call_ends(tokenizer: Tokenizer, syntax: Syntax | None) -> frozenset[int]:
     """Return ids with which the closing marker of a tool call can end."""
-    return _ends(tokenizer, repeated_calls.closes(syntax) if syntax else ())
+    return _ends(tokenizer, guards.call_closes(syntax) if syntax else ())
 
 
 @functools.lru_cache(maxsize=16)

@@ -9,6 +9,7 @@ from dflash_jax.graph.build import Executable, jit
 from dflash_jax.graph.check import check
 from dflash_jax.graph.graph import Graph, GraphPrograms, Output
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.memory import DEVICES
 from dflash_jax.graph.protocols import (
     CacheMaker,
     Draft,
@@ -19,7 +20,6 @@ from dflash_jax.graph.protocols import (
     Target,
     TargetOutput,
 )
-from dflash_jax.graph.roofline import DEVICES
 from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.kernels.caches import LayerCache, RecurrentCache
 

@@ -1,10 +1,12 @@
-"""Lowering and compiling programs ahead of time, and the contracts they must meet."""
+"""Lowering and compiling programs ahead of time or in the background, and their contracts."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -277,3 +279,100 @@ class CompiledPrograms:
         wanted, label = list(self._wanted), f"{self.label}: " if self.label else ""
         place = sum(key in self.executables for key in wanted) + len(self._current)
         log.info("%scompiling program %d of %d: %s", label, place, len(wanted), program.key)
+
+
+# Compile programs in one thread of low priority, while other threads decode.
+
+
+# Added to the nice value of the thread, which holds Python's lock while it traces and lowers. With
+# a higher value, other threads would wait for a thread that a busy machine does not schedule.
+NICENESS = 5
+
+
+@dataclasses.dataclass(eq=False)
+class _CompileJob:
+    compiled: CompiledPrograms
+    variants: tuple[Variant, ...]
+    urgent: bool
+    future: concurrent.futures.Future[None]
+
+
+class BackgroundCompiler:
+    """Compiles the variants of any number of engines, one program at a time, urgent ones first."""
+
+    def __init__(self) -> None:
+        self._jobs: list[_CompileJob] = []
+        self._lock = threading.Lock()
+        self._running = self._stopped = False
+
+    @property
+    def compiling(self) -> bool:
+        """Whether the thread is running; after `stop` it ends with its current program."""
+        return self._running
+
+    def want(
+        self, compiled: CompiledPrograms, variants: Iterable[Variant], *, urgent: bool = False
+    ) -> concurrent.futures.Future[None]:
+        """Queue variants to be compiled; those that a request waits for are urgent.
+
+        Returns:
+          A future that completes when they are compiled, or with the error of compiling them. It
+          is cancelled by `stop`.
+        """
+        job = _CompileJob(compiled, tuple(variants), urgent, concurrent.futures.Future())
+        compiled.want(job.variants)
+        with self._lock:
+            if not compiled.missing(job.variants):
+                job.future.set_result(None)
+            elif self._stopped:
+                job.future.cancel()
+            else:
+                self._jobs.append(job)
+                if not self._running:
+                    self._running = True
+                    # Not a daemon: Python aborts if it ends while XLA compiles in one.
+                    threading.Thread(target=self._run, name="compiler", daemon=False).start()
+        return job.future
+
+    def stop(self) -> None:
+        """Cancel all jobs and end the thread after its current program."""
+        with self._lock:
+            self._stopped = True
+            jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.future.cancel()
+
+    def _run(self) -> None:
+        lower_priority()
+        while job := self._next():
+            try:
+                job.compiled.compile_next(job.variants)
+            except Exception as error:
+                log.error("compiling %s failed: %s", ", ".join(job.variants), error)
+                self._end([job], error)
+            self._end([job for job in self._jobs if not job.compiled.missing(job.variants)])
+
+    def _next(self) -> _CompileJob | None:
+        """Return the most urgent job; None, which ends the thread, if there is none."""
+        with self._lock:
+            self._running = bool(self._jobs)
+            return min(self._jobs, key=lambda job: not job.urgent, default=None)
+
+    def _end(self, jobs: list[_CompileJob], error: Exception | None = None) -> None:
+        with self._lock:
+            ended = [job for job in jobs if job in self._jobs]
+            self._jobs = [job for job in self._jobs if job not in ended]
+        for job in ended:  # outside the lock: callbacks may queue more
+            if error is None:
+                job.future.set_result(None)
+            else:
+                job.future.set_exception(error)
+
+
+def lower_priority() -> None:
+    """Lower this thread's priority by `NICENESS`, if threads have priorities of their own."""
+    if sys.platform == "linux":
+        number = threading.get_native_id()
+        with contextlib.suppress(OSError):
+            niceness = os.getpriority(os.PRIO_PROCESS, number) + NICENESS
+            os.setpriority(os.PRIO_PROCESS, number, min(niceness, 19))

@@ -16,10 +16,19 @@ from dflash_jax.device import default_device
 from dflash_jax.graph.abstract import PlannedPair, by_path
 from dflash_jax.graph.build import Executable, compile_programs, lower
 from dflash_jax.graph.keys import Step, Variant
-from dflash_jax.graph.memory import Budget, StepWork, budget, gibi, work
+from dflash_jax.graph.memory import (
+    Budget,
+    Device,
+    Roofline,
+    StepWork,
+    budget,
+    find_device,
+    gibi,
+    roofline,
+    work,
+)
 from dflash_jax.graph.programs import Program, declare
 from dflash_jax.graph.resolve import wide_block
-from dflash_jax.graph.roofline import Device, Roofline, find_device, roofline
 from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.kernels.native.build import library
 from dflash_jax.plan import Plan

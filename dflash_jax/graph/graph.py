@@ -15,11 +15,10 @@ from dflash_jax.graph.abstract import PlannedPair, by_path, init_params, path_na
 from dflash_jax.graph.build import Executable, compile_programs, lower
 from dflash_jax.graph.explain import Explanation, explain, explain_here
 from dflash_jax.graph.keys import STEP_VARIANTS, ProgramKey, Step, Variant
-from dflash_jax.graph.memory import Budget, budget
+from dflash_jax.graph.memory import DEVICES, Budget, budget
 from dflash_jax.graph.placement import place_empty_state, place_params
 from dflash_jax.graph.programs import Program, declare, is_multi_step
 from dflash_jax.graph.resolve import resolve, resolve_here
-from dflash_jax.graph.roofline import DEVICES
 from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.graph.state import RowRules, StepOutput, idle_rules, read_output
 from dflash_jax.graph.steps.acceptance import frozen

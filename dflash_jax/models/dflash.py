@@ -17,7 +17,14 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.config import DrafterConfig
 from dflash_jax.graph.protocols import CacheMaker, Draft, DraftSampler, SharedLayers
 from dflash_jax.kernels.caches import LayerCache
-from dflash_jax.nn.attention import attend, slot_positions, visible, write_keys_values
+from dflash_jax.nn.attention import (
+    attend,
+    rope_tables,
+    rotate,
+    slot_positions,
+    visible,
+    write_keys_values,
+)
 from dflash_jax.nn.layers import (
     GatedMLP,
     columns_of,
@@ -41,7 +48,6 @@ from dflash_jax.nn.objective import (
     own_vocabulary,
     scores_of,
 )
-from dflash_jax.nn.rope import rope_tables, rotate
 from dflash_jax.quant.layouts import HEAD, TABLE
 
 Kept = TypeVar("Kept")

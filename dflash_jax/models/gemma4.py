@@ -15,7 +15,14 @@ from dflash_jax.config import EARLY, LATE, UPSTREAM
 from dflash_jax.config.gemma4 import Gemma4Config
 from dflash_jax.graph.protocols import CacheMaker, TargetOutput
 from dflash_jax.kernels.caches import LayerCache
-from dflash_jax.nn.attention import attend, slot_positions, visible, write_keys_values
+from dflash_jax.nn.attention import (
+    attend,
+    rope_tables,
+    rotate,
+    slot_positions,
+    visible,
+    write_keys_values,
+)
 from dflash_jax.nn.decoder import Decoder
 from dflash_jax.nn.layers import (
     GatedMLP,
@@ -28,7 +35,6 @@ from dflash_jax.nn.layers import (
     weight,
 )
 from dflash_jax.nn.moe import expert_weights, experts, softmax_then_top
-from dflash_jax.nn.rope import rope_tables, rotate
 
 SCALE = 1.0  # of attention scores, as queries and keys are normed
 

@@ -12,7 +12,14 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.config.qwen3_5 import HybridConfig
 from dflash_jax.graph.protocols import CacheMaker
 from dflash_jax.kernels.caches import Cache, LayerCache, RecurrentCache, Update
-from dflash_jax.nn.attention import attend, slot_positions, visible, write_keys_values
+from dflash_jax.nn.attention import (
+    attend,
+    rope_tables,
+    rotate_leading,
+    slot_positions,
+    visible,
+    write_keys_values,
+)
 from dflash_jax.nn.decoder import Decoder
 from dflash_jax.nn.delta import (
     DeltaInputs,
@@ -33,7 +40,6 @@ from dflash_jax.nn.layers import (
     weight,
 )
 from dflash_jax.nn.moe import expert_weights, experts, softmax_then_top, swiglu
-from dflash_jax.nn.rope import rope_tables, rotate_leading
 
 
 class GatedAttention(nn.Module):

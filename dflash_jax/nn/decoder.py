@@ -12,7 +12,14 @@ from dflash_jax.config import LATE, UPSTREAM, TargetConfig, family_of
 from dflash_jax.config.family import target_families
 from dflash_jax.graph.protocols import CacheMaker, TargetOutput
 from dflash_jax.kernels.caches import Cache, LayerCache
-from dflash_jax.nn.attention import attend, slot_positions, visible, write_keys_values
+from dflash_jax.nn.attention import (
+    attend,
+    rope_tables,
+    rotate_leading,
+    slot_positions,
+    visible,
+    write_keys_values,
+)
 from dflash_jax.nn.layers import (
     GatedMLP,
     columns_of,
@@ -25,7 +32,6 @@ from dflash_jax.nn.layers import (
     times,
     weight,
 )
-from dflash_jax.nn.rope import rope_tables, rotate_leading
 from dflash_jax.quant.layouts import HEAD, TABLE
 
 

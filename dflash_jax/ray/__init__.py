@@ -1,7 +1,7 @@
 """Adapters for Ray: replicas of the server, and answers of large data sets. Need the extra `ray`.
 
-`serve run dflash_jax.ray:app` calls `app`. A request passes `gateway`, whose handle chooses a
-replica by `router`, and reaches the server of a `replica`; `serving` puts the three together.
+`serve run dflash_jax.ray:app` calls `app`. A request passes `gateway`; `serving` chooses a replica
+and has its server.
 `answers` is in `offline`, workers of one model over several hosts in `hosts`, hosts that train in
 `training`.
 """

@@ -3,22 +3,19 @@
 `configuration` opens models, `run` starts the server, `served_models` has the loaded ones. A
 request passes the modules in this order:
 
-1. `http_connection` and `middleware`: HTTP, timeouts, API keys, limits;
-   `connection_limit` bounds open connections, `log_limit` the log lines that clients cause;
-   `access` checks hosts and origins.
-2. `app`: the routes that generate. `stored_routes` and `information` have the other routes,
-   `metrics` the Prometheus page, `web_page` the page for browsers, whose files are in the folder
-   `page`. `background` runs slow work in threads.
+1. `http_connection`: HTTP, timeouts, bounds on connections and on the log lines that clients
+   cause. `middleware`: hosts and origins, API keys, limits.
+2. `app`: the routes that generate. `information` has the others, among them the page for
+   browsers, whose files are in the folder `page`; `metrics` has the Prometheus page. `background`
+   runs slow work in threads.
 3. `chat`, `completions`, `responses` or `anthropic` decode the body into a `GenerationRequest`
-   (`protocol`), using `fields`, `unsupported_fields`, `thinking`, `tools` and `conversation`;
-   `message_formats` converts the messages of Responses and Anthropic, `past_calls` the calls in
-   them, `content` reads parts of messages, `freeform` converts freeform tools. `response_store`
-   keeps past responses, `conversation_store` conversations, of each key.
-4. `prompt`: chat template (`rendering`) and token ids, also those of a prompt with a suffix.
-5. `generation`: submits one job per output, with `sampling_options`, to the thread that owns the
-   engine (`engine_thread`); `lifecycle` starts engines again, `output_grammar` adds reasoning and
-   calls to the grammar of an answer, `errors` has the responses of requests that fail.
+   (`protocol`), using `fields`, `tools` and `conversation`; `message_formats` converts the messages
+   of Responses and Anthropic, and calls in them. `response_store` keeps past responses and
+   conversations, of each key.
+4. `prompt`: chat template and token ids, also those of a prompt with a suffix.
+5. `generation`: submits one job per output to the thread that owns the engine (`engine_thread`);
+   `lifecycle` starts engines again, `output_grammar` adds reasoning and calls to the grammar of an
+   answer, `errors` has the responses of requests that fail.
 6. `reply`: parses output into reasoning, content and tool calls, and filters repeated calls.
-7. The module of step 3, or `responses_writer`, writes the response, with `writer`, `logprobs` and
-   `statistics`; `connection` sends it.
+7. The module of step 3 writes the response, with `writer`; `connection` sends it.
 """

@@ -4,19 +4,24 @@ import json
 import math
 from typing import Any
 
-from dflash_jax.server import statistics
+from dflash_jax.server import writer
 from dflash_jax.server.conversation import parse_messages
-from dflash_jax.server.fields import CommonFields, common_arguments, stop_strings
+from dflash_jax.server.fields import (
+    CommonFields,
+    common_arguments,
+    positive_budget,
+    reasoning_options,
+    stop_strings,
+)
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.message_formats import continues_assistant, messages_from_anthropic
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode, new_id
 from dflash_jax.server.reply import Reply, ReplyPart
 from dflash_jax.server.served_models import answer_name
-from dflash_jax.server.thinking import positive_budget, reasoning_options
 from dflash_jax.server.tools import check_tools, parse_tools
 from dflash_jax.server.writer import sse_event
 from dflash_jax.tokenizer import well_formed
-from dflash_jax.tool_parsers.events import (
+from dflash_jax.tool_parsers.calls import (
     Content,
     Event,
     Thinking,
@@ -230,12 +235,12 @@ class MessagesWriter:
         if self.generation.request.return_token_ids:
             fields["token_ids"] = reply.ids
             fields["prompt_token_ids"] = self.generation.prompts[0].ids
-        return fields | statistics.requested_statistics(self.generation, self.id)
+        return fields | writer.requested_statistics(self.generation, self.id)
 
     def _usage(self) -> dict[str, Any]:
         stats = [reply.result.stats for reply in self.generation.replies if reply.result]
         prompt_tokens = sum(len(prompt.ids) for prompt in self.generation.prompts)
-        reused = statistics.cached(stats) if self._reused is None else self._reused
+        reused = writer.cached_tokens(stats) if self._reused is None else self._reused
         return {
             "input_tokens": prompt_tokens - reused,
             "cache_read_input_tokens": reused,

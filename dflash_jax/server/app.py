@@ -15,7 +15,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from dflash_jax.engine.sampling_params import SamplingParams
-from dflash_jax.server.access import allowed_hosts
 from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_messages
 from dflash_jax.server.background import by_size, in_thread, read_body
 from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat
@@ -27,23 +26,19 @@ from dflash_jax.server.connection import (
     drain_events,
     unless_disconnected,
 )
-from dflash_jax.server.generation import Generation, ReplyEvents, prepare
-from dflash_jax.server.information import InfoRoutes, Reader
+from dflash_jax.server.generation import Generation, ReplyEvents, prepare, sampling_params
+from dflash_jax.server.information import InfoRoutes, Reader, StoredRoutes, WebPage
 from dflash_jax.server.metrics import Metrics
-from dflash_jax.server.middleware import Handler, Middleware, Settings, log_error
+from dflash_jax.server.middleware import Handler, Middleware, Settings, allowed_hosts, log_error
 from dflash_jax.server.output_grammar import usable_tools
 from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.response_store import ResponseStores
-from dflash_jax.server.responses import ResponsesRequest, decode_responses
-from dflash_jax.server.responses_writer import ResponsesWriter
-from dflash_jax.server.sampling_options import sampling_params
+from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
 from dflash_jax.server.served_models import ServedModel, ServedModels
-from dflash_jax.server.stored_routes import StoredRoutes
-from dflash_jax.server.web_page import WebPage
 from dflash_jax.server.writer import ResponseWriter, encode, keepalive_event
-from dflash_jax.tool_parsers.events import Content, Event, ToolCallDelta
+from dflash_jax.tool_parsers.calls import Content, Event, ToolCallDelta
 
 log = logging.getLogger("dflash_jax.server")
 requests = logging.getLogger("dflash_jax.server.requests")  # one line per output

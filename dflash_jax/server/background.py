@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from dflash_jax.errors import InterruptedRequestError, PromptTooLongError
-from dflash_jax.graph.background import lower_priority
+from dflash_jax.graph.build import lower_priority
 from dflash_jax.server.errors import GRAMMAR_RETRY_S
 from dflash_jax.server.protocol import Problem
 from dflash_jax.utils import interruption

@@ -2,17 +2,20 @@
 
 from typing import Any
 
-from dflash_jax.server import statistics
+from dflash_jax.server import writer
 from dflash_jax.server.conversation import parse_messages
-from dflash_jax.server.fields import OpenAIFields, openai_arguments
-from dflash_jax.server.freeform import FreeformInput, freeform_input
+from dflash_jax.server.fields import (
+    OpenAIFields,
+    openai_arguments,
+    positive_budget,
+    reasoning_options,
+)
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.thinking import positive_budget, reasoning_options
-from dflash_jax.server.tools import chat_tools, parse_tools
+from dflash_jax.server.tools import FreeformInput, chat_tools, freeform_input, parse_tools
 from dflash_jax.server.writer import OpenAIWriter
-from dflash_jax.tool_parsers.events import (
+from dflash_jax.tool_parsers.calls import (
     Content,
     Event,
     Thinking,
@@ -124,7 +127,7 @@ class ChatWriter(OpenAIWriter):
                 case ToolCallEnd(index):
                     out += self._call_chunk(reply, index, "", ended=True)
         if reply.result is not None:
-            choice = statistics.choice_statistics(reply, self.request, self.id)
+            choice = writer.choice_statistics(reply, self.request, self.id)
             out += self._chunk(reply, {}, choice, **self._final_fields(reply))
         return out
 
@@ -166,7 +169,7 @@ class ChatWriter(OpenAIWriter):
         choice: dict[str, Any] = {"index": reply.index, "message": message}
         choice["logprobs"] = self._logprobs(reply.logprobs)
         choice |= self._new_rounds(reply)
-        return choice | statistics.choice_statistics(reply, self.request, self.id)
+        return choice | writer.choice_statistics(reply, self.request, self.id)
 
     def to_json(self) -> dict[str, Any]:
         """Return the response object."""

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from dflash_jax.server import statistics
+from dflash_jax.server import writer
 from dflash_jax.server.fields import OpenAIFields, openai_arguments
 from dflash_jax.server.protocol import MOST_CHOICES, GenerationRequest, Problem, decode
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.writer import OpenAIWriter
-from dflash_jax.tool_parsers.events import Content, Event
+from dflash_jax.tool_parsers.calls import Content, Event
 
 
 class CompletionRequest(OpenAIFields, kw_only=True):
@@ -79,7 +79,7 @@ class CompletionWriter(OpenAIWriter):
         return self._chunk_event(base | (choice or {}), more)
 
     def _end(self, reply: Reply) -> dict[str, Any]:
-        end = statistics.choice_statistics(reply, self.request, self.id)
+        end = writer.choice_statistics(reply, self.request, self.id)
         prompt = self.generation.prompts[reply.index // self.request.n]
         return end | ({"prompt_token_ids": prompt.ids} if self.request.return_token_ids else {})
 

@@ -22,13 +22,13 @@ def normalized(options: ServeOptions) -> ServeOptions:
       CheckpointError: a model or tokenizer does not exist.
       RequestError: a value is wrong.
     """
-    from dflash_jax.server import access
+    from dflash_jax.server import middleware
 
     options.check_files()
     return dataclasses.replace(
         options,
-        allowed_host=tuple(map(access.allowed_host, options.allowed_host)),
-        cors_origin=tuple(map(access.cors_origin, options.cors_origin)),
+        allowed_host=tuple(map(middleware.allowed_host, options.allowed_host)),
+        cors_origin=tuple(map(middleware.cors_origin, options.cors_origin)),
     )
 
 
@@ -144,7 +144,7 @@ def _first(options: ServeOptions, launcher: Callable[[], Any] | None) -> Any:
     import jax
 
     from dflash_jax.hosts.launch import ChildLauncher
-    from dflash_jax.hosts.pair import HostedPair
+    from dflash_jax.hosts.remote import HostedPair
 
     jax.config.update("jax_platforms", "cpu")  # this process must not take a worker's devices
     started: Any = launcher() if launcher else ChildLauncher()

@@ -24,7 +24,7 @@ from dflash_jax.engine.request import CancelReason as Reason
 from dflash_jax.engine.result import Piece, Result
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.errors import ComputeError, DFlashError, HostError
-from dflash_jax.graph.background import BackgroundCompiler
+from dflash_jax.graph.build import BackgroundCompiler
 from dflash_jax.graph.keys import Variant
 from dflash_jax.server import errors, lifecycle
 from dflash_jax.server.background import StructureThreads

@@ -1,5 +1,6 @@
-"""Request fields that the APIs share, and their validation."""
+"""Request fields that the APIs share, and those that are refused by name."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,8 +10,183 @@ from dflash_jax.engine.sampling_params import KINDS, OPTIONS, SEEDS
 from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.errors import ConfigError
 from dflash_jax.server.protocol import MOST_CHOICES, Problem
-from dflash_jax.server.thinking import positive_budget
-from dflash_jax.server.unsupported_fields import check_unknown_fields
+
+# Fields and paths of other servers that are refused by name instead of ignored.
+
+
+# Field name: values without effect, which are accepted. APIs that support a field skip this table.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (),
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "compaction": (),
+    "container": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "ebnf": (),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "grammar": ("",),
+    "include_stop_str_in_output": (False,),
+    "json_schema": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "logprobs": (False,),
+    "lora": ([],),
+    "lora_path": (),
+    "max_completion_tokens": (),
+    "max_output_tokens": (),
+    "max_tokens": (),
+    "mcp_servers": ([],),
+    "messages": ([],),
+    "mirostat": (0,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "n_predict": (-1,),
+    "n_probs": (0,),
+    "parallel_tool_calls": (True,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "regex": (),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structural_tag": (),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+    "xtc_probability": (0,),
+}
+MOST_WARNINGS, LONGEST_NAME = 64, 100  # responses repeat the names of unknown fields
+MEDIA_FIELDS = ("audio", "modalities")
+MEDIA_PATHS = ("/v1/audio", "/v1/embeddings", "/v1/images", "/v1/realtime", "/v1/videos")
+ALTERNATIVES = {
+    "ebnf": "guided_grammar, in Lark's notation",
+    "function_call": "tool_choice",
+    "functions": "tools",
+    "grammar": "guided_grammar, in Lark's notation",
+    "json_schema": "response_format or guided_json",
+    "max_tokens": "max_output_tokens",
+    "messages": "input, or /v1/chat/completions",
+    "n_predict": "max_tokens",
+    "n_probs": "logprobs and top_logprobs",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "reasoning_effort": "reasoning.effort or output_config.effort",
+    "regex": "guided_regex",
+    "response_format": "text.format or output_config.format",
+}
+
+
+def text_only(subject: str, param: str | None = None) -> Problem:
+    """Return the error of a request for images, audio, video or embeddings."""
+    text = f"{subject} is not supported: this server reads and writes text only"
+    return Problem(400, text, param=param, code="text_only")
+
+
+def check_path(path: str) -> None:
+    """Refuse paths of other servers that take or return something else than text.
+
+    Raises:
+      Problem: 400, the path is one of them.
+    """
+    if any(path == known or path.startswith(f"{known}/") for known in MEDIA_PATHS):
+        raise text_only(path)
+
+
+def check_unknown_fields(unknown: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a warning for each unknown field, up to MOST_WARNINGS.
+
+    Raises:
+      Problem: 400, a field is known from other servers and would change the output.
+    """
+    for name, value in unknown.items():
+        if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
+            if name in MEDIA_FIELDS:
+                raise text_only(name, name)
+            instead = f"; use {ALTERNATIVES[name]}" if name in ALTERNATIVES else ""
+            raise Problem(400, f"{name} is not supported here{instead}", param=name)
+    named = itertools.islice(unknown, MOST_WARNINGS)
+    warnings = [f"the unknown field {name[:LONGEST_NAME]!r} was ignored" for name in named]
+    if (more := len(unknown) - MOST_WARNINGS) > 0:
+        warnings.append(f"{more} more unknown fields were ignored")
+    return tuple(warnings)
+
+
+# Reasoning options of requests, and reasoning of past turns.
+
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def reasoning_options(
+    given: Mapping[str, Any] | None,
+    *,
+    effort: Any = None,
+    where: str = "reasoning.effort",
+    reasoning: Mapping[str, Any] | None = None,
+    thinking: Mapping[str, Any] | None = None,
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the chat template variables for a request's reasoning options, and warnings.
+
+    `reasoning` without an effort turns reasoning on; `thinking` overrides it. Unknown efforts
+    count as "high".
+
+    Args:
+      given: template variables set by the client; they take precedence.
+      effort: an effort from outside of `reasoning`.
+      where: name of the field that `effort` comes from.
+      reasoning: OpenRouter's and OpenAI's `reasoning` object.
+      thinking: Anthropic's `thinking` object.
+
+    Raises:
+      Problem: the effort is not a string, or `reasoning.exclude` is set.
+    """
+    variables: dict[str, Any] = {}
+    warnings: tuple[str, ...] = ()
+    if reasoning is not None:
+        if reasoning.get("exclude"):
+            raise Problem(
+                400, "reasoning.exclude is not supported here; leave out reasoning_content",
+                param="reasoning.exclude",
+            )  # fmt: skip
+        variables["enable_thinking"] = True
+        if reasoning.get("effort") is not None:
+            effort, where = reasoning["effort"], "reasoning.effort"
+    if effort is not None:
+        if not isinstance(effort, str):
+            raise Problem(400, f"{where} is {effort!r}; expected {', '.join(EFFORTS)}", param=where)
+        if effort not in EFFORTS:
+            warnings = (f"{where} {effort!r} is unknown and counts as high",)
+            effort = "high"
+        variables |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    if reasoning is not None and reasoning.get("enabled") is False:
+        variables["enable_thinking"] = False
+    if thinking is not None:
+        variables["enable_thinking"] = thinking.get("type") != "disabled"
+    return variables | dict(given or {}), warnings
+
+
+def positive_budget(tokens: Any) -> int | None:
+    """Return a thinking budget in tokens; None for 0, less, or anything but an integer."""
+    return tokens if isinstance(tokens, int) and tokens > 0 else None
+
+
+def join_reasoning(*parts: str | None) -> str:
+    """Return the reasoning texts of one turn as one text."""
+    return "\n\n".join(part for part in parts if part)
 
 
 class StreamOptions(msgspec.Struct):

@@ -2,16 +2,18 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import math
 import time
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from dflash_jax.engine.request import CancelReason as Reason
 from dflash_jax.engine.result import Piece, Result
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.engine.state_machine import OFF
-from dflash_jax.errors import StructureError
+from dflash_jax.errors import RequestError, StructureError
 from dflash_jax.graph.keys import Variant
 from dflash_jax.server.background import LONG_PROMPT, by_size, in_thread
 from dflash_jax.server.conversation import parse_tool_calls
@@ -23,17 +25,73 @@ from dflash_jax.server.errors import (
     to_problem,
     unfinished,
 )
-from dflash_jax.server.output_grammar import structure_problem
+from dflash_jax.server.output_grammar import structure_of, structure_problem
 from dflash_jax.server.prompt import (
     EncodedPrompt,
     chat_prompt,
     message_size,
+    resolve_max_tokens,
     text_prompts,
 )
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.served_models import ServedModel
-from dflash_jax.tool_parsers.events import Event
+from dflash_jax.tool_parsers.calls import Event
+
+# The engine's options of a `GenerationRequest`.
+
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions
+MOST_GRAMMAR = 2**18  # characters; larger grammars would block other requests for seconds
+
+
+def sampling_params(
+    model: ServedModel, request: GenerationRequest, prompt: EncodedPrompt
+) -> SamplingParams:
+    """Return the options of a request for the engine. Takes time if the request is large.
+
+    Raises:
+      Problem: no engine could serve them.
+    """
+    defaults, engine = model.defaults, model.engine
+    options: dict[str, Any] = {"temperature": defaults.temperature} | request.options
+    if request.stop:
+        options["stop"] = request.stop
+    if request.return_token_sources:
+        options["trace"] = True
+    if request.logprobs is not None:
+        options["logprobs"] = request.logprobs
+    counts = [request.prompt_logprobs, request.logprobs if request.echo else None]
+    if counts := [n for n in counts if n is not None]:
+        options["prompt_logprobs"] = max(counts)
+    if structure := structure_of(request, prompt, model.syntax, engine.tokenizer):
+        options["structured"] = structure
+    if len(str(options.get("structured", ""))) > MOST_GRAMMAR:
+        raise Problem(
+            400, f"the output grammar or the tools are longer than {MOST_GRAMMAR} characters",
+            code="grammar_too_large",
+        )  # fmt: skip
+    default = defaults.max_tokens or (COMPLETION_MAX_TOKENS if request.api == "completions" else 0)
+    most = resolve_max_tokens(prompt.ids, request, engine.plan.max_length, default)
+    recovery = request.recovery or (
+        defaults.with_tools if request.declared_tools else defaults.recovery
+    )
+    if request.thinking_budget is not None and request.thinking_budget < most:
+        recovery = dataclasses.replace(recovery, answer_reserve=most - request.thinking_budget)
+    if recovery != OFF:
+        options["recovery"] = recovery
+    if request.declared_tools:
+        choice = (
+            {"name": request.tool_choice.name}
+            if request.tool_choice.name
+            else request.tool_choice.kind
+        )
+        options |= {"tools": request.tools, "tool_choice": choice}
+    try:
+        return SamplingParams(**options, max_tokens=most)
+    except RequestError as error:
+        raise to_problem(error, request.api) from error
+
 
 COMPILING_KEEPALIVE_S = 5.0  # seconds between comments in a stream that waits for programs
 BYTES_PER_ENTRY = 50  # of a token or an alternative in a response

@@ -1,15 +1,165 @@
-"""HTTP/1.1 connections: their timeouts, bounds, and clients that closed their sending side."""
+"""HTTP/1.1 connections: their number, timeouts, bounds, and half-closed ones."""
 
 import asyncio
 import contextlib
-from typing import Any
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
-from dflash_jax.server.connection_limit import BoundedConnections
+from dflash_jax.server.errors import too_busy
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.writer import encode
+
+# The bound on open connections, below the limit of file descriptors.
+
+
+log = logging.getLogger("dflash_jax.server")
+MOST_CONNECTIONS = 2048
+LEAST_CONNECTIONS = 16
+RESERVE = 64  # descriptors for files, processes and connections that are being accepted
+ACCEPTED_AT_ONCE = 16  # connections that are accepted before the first of them counts
+QUEUED = 1024  # connections that the system queues before they are accepted
+GROUPS = ("unused", "idle", "receiving", "unread")  # in the order in which they make room
+UNKNOWN_USE = 64  # descriptors in use, where the system does not list them
+
+
+class BoundedConnection(Protocol):
+    """A connection that can be closed in favour of a new one."""
+
+    def evict(self) -> None:
+        """Close the connection."""
+
+    def refuse(self, problem: Problem) -> None:
+        """Answer with an error object, and close the connection."""
+
+
+class BoundedConnections(ServerState):
+    """The connections of a server. A new one that exceeds the bound replaces the oldest idle one.
+
+    Args:
+      most: bound on open connections.
+
+    Attributes:
+      unused: connections that sent no request yet, the oldest first.
+      idle: those that wait for another request.
+      receiving: those in the middle of a request body.
+      unread: those whose client does not read the response.
+    """
+
+    def __init__(self, most: int = MOST_CONNECTIONS):
+        super().__init__()
+        self.most = most
+        self.unused: dict[BoundedConnection, None] = {}
+        self.idle: dict[BoundedConnection, None] = {}
+        self.receiving: dict[BoundedConnection, None] = {}
+        self.unread: dict[BoundedConnection, None] = {}
+
+    def admit(self, new: BoundedConnection) -> None:
+        """Make room for a new connection, or refuse it if every other one is being answered."""
+        if len(self.connections) <= self.most:
+            return
+        log.warning(
+            "more than %d connections are open: new ones replace those that are idle", self.most
+        )
+        for name in GROUPS:
+            for oldest in getattr(self, name):
+                if oldest is not new:
+                    oldest.evict()
+                    return
+        new.refuse(too_busy())
+
+    def move(self, connection: BoundedConnection, to: str = "") -> None:
+        """Put a connection into the group of this name, as its newest one, and out of others."""
+        for name in GROUPS:
+            group = getattr(self, name)
+            group.pop(connection, None)
+            if name == to:
+                group[connection] = None
+
+    def evict_unread(self) -> None:
+        """Close the connections of clients that do not read their responses."""
+        for connection in list(self.unread):
+            connection.evict()
+
+
+def most_connections() -> int:
+    """Return how many connections may be open with the process's limit of file descriptors."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return MOST_CONNECTIONS
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return MOST_CONNECTIONS
+    folder = "/proc/self/fd" if sys.platform == "linux" else "/dev/fd"
+    try:
+        used = sum(1 for _ in Path(folder).iterdir())
+    except OSError:
+        used = UNKNOWN_USE
+    free = limit - used - RESERVE - ACCEPTED_AT_ONCE
+    return min(max(free, LEAST_CONNECTIONS), MOST_CONNECTIONS)
+
+
+# Log lines that clients cause, at a limited rate.
+
+
+WINDOW_S = 10.0  # seconds
+MOST_LINES = 20  # of one message in a window
+
+
+class RateLimit(logging.Filter):
+    """Drops warnings of one kind beyond a rate, and adds their number to the next one that passes.
+
+    A kind is a logger with a message before its arguments are inserted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._windows: dict[tuple[str, str], tuple[float, int]] = {}  # start, and lines since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log a record."""
+        if record.levelno < logging.WARNING:
+            return True
+        now, kind = time.monotonic(), (record.name, str(record.msg)[:100])
+        start, count = self._windows.get(kind, (now, 0))
+        if now - start > WINDOW_S:
+            if (dropped := count - MOST_LINES) > 0:
+                record.msg = f"{record.getMessage()} ({dropped} more such lines were left out)"
+                record.args = ()
+            start, count = now, 0
+        if len(self._windows) > 1000:  # messages that were formatted before
+            self._windows.clear()
+        self._windows[kind] = (start, count + 1)
+        return count < MOST_LINES
+
+
+LIMIT = RateLimit()  # one for all loggers, which counts each of them separately
+LOGGERS = ("dflash_jax.server", "dflash_jax.hosts", "uvicorn.error", "asyncio")
+
+
+def limit_logs() -> None:
+    """Limit the rate of warnings of the server, of uvicorn and of asyncio; may be repeated."""
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(LIMIT)
+
+
+def report_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an error of the event loop, in one line if the system refused something.
+
+    asyncio repeats the traceback of an accept that failed as often as it may accept at once.
+    """
+    if isinstance(error := context.get("exception"), OSError):
+        log.warning("%s: %s", context.get("message", "the event loop failed"), error)
+    else:
+        loop.default_exception_handler(context)
+
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 5.0  # seconds between two probes
 COMMENTS = "dflash_jax.comments"  # in a scope's state: the response is server-sent events

@@ -1,9 +1,12 @@
-"""Routes that generate nothing: tokenization, models, health, properties, metrics."""
+"""Routes that generate nothing: tokenization, models, health, stored items, the web page."""
 
+import dataclasses
 import datetime
 import functools
+import hashlib
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,17 +15,18 @@ from starlette.responses import Response
 
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.background import in_thread, read_body
-from dflash_jax.server.connection import json_response
+from dflash_jax.server.connection import JsonPieces, json_response
 from dflash_jax.server.conversation import parse_messages
-from dflash_jax.server.fields import SERVED
+from dflash_jax.server.fields import EFFORTS, SERVED, check_unknown_fields
 from dflash_jax.server.generation import prepare
+from dflash_jax.server.message_formats import messages_from_responses
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Handler, Middleware, Settings
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode
+from dflash_jax.server.response_store import ResponseStore, ResponseStores, StoredItem
 from dflash_jax.server.served_models import ServedModel, ServedModels, answer_name
-from dflash_jax.server.thinking import EFFORTS
 from dflash_jax.server.tools import chat_tools, parse_tools
-from dflash_jax.server.unsupported_fields import check_unknown_fields
+from dflash_jax.server.writer import encode
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.version import __version__
 
@@ -324,3 +328,180 @@ def _default_model(model: ServedModel) -> dict[str, Any]:
         "tool_replay": {"turns": len(model.tool_turns)},
         "capabilities": {"chat": template is not None, "tools": syntax is not None},
     }
+
+
+# Routes of stored responses and of /v1/conversations. Every API key has stores of its own.
+
+
+HEAD, TAIL = b'{"object":"list","data":[', b'],"has_more":false,"first_id":%b,"last_id":%b}'
+
+
+class ConversationBody(msgspec.Struct):
+    """Body of POST /v1/conversations and of POST to its items."""
+
+    items: list[dict[str, Any]] | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class StoredRoutes:
+    """Handlers of what is stored. What a client can make large is handled in threads."""
+
+    def __init__(self, stores: ResponseStores, middleware: Middleware):
+        self._stores, self._middleware = stores, middleware
+
+    @property
+    def handlers(self) -> dict[str, tuple[Handler, list[str]]]:
+        """Return the handlers by path, each with its methods."""
+        one = "/v1/conversations/{conversation_id}"
+        return {
+            "/v1/responses/{response_id}": (self._response, ["GET", "DELETE"]),
+            "/v1/conversations": (self._create, ["POST"]),
+            one: (self._conversation, ["GET", "DELETE"]),
+            f"{one}/items": (self._items, ["GET", "POST"]),
+        }
+
+    def _store(self, raw_request: Request) -> ResponseStore:
+        return self._stores.of(raw_request.state.owner)
+
+    async def _response(self, raw_request: Request) -> Response:
+        response_id, store = raw_request.path_params["response_id"], self._store(raw_request)
+        if raw_request.method == "DELETE":
+            store.delete(response_id)
+            return json_response({"id": response_id, "object": "response", "deleted": True})
+        if raw_request.query_params.get("stream", "false").lower() not in ("false", "0"):
+            raise Problem(400, "a kept response is not streamed; leave it out", param="stream")
+        return JsonPieces([store.get(response_id)])
+
+    async def _create(self, raw_request: Request) -> Response:
+        body, store = await self._middleware.body(raw_request), self._store(raw_request)
+
+        def create() -> list[bytes]:
+            parsed = _parse(body)
+            return [encode(store.conversations.create(parsed.items or [], parsed.metadata))]
+
+        return JsonPieces(await in_thread(create, long=True))
+
+    async def _conversation(self, raw_request: Request) -> Response:
+        conversation_id = raw_request.path_params["conversation_id"]
+        conversations = self._store(raw_request).conversations
+        if raw_request.method == "DELETE":
+            conversations.delete(conversation_id)
+            gone = {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+            return json_response(gone)
+        return JsonPieces([conversations.get(conversation_id)])
+
+    async def _items(self, raw_request: Request) -> Response:
+        conversation_id = raw_request.path_params["conversation_id"]
+        conversations = self._store(raw_request).conversations
+        if raw_request.method == "POST":
+            conversations.get(conversation_id)  # before the body is read
+            body = await self._middleware.body(raw_request)
+
+            def extend() -> list[bytes]:
+                return _list(conversations.extend(conversation_id, _parse(body).items or []))
+
+            return JsonPieces(await in_thread(extend, long=True))
+        newest_first = raw_request.query_params.get("order", "desc") == "desc"
+
+        def show() -> list[bytes]:
+            items = conversations.items(conversation_id)
+            return _list(items[::-1] if newest_first else items)
+
+        return JsonPieces(await in_thread(show))
+
+
+def _parse(body: bytes) -> ConversationBody:
+    """Return the body of a request; its items are those that a response can have as input."""
+    parsed, _ = decode(body, ConversationBody)
+    try:
+        messages_from_responses(None, parsed.items or [])
+    except Problem as problem:
+        problem.param = (problem.param or "items").replace("input", "items", 1)
+        raise
+    return parsed
+
+
+def _list(items: list[StoredItem]) -> list[bytes]:
+    """Return the pieces of the list object of items, without decoding them."""
+    first, last = (encode(items[at][0] if items else None) for at in (0, -1))
+    data = [piece for _, item in items for piece in (b",", item)]
+    return [HEAD, *data[1:], TAIL % (first, last)]
+
+
+# The web page at `/`: static files of the package, served with a strict content policy.
+
+
+FOLDER = Path(__file__).parent / "page"
+INDEX, PREFIX = "index.html", "/page"
+CONTENT_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# The page runs its own scripts only, and sends nothing to other hosts.
+CONTENT_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
+    " img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": CONTENT_POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # browsers keep files, and ask whether they are current
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PageFile:
+    """A file of the page, as it is sent.
+
+    Attributes:
+      etag: a quoted digest of the content.
+    """
+
+    content: bytes
+    media_type: str
+    etag: str
+
+
+class WebPage:
+    """The page's files, read once; no other file can be requested.
+
+    Its routes need no API key: the page has a field for the key.
+    """
+
+    def __init__(self) -> None:
+        self._files = {
+            path.name: _read(path) for path in FOLDER.iterdir() if path.suffix in CONTENT_TYPES
+        }
+
+    @property
+    def gets(self) -> dict[str, Handler]:
+        """Return the handlers of GET by path."""
+        return {"/": self._index, f"{PREFIX}/{{name}}": self._file}
+
+    async def _index(self, raw_request: Request) -> Response:
+        return self._answer(raw_request, INDEX)
+
+    async def _file(self, raw_request: Request) -> Response:
+        return self._answer(raw_request, raw_request.path_params["name"])
+
+    def _answer(self, raw_request: Request, name: str) -> Response:
+        """Return a file, or 304 if the browser has it."""
+        file = self._files.get(name)
+        if file is None:
+            path = raw_request.scope["path"]
+            raise Problem(404, f"the page has no file {path[:200]}", code="unknown_url")
+        headers = HEADERS | {"ETag": file.etag}
+        known = raw_request.headers.get("if-none-match", "").split(",")
+        if file.etag in (tag.strip().removeprefix("W/") for tag in known):
+            return Response(status_code=304, headers=headers)
+        return Response(file.content, headers=headers, media_type=file.media_type)
+
+
+def _read(path: Path) -> PageFile:
+    content = path.read_bytes()
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    return PageFile(content, CONTENT_TYPES[path.suffix], etag)

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from dflash_jax.engine.engine import Engine
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.served_models import ServedModel
-from dflash_jax.server.statistics import cached, queued_s
+from dflash_jax.server.writer import cached_tokens, queued_s
 from dflash_jax.version import __version__
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -76,7 +76,7 @@ class Metrics:
             self._prefill.inc(stats.prefill_s)
             self._decode.inc(stats.decode_s)
             self._queries.inc(stats.prompt_tokens)
-            self._hits.inc(cached([stats]))
+            self._hits.inc(cached_tokens([stats]))
             self._ended.labels(reply.finish_reason).inc()
             self._rounds.inc(stats.rounds)
             self._drafted.inc(stats.drafted)

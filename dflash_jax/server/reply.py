@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from dflash_jax.engine.detokenizer import Detokenizer
 from dflash_jax.engine.result import Piece, Result, RoundTrace, TokenLogprob
-from dflash_jax.engine.state_machine import repeated_calls
+from dflash_jax.engine.state_machine import guards
 from dflash_jax.engine.vocabulary import markup_ids
 from dflash_jax.server.protocol import GenerationRequest, new_id
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import Syntax
-from dflash_jax.tool_parsers.events import (
+from dflash_jax.tool_parsers.calls import (
     Content,
     Event,
     Thinking,
@@ -23,7 +23,7 @@ from dflash_jax.tool_parsers.events import (
 from dflash_jax.tool_parsers.stream import OutputParser
 
 # Recovery rules that end an output because it repeats itself.
-LOOPS = ("repeat", "runaway", "period", repeated_calls.KIND, repeated_calls.TOO_MANY)
+LOOPS = ("repeat", "runaway", "period", guards.REPEATED_CALLS, guards.TOO_MANY_CALLS)
 # Counters of tokens that recovery leaves out at the end of an answer.
 DROPPED = ("runaway_dropped_tokens", "repeated_calls_dropped_tokens")
 
@@ -247,7 +247,7 @@ class Reply:
             events += self._filter_and_apply(self._parser.finish())
         if not self._ended_early:  # the model itself left the call unfinished: it is content
             events += self._filter_and_apply(self._parser.unfinished_call())
-        if result.stats.recovery[repeated_calls.KIND]:
+        if result.stats.recovery[guards.REPEATED_CALLS]:
             self.shortened |= self._repeated_calls.drop()
         events += self._apply(self._repeated_calls.release())
         if self._request.include_stop_str and self.stop_string:

@@ -1,19 +1,152 @@
-"""Stored responses, which later requests retrieve or refer to by response or item id."""
+"""Stored responses and conversations, which later requests retrieve, refer to or extend."""
 
+import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from dflash_jax.server.conversation import check_messages
-from dflash_jax.server.conversation_store import (
-    ConversationStore,
-    Item,
-    StoredItem,
-    new_items,
-)
-from dflash_jax.server.protocol import Problem
+from dflash_jax.server.protocol import Problem, new_id
+
+# Conversations in memory, which responses of a conversation extend.
+
+
+Item = dict[str, Any]
+StoredItem = tuple[str, bytes]  # the id and the JSON of an item
+
+
+def new_items(items: Sequence[Item]) -> list[StoredItem]:
+    """Return items as a conversation stores them: their ids, new ones if needed, and JSON."""
+    whole = [{"id": new_id("item_"), "type": "message"} | item for item in items]
+    for item in whole:
+        if not isinstance(item["id"], str):
+            item["id"] = new_id("item_")
+    return [(item["id"], msgspec.json.encode(item)) for item in whole]
+
+
+@dataclasses.dataclass
+class StoredConversation:
+    """A conversation; its items are JSON, as Python objects take up to 20 times the memory."""
+
+    fields: bytes
+    items: list[StoredItem] = dataclasses.field(default_factory=list)
+    size: int = 0  # bytes of JSON
+
+
+class ConversationStore:
+    """Conversations in memory; the least recently extended ones are dropped first. Thread-safe.
+
+    Args:
+      max_bytes: limit for all items and metadata, as JSON.
+
+    Attributes:
+      size: bytes of all items and metadata, as JSON.
+    """
+
+    def __init__(self, max_bytes: int = 2**25):
+        self._max_bytes, self.size = max_bytes, 0
+        self._lock = threading.RLock()
+        self._stored: dict[str, StoredConversation] = {}  # the last extended one is last
+
+    def create(self, items: Sequence[Item], metadata: dict[str, Any] | None) -> dict[str, Any]:
+        """Store a new conversation and return its object.
+
+        Raises:
+          Problem: 413, it is larger than the store.
+        """
+        conversation_id = new_id("conv_")
+        fields = {"id": conversation_id, "object": "conversation"}
+        fields |= {"created_at": int(time.time()), "metadata": metadata or {}}
+        made = StoredConversation(data := msgspec.json.encode(fields), size=len(data))
+        new = new_items(items)
+        self._check_size(made.size, new)
+        with self._lock:
+            self._stored[conversation_id] = made
+            self.size += made.size
+            self.append(conversation_id, new)
+        return fields
+
+    def get(self, conversation_id: str) -> bytes:
+        """Return the object of a conversation, as JSON.
+
+        Raises:
+          Problem: 404, it is not stored.
+        """
+        return self._find(conversation_id).fields
+
+    def items(self, conversation_id: str) -> list[StoredItem]:
+        """Return the items of a conversation, the oldest first.
+
+        Raises:
+          Problem: 404, it is not stored.
+        """
+        return list(self._find(conversation_id).items)
+
+    def extend(self, conversation_id: str, items: Sequence[Item]) -> list[StoredItem]:
+        """Add items; return their ids and JSON.
+
+        Raises:
+          Problem: 404, the conversation is not stored; 413, it would be larger than the store.
+        """
+        new = new_items(items)
+        with self._lock:
+            self.check_room(conversation_id, new)
+            self.append(conversation_id, new)
+        return new
+
+    def append(self, conversation_id: str, new: Sequence[StoredItem]) -> None:
+        """Add items of `new_items`; does nothing if the conversation is gone or would be full."""
+        added = sum(len(data) for _, data in new)
+        with self._lock:
+            stored = self._stored.get(conversation_id)
+            if stored is None or stored.size + added > self._max_bytes:
+                return
+            self._stored[conversation_id] = self._stored.pop(conversation_id)
+            stored.items += new
+            stored.size += added
+            self.size += added
+            while self.size > self._max_bytes:
+                self.delete(next(iter(self._stored)))
+
+    def delete(self, conversation_id: str) -> None:
+        """Remove a conversation.
+
+        Raises:
+          Problem: 404, it is not stored.
+        """
+        with self._lock:
+            self.size -= self._find(conversation_id).size
+            del self._stored[conversation_id]
+
+    def check_room(self, conversation_id: str, new: Sequence[StoredItem]) -> None:
+        """Refuse items for which a conversation has no room; raises as `extend` does."""
+        self._check_size(self._find(conversation_id).size, new)
+
+    def _check_size(self, size: int, new: Sequence[StoredItem]) -> None:
+        whole = size + sum(len(data) for _, data in new)
+        if whole > self._max_bytes:
+            raise Problem(
+                413,
+                f"the conversation would have {whole} bytes; at most {self._max_bytes} are kept:"
+                " start a new conversation",
+                param="items", code="conversation_full",
+            )  # fmt: skip
+
+    def _find(self, conversation_id: str) -> StoredConversation:
+        stored = self._stored.get(conversation_id)
+        if stored is None:
+            raise Problem(
+                404,
+                f"the conversation {conversation_id[:100]!r} is not kept here; create one by POST"
+                " /v1/conversations, or send the whole input",
+                param="conversation",
+                code="conversation_not_found",
+            )
+        return stored
+
 
 MOST_BYTES = 2**25  # of the responses of one owner, and of its conversations
 MOST_TOTAL = 2**28  # of the responses of all owners, and of their conversations

@@ -1,14 +1,42 @@
-"""Request decoding of OpenAI's /v1/responses, as far as agents use it."""
+"""OpenAI's /v1/responses: request decoding, responses and stream events."""
 
+import time
 from typing import Any
 
+from dflash_jax.server import writer
 from dflash_jax.server.conversation import parse_messages
-from dflash_jax.server.fields import CommonFields, common_arguments
+from dflash_jax.server.fields import CommonFields, common_arguments, reasoning_options
+from dflash_jax.server.generation import Generation
 from dflash_jax.server.message_formats import messages_from_responses
-from dflash_jax.server.protocol import NO_LIMIT, GenerationRequest, Problem, decode
+from dflash_jax.server.protocol import (
+    NO_LIMIT,
+    ClientTool,
+    GenerationRequest,
+    Problem,
+    decode,
+    new_id,
+)
+from dflash_jax.server.reply import Reply, ReplyPart
 from dflash_jax.server.response_store import ResponseStore
-from dflash_jax.server.thinking import reasoning_options
-from dflash_jax.server.tools import CLIENT_TYPES, parse_tools, responses_choice, responses_tools
+from dflash_jax.server.served_models import answer_name
+from dflash_jax.server.tools import (
+    CLIENT_TYPES,
+    FreeformInput,
+    freeform_input,
+    parse_tools,
+    responses_choice,
+    responses_tools,
+)
+from dflash_jax.server.writer import chat_logprobs, sse_event
+from dflash_jax.tool_parsers.calls import (
+    Content,
+    Event,
+    Thinking,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from dflash_jax.tool_parsers.tool_schema import parse_json
 
 ECHOED_DEFAULTS = {"function": {"strict": False}, "namespace": {"description": ""}}
 LOGPROBS = "message.output_text.logprobs"  # an entry of `include`
@@ -140,3 +168,307 @@ def _echoed(parsed: ResponsesRequest) -> dict[str, Any]:
         "truncation": "disabled",
         "user": parsed.user,
     }
+
+
+# Writes responses and stream events of OpenAI's /v1/responses.
+
+
+class ResponsesWriter:
+    """Writes responses and stream events of /v1/responses."""
+
+    def __init__(self, generation: Generation):
+        self.generation = generation
+        self.id, self._created = new_id("resp_"), int(time.time())
+        self._sequence = -1
+        self._items: list[dict[str, Any]] = []  # finished output items
+        self._item: dict[str, Any] | None = None  # the current item
+        self._text = ""  # of the current item; arguments of a call
+        self._tool = ClientTool("function", "")  # of the current call
+        self._freeform = FreeformInput()  # of the current call
+        self._logprobs: list[dict[str, Any]] = []  # log probabilities of `_text`
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the response object."""
+        [reply] = self.generation.replies
+        items: list[dict[str, Any]] = []
+        for part in reply.parts or [ReplyPart("content")]:
+            if part.kind == "reasoning":
+                items.append(reasoning_item(new_id("rs_"), part.text))
+            elif part.call is None:
+                items.append(message_item(new_id("msg_"), part.text, self._new_logprobs()))
+            else:
+                tool, call = self._client_tool(part.call.name), part.call
+                item_id = new_id(CALL_PREFIXES[tool.kind])
+                items.append(call_item(item_id, call.id, tool, call.arguments))
+        if reply.finish_reason == "length" and not is_call(items[-1]):
+            items[-1]["status"] = "incomplete"
+        return self._ended(items, reply)
+
+    def start(self) -> bytes:
+        """Return response.created and response.in_progress."""
+        response = self._response([], None)
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event(kind, response=response) for kind in kinds)
+
+    def events(self, reply: Reply, events: list[Event]) -> bytes:
+        """Return the stream events of new output."""
+        out = b""
+        for event in events:
+            match event:
+                case Content(text):
+                    out += self._enter("message")
+                    self._text += text
+                    logprobs = self._new_logprobs()
+                    self._logprobs += logprobs
+                    place = {"content_index": 0, "logprobs": logprobs}
+                    out += self._delta("response.output_text.delta", text, **place)
+                case Thinking(text):
+                    out += self._enter("reasoning")
+                    self._text += text
+                    out += self._delta("response.reasoning_text.delta", text, content_index=0)
+                case ToolCallStart(index, name):
+                    out += self._leave()
+                    out += self._enter_call(reply.calls[index].id, self._client_tool(name))
+                case ToolCallDelta(_, text):
+                    out += self._call_delta(text)
+                case ToolCallEnd():
+                    out += self._leave("completed")
+        return out
+
+    def close(self) -> bytes:
+        """Return the end of the current item, and response.completed or response.incomplete."""
+        [reply] = self.generation.replies
+        out = b""
+        if not self._items and self._item is None:
+            out = self._enter("message")
+        open_call = self._item is not None and is_call(self._item)
+        cut = open_call or reply.finish_reason == "length"
+        out += self._leave("incomplete" if cut else "completed")
+        response = self._ended(self._items, reply)
+        kind = "incomplete" if response["status"] == "incomplete" else "completed"
+        return out + self._event(f"response.{kind}", response=response)
+
+    def error(self, problem: Problem) -> bytes:
+        """Return response.failed."""
+        response = self._response(self._items, None) | {
+            "status": "failed",
+            "error": {"code": "server_error", "message": problem.message},
+        }
+        return self._event("response.failed", response=response)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._sequence += 1
+        return sse_event({"type": kind, "sequence_number": self._sequence} | fields)
+
+    def _new_logprobs(self) -> list[dict[str, Any]]:
+        """Return the log probabilities of content that were not sent yet, if requested."""
+        [reply] = self.generation.replies
+        entries = reply.answer_logprobs[reply.reported :]
+        reply.reported = len(reply.answer_logprobs)
+        if not entries:
+            return []
+        return chat_logprobs(entries, self.generation.model.engine.tokenizer)["content"]
+
+    def _client_tool(self, name: str) -> ClientTool:
+        """Return a tool as the client declared it; undeclared ones are functions."""
+        return self.generation.request.client_tools.get(name, ClientTool("function", name))
+
+    def _enter(self, kind: str) -> bytes:
+        """Return the events that start an item, unless one of its kind is open."""
+        if self._item is not None and self._item["type"] == kind:
+            return b""
+        out = self._leave()
+        make, prefix, *rest = BEGINNINGS[kind]
+        item = make(new_id(prefix), *rest, status="in_progress")
+        out += self._added(item, item | {"content": []})
+        return out + self._place("response.content_part.added", part=item["content"][0])
+
+    def _enter_call(self, call_id: str, tool: ClientTool) -> bytes:
+        """Return the event that starts a call."""
+        item = call_item(new_id(CALL_PREFIXES[tool.kind]), call_id, tool, "", "in_progress")
+        self._tool, self._freeform = tool, FreeformInput()
+        return self._added(item, item)
+
+    def _added(self, item: dict[str, Any], shown: dict[str, Any]) -> bytes:
+        self._item, self._text, self._logprobs = item, "", []
+        return self._event("response.output_item.added", output_index=len(self._items), item=shown)
+
+    def _call_delta(self, arguments: str) -> bytes:
+        """Return the event of more of a call's arguments, if its kind of item has one."""
+        self._text += arguments
+        match self._tool.kind:
+            case "function":
+                return self._delta("response.function_call_arguments.delta", arguments)
+            case "custom" if text := self._freeform.push(arguments):
+                return self._delta("response.custom_tool_call_input.delta", text)
+        return b""
+
+    def _place(self, kind: str, **fields: Any) -> bytes:
+        assert self._item is not None
+        place = {"item_id": self._item["id"], "output_index": len(self._items)}
+        return self._event(kind, **place, content_index=0, **fields)
+
+    def _delta(self, kind: str, text: str, **fields: Any) -> bytes:
+        assert self._item is not None
+        place = {"item_id": self._item["id"], "output_index": len(self._items)}
+        return self._event(kind, **place, delta=text, **fields)
+
+    def _leave(self, status: str | None = None) -> bytes:
+        """Return the events that end the current item, if one is open.
+
+        Args:
+          status: by default "incomplete" for a call, since complete calls end with `ToolCallEnd`,
+            and "completed" for other items.
+        """
+        if self._item is None:
+            return b""
+        item, text = self._item, self._text
+        if status is None:
+            status = "incomplete" if is_call(item) else "completed"
+        if item["type"] == "message":
+            logprobs = self._logprobs + self._new_logprobs()
+            item = message_item(item["id"], text, logprobs, status)
+            out = self._place("response.output_text.done", text=text, logprobs=logprobs)
+            out += self._place("response.content_part.done", part=item["content"][0])
+        elif item["type"] == "reasoning":
+            item = reasoning_item(item["id"], text, status)
+            out = self._place("response.reasoning_text.done", text=text)
+            out += self._place("response.content_part.done", part=item["content"][0])
+        else:
+            out, item = self._call_done(item, text or "{}", status)
+        out += self._event("response.output_item.done", output_index=len(self._items), item=item)
+        self._items.append(item)
+        self._item = None
+        return out
+
+    def _call_done(
+        self, item: dict[str, Any], arguments: str, status: str
+    ) -> tuple[bytes, dict[str, Any]]:
+        """Return the events that end a call's arguments, and the finished item."""
+        tool, place = self._tool, {"item_id": item["id"], "output_index": len(self._items)}
+        made = call_item(item["id"], item["call_id"], tool, arguments, status)
+        if tool.kind == "function":
+            kind, fields = "response.function_call_arguments.done", {"name": tool.name}
+            return self._event(kind, **place, **fields, arguments=arguments), made
+        if tool.kind != "custom":
+            return b"", made
+        out = b""
+        if rest := self._freeform.finish(arguments):
+            out = self._event("response.custom_tool_call_input.delta", **place, delta=rest)
+        made["input"] = self._freeform.text
+        return out + self._event(
+            "response.custom_tool_call_input.done", **place, input=made["input"]
+        ), made
+
+    def _ended(self, items: list[dict[str, Any]], reply: Reply) -> dict[str, Any]:
+        """Return the finished response, and store it unless the request forbids it."""
+        answer = self._response(items, reply)
+        if keep := self.generation.request.store:
+            keep(answer)
+        return answer
+
+    def _response(self, items: list[dict[str, Any]], reply: Reply | None) -> dict[str, Any]:
+        request = self.generation.request
+        cut = reply is not None and reply.finish_reason == "length"
+        status = "incomplete" if cut else "completed" if reply else "in_progress"
+        temperature = self.generation.model.defaults.temperature
+        response: dict[str, Any] = {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "model": answer_name(self.generation.model.name, request.model),
+            "output": items,
+            "temperature": request.options.get("temperature", temperature),
+            "top_p": request.options.get("top_p", 1.0),
+            "top_logprobs": request.logprobs or 0,
+            "usage": writer.responses_usage(self.generation) if reply else None,
+        } | request.echoed_fields
+        if reply is None:
+            return response
+        response["finish_details"] = reply.details
+        if request.return_token_ids:
+            response["token_ids"] = reply.ids
+            response["prompt_token_ids"] = self.generation.prompts[0].ids
+        return response | writer.requested_statistics(self.generation, self.id)
+
+
+def message_item(
+    item_id: str, text: str, logprobs: list[dict[str, Any]], status: str = "completed"
+) -> dict[str, Any]:
+    """Return an item with the text of an answer."""
+    head = {"id": item_id, "type": "message", "role": "assistant", "status": status}
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+    return head | {"content": [part]}
+
+
+def reasoning_item(item_id: str, text: str, status: str = "completed") -> dict[str, Any]:
+    """Return an item with reasoning."""
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"id": item_id, "type": "reasoning", "summary": [], "content": content, "status": status}
+
+
+def call_item(
+    item_id: str, call_id: str, tool: ClientTool, arguments: str, status: str = "completed"
+) -> dict[str, Any]:
+    """Return an item with a tool call of the kind that the client declared.
+
+    Args:
+      arguments: JSON text; empty where the call begins.
+    """
+    head = {"id": item_id, "type": CALL_TYPES[tool.kind], "call_id": call_id}
+    if tool.kind not in ("function", "custom"):
+        return head | _payload(tool.kind, parse_json(arguments, {})) | {"status": status}
+    head |= {"name": tool.name} | ({"namespace": tool.namespace} if tool.namespace else {})
+    if tool.kind == "custom":
+        return head | {"input": freeform_input(arguments), "status": status}
+    return head | {"arguments": arguments, "status": status}
+
+
+def is_call(item: dict[str, Any]) -> bool:
+    """Return whether an output item is a tool call."""
+    return item["type"] in CALL_TYPES.values()
+
+
+def _payload(kind: str, given: Any) -> dict[str, Any]:
+    """Return the field with what the client is to do, for a call of a built-in tool."""
+    given = given if isinstance(given, dict) else {}
+    if kind == "apply_patch":
+        return {"operation": {"type": "update_file", "path": "", "diff": ""} | given}
+    field, shell = ("commands", []) if kind == "shell" else ("command", ["bash", "-lc"])
+    commands = given.get(field, [])
+    if isinstance(commands, str):
+        commands = [*shell, commands]
+    commands = list(map(str, commands)) if isinstance(commands, list) else []
+    if kind == "shell":
+        rest = {key: given.get(key) for key in ("timeout_ms", "max_output_length")}
+        return {"action": {"commands": commands} | rest}
+    env = given.get("env")
+    env = {k: str(v) for k, v in env.items()} if isinstance(env, dict) else {}
+    rest = {key: given.get(key) for key in ("timeout_ms", "user", "working_directory")}
+    return {"action": {"type": "exec", "command": commands, "env": env} | rest}
+
+
+# By kind of tool: the types of its calls, and the prefixes of their ids.
+CALL_TYPES = {
+    "function": "function_call",
+    "custom": "custom_tool_call",
+    "local_shell": "local_shell_call",
+    "shell": "shell_call",
+    "apply_patch": "apply_patch_call",
+}
+CALL_PREFIXES = {
+    "function": "fc_",
+    "custom": "ctc_",
+    "local_shell": "lsh_",
+    "shell": "sh_",
+    "apply_patch": "apc_",
+}
+# By type of item: its function, the prefix of its id, and the arguments of an empty item.
+BEGINNINGS: dict[str, tuple[Any, ...]] = {
+    "message": (message_item, "msg_", "", []),
+    "reasoning": (reasoning_item, "rs_", ""),
+}

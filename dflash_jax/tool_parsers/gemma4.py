@@ -8,14 +8,16 @@ ends in `<|tool_response>`.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash_jax.tool_parsers.argument_rules import (
+from dflash_jax.tool_parsers.syntax import (
     Quote,
+    Syntax,
+    Thought,
+    as_json,
     as_rule,
     enum_texts,
     finite_parameters,
     parameter_schema,
 )
-from dflash_jax.tool_parsers.syntax import Syntax, Thought, as_json
 from dflash_jax.tool_parsers.tool_schema import Tool, kinds_of
 
 QUOTE = '<|"|>'

@@ -6,8 +6,7 @@ Special tokens are written as `<name>`, other text as strings, and arguments as 
 import json
 from collections.abc import Collection, Sequence
 
-from dflash_jax.tool_parsers.argument_rules import Quote
-from dflash_jax.tool_parsers.syntax import Syntax
+from dflash_jax.tool_parsers.syntax import Quote, Syntax
 from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice
 
 MOST_CALLS = 64  # of one output

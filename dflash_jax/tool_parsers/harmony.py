@@ -12,8 +12,7 @@ forced call first ends the open message.
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_jax.tool_parsers.argument_rules import Quote, all_arguments
-from dflash_jax.tool_parsers.syntax import Syntax, Thought, as_json
+from dflash_jax.tool_parsers.syntax import Quote, Syntax, Thought, all_arguments, as_json
 from dflash_jax.tool_parsers.tool_schema import Tool
 
 ASSISTANT = "<|start|>assistant"

@@ -9,8 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_jax.tool_parsers.argument_rules import Quote, all_arguments
-from dflash_jax.tool_parsers.syntax import QWEN_THOUGHT, Syntax, as_json
+from dflash_jax.tool_parsers.syntax import QWEN_THOUGHT, Quote, Syntax, all_arguments, as_json
 from dflash_jax.tool_parsers.tool_schema import Tool
 
 

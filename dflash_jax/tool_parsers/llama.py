@@ -8,8 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_jax.tool_parsers.argument_rules import Quote, all_arguments
-from dflash_jax.tool_parsers.syntax import CallState, Syntax, as_json
+from dflash_jax.tool_parsers.syntax import CallState, Quote, Syntax, all_arguments, as_json
 from dflash_jax.tool_parsers.tool_schema import Tool
 
 

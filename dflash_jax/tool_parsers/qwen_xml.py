@@ -16,14 +16,16 @@ and so do forced calls.
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_jax.tool_parsers.argument_rules import (
+from dflash_jax.tool_parsers.syntax import (
+    QWEN_THOUGHT,
     Quote,
+    Syntax,
+    as_json,
     as_rule,
     enum_texts,
     finite_parameters,
     parameter_schema,
 )
-from dflash_jax.tool_parsers.syntax import QWEN_THOUGHT, Syntax, as_json
 from dflash_jax.tool_parsers.tool_schema import Tool, kinds_of
 
 

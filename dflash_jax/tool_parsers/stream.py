@@ -10,11 +10,16 @@ import re
 from collections.abc import Generator, Sequence
 
 from dflash_jax.tool_parsers import malformed_calls
-from dflash_jax.tool_parsers.calls import CallParser
-from dflash_jax.tool_parsers.events import Content, Event, Thinking, ToolCallStart, joined
-from dflash_jax.tool_parsers.incremental import EndOfOutput, NotACall, ParseSteps, TextBuffer
+from dflash_jax.tool_parsers.calls import (
+    CallParser,
+    Content,
+    Event,
+    Thinking,
+    ToolCallStart,
+    joined,
+)
+from dflash_jax.tool_parsers.incremental import EndOfOutput, NotACall, ParseSteps, Stops, TextBuffer
 from dflash_jax.tool_parsers.malformed_calls import ShownText
-from dflash_jax.tool_parsers.stops import Stops
 from dflash_jax.tool_parsers.syntax import Syntax
 from dflash_jax.tool_parsers.tool_schema import Tool
 

@@ -171,7 +171,7 @@ def test_converters_are_imported_inside_functions_of_loading_and_the_commands_al
 
 def test_converters_know_configs_and_errors_of_the_engine_alone() -> None:
     parts = ("config", "converters", "quant", "checkpoint", "errors")
-    parts += ("utils.atomic", "utils.command", "utils.smollm2")
+    parts += ("utils.atomic", "utils.command", "utils.sources")
     parts += ("utils.progress", "kernels.native.interleaved")
     allowed = [f"dflash_jax.{part}" for part in parts]
     for path in files("converters"):
@@ -180,7 +180,7 @@ def test_converters_know_configs_and_errors_of_the_engine_alone() -> None:
 
 
 def test_configs_plans_requests_and_errors_are_free_of_jax() -> None:
-    names = ("errors", "serve_options", "utils/command", "plan", "utils/smollm2", "utils/sources")
+    names = ("errors", "serve_options", "utils/command", "plan", "utils/sources")
     names += (
         "declared",
         "engine/request",

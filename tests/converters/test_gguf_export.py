@@ -20,10 +20,10 @@ from dflash_jax.converters import families
 from dflash_jax.converters.compare import compare
 from dflash_jax.converters.convert import convert, lines
 from dflash_jax.converters.export import Weights, export, write_form
+from dflash_jax.converters.families.qwen3_5 import mrope_sections
 from dflash_jax.converters.forms import GGUF_TYPES
 from dflash_jax.converters.gguf import open_gguf
 from dflash_jax.converters.gguf.export import as_gguf
-from dflash_jax.converters.gguf.qwen3_5 import mrope_sections
 from dflash_jax.converters.load import CHUNK_BYTES
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.target_tokenizer import of_model

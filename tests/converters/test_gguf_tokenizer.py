@@ -12,8 +12,7 @@ from weight_files import ORACLE
 import dflash_jax as dj
 from dflash_jax.cli import main
 from dflash_jax.converters.gguf import open_gguf
-from dflash_jax.converters.gguf.pre_tokenizers import PRE_TOKENIZERS
-from dflash_jax.converters.gguf.tokenizer import stop_ids, tokenizer_files
+from dflash_jax.converters.gguf.tokenizer import PRE_TOKENIZERS, stop_ids, tokenizer_files
 from dflash_jax.engine.detokenizer import Detokenizer
 from dflash_jax.errors import CheckpointError
 from dflash_jax.loading import locate

@@ -11,8 +11,8 @@ import safetensors.numpy
 from weight_files import ORACLE
 
 from dflash_jax.converters import hf_grouped
-from dflash_jax.converters.hf_layouts import WIDTHS
-from dflash_jax.converters.hf_quantised import dequantised
+from dflash_jax.converters.hf import dequantised
+from dflash_jax.converters.hf_grouped import WIDTHS
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.safetensors import open_safetensors
 from dflash_jax.errors import CheckpointError, ConfigError

@@ -7,9 +7,8 @@ import pytest
 import safetensors.numpy
 from weight_files import ORACLE, raw_safetensors
 
-from dflash_jax.converters import hf_quantised
-from dflash_jax.converters.hf import open_directory
-from dflash_jax.converters.hf_quantised import dequantised
+from dflash_jax.converters import hf
+from dflash_jax.converters.hf import dequantised, open_directory
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.safetensors import open_safetensors
 from dflash_jax.errors import CheckpointError, ConfigError
@@ -107,10 +106,8 @@ def test_rows_of_experts_are_decoded_without_their_neighbours(monkeypatch):
     experts, into, out = source.shape("gate_up_proj")
     whole = source.read("gate_up_proj").reshape(-1, out)
     scales: list[int] = []
-    halved_power = hf_quantised.halved_power
-    monkeypatch.setattr(
-        hf_quantised, "halved_power", lambda e: [scales.append(e.size), halved_power(e)][1]
-    )
+    halved_power = hf.halved_power
+    monkeypatch.setattr(hf, "halved_power", lambda e: [scales.append(e.size), halved_power(e)][1])
     for start in range(0, experts * into, 32):
         piece = slice(start, start + 32)
         np.testing.assert_array_equal(source.read_rows("gate_up_proj", piece), whole[piece])

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from dflash_jax.converters import quants
-from dflash_jax.converters.expected_error import LIMITS
-from dflash_jax.converters.quants import grids
+from dflash_jax.converters.compare import LIMITS
+from dflash_jax.converters.quants import decoders
 from dflash_jax.converters.quants.encode import ENCODERS, encode
 from dflash_jax.converters.quants.types import BY_NAME, TYPES
 
@@ -100,7 +100,7 @@ GRIDS = {  # the vectors as int8, unpacked by the gguf package 0.19: the start o
 
 @pytest.mark.parametrize("name", GRIDS)
 def test_every_vector_of_a_grid_is_that_of_ggml(name):
-    assert hashlib.sha256(grids.vectors(name).tobytes()).hexdigest()[:16] == GRIDS[name]
+    assert hashlib.sha256(decoders.vectors(name).tobytes()).hexdigest()[:16] == GRIDS[name]
 
 
 ENCODED = Path(__file__).parent / "data" / "ggml_blocks.npz"

@@ -13,8 +13,7 @@ from weight_files import ORACLE
 from dflash_jax.converters.convert import convert
 from dflash_jax.converters.gguf import open_gguf
 from dflash_jax.converters.gguf.export import as_gguf
-from dflash_jax.converters.gguf.pre_tokenizers import PRE_TOKENIZERS
-from dflash_jax.converters.gguf.tokenizer import tokenizer_files
+from dflash_jax.converters.gguf.tokenizer import PRE_TOKENIZERS, tokenizer_files
 from dflash_jax.converters.gguf.tokenizer_export import tokenizer_metadata
 from dflash_jax.converters.gguf.writer import write_gguf
 from dflash_jax.converters.models import open_model

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.prefix.disk import PrefixDisk
-from dflash_jax.engine.prefix.files import Arrays, read_arrays
+from dflash_jax.engine.prefix.disk import Arrays, PrefixDisk, read_arrays
 from tests.engine.test_prefix_disk import CHUNK, PROMPT, SAMPLED, disk, entries, opened
 
 SMALL = 4
@@ -288,7 +287,7 @@ def test_an_unexpected_error_costs_the_prefix_but_not_the_request(
         raise MemoryError("no\nroom")
 
     one = small(written.parents[1])
-    monkeypatch.setattr("dflash_jax.engine.prefix.files.read_about", fail)
+    monkeypatch.setattr("dflash_jax.engine.prefix.disk.read_about", fail)
     assert found(one) == {}
     assert caplog.records[0].getMessage().endswith(": no")
     monkeypatch.undo()

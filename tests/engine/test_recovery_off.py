@@ -7,7 +7,7 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.state_machine import OFF, call_retry, endings, floor, forced_calls, guards
+from dflash_jax.engine.state_machine import OFF, announcements, call_retry, floor, guards
 from dflash_jax.engine.state_machine.words import Words
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.state import OutputColumn
@@ -19,10 +19,10 @@ STARTS = [walk[0] for walk in WALKS if walk[0].startswith("<")]
 RULES: list[tuple[Any, str]] = [
     (floor, "judge_by_odds"),
     (floor, "judge_by_text"),
-    (forced_calls, "begin_call"),
-    (forced_calls, "probe"),
+    (floor, "begin_call"),
+    (floor, "probe"),
     (call_retry, "watch"),
-    (endings, "read_ending"),
+    (announcements, "read_ending"),
     (floor, "read_ending"),
     (guards, "Guard"),
     (Words, "read"),

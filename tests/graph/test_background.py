@@ -16,8 +16,7 @@ import pytest
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import PlanError
 from dflash_jax.graph import build
-from dflash_jax.graph.background import NICENESS, BackgroundCompiler
-from dflash_jax.graph.build import CompiledPrograms, compile_programs
+from dflash_jax.graph.build import NICENESS, BackgroundCompiler, CompiledPrograms, compile_programs
 from dflash_jax.graph.keys import STEP_VARIANTS, ProgramKey, Step, Variant
 from dflash_jax.graph.programs import Program
 

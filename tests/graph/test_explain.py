@@ -13,9 +13,8 @@ from dflash_jax import Plan, loading
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.graph.explain import Explanation, explain
 from dflash_jax.graph.keys import Step
-from dflash_jax.graph.memory import StepWork, budget, work
+from dflash_jax.graph.memory import DEVICES, StepWork, budget, find_device, roofline, work
 from dflash_jax.graph.resolve import resolve, wide_block
-from dflash_jax.graph.roofline import DEVICES, find_device, roofline
 from dflash_jax.kernels.native.build import Library
 from dflash_jax.models import build_drafter, build_pair
 from dflash_jax.plan import WeightLayout

@@ -22,9 +22,8 @@ from dflash_jax.config import (
 )
 from dflash_jax.errors import PlanError
 from dflash_jax.graph.keys import Step
-from dflash_jax.graph.memory import parameters, work
+from dflash_jax.graph.memory import DEVICES, parameters, work
 from dflash_jax.graph.resolve import resolve
-from dflash_jax.graph.roofline import DEVICES
 from dflash_jax.kernels.caches import RecurrentCache
 from dflash_jax.models import build_pair
 from dflash_jax.testing import planned, tiny_target

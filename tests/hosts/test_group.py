@@ -15,8 +15,7 @@ from dflash_jax.hosts import group as group_module
 from dflash_jax.hosts import messages
 from dflash_jax.hosts.group import HostGroup
 from dflash_jax.hosts.messages import HostDevices, pack
-from dflash_jax.hosts.pair import completed
-from dflash_jax.hosts.remote import RemoteArray, RemoteExecutable, RemoteTree
+from dflash_jax.hosts.remote import RemoteArray, RemoteExecutable, RemoteTree, completed
 from dflash_jax.testing import AMPLE, tiny_target
 from tests.hosts.conftest import ScriptedWorker
 

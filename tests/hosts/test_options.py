@@ -51,7 +51,7 @@ def test_without_ray_the_option_names_the_extra(
 
 
 def test_nothing_but_the_option_imports_ray() -> None:
-    code = "import sys, dflash_jax.hosts.pair, dflash_jax.hosts.worker; print(*sys.modules)"
+    code = "import sys, dflash_jax.hosts.remote, dflash_jax.hosts.worker; print(*sys.modules)"
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=True, text=True, cwd=ROOT
     )

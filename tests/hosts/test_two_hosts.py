@@ -12,7 +12,7 @@ from dflash_jax.checkpoint import save
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import HostError, RequestError
 from dflash_jax.hosts.launch import ChildLauncher, ChildProcess
-from dflash_jax.hosts.pair import HostedPair
+from dflash_jax.hosts.remote import HostedPair
 from dflash_jax.loading import open_pair
 from dflash_jax.models import build_pair
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target

@@ -13,8 +13,7 @@ from dflash_jax.kernels.native.build import library
 from dflash_jax.kernels.native.layers import attend_native, normalise, rotate_pairs
 from dflash_jax.kernels.selection import kernels, using_kernels
 from dflash_jax.nn import layers
-from dflash_jax.nn.attention import attend, attend_whole, to_int8, write_keys_values
-from dflash_jax.nn.rope import rotate
+from dflash_jax.nn.attention import attend, attend_whole, rotate, to_int8, write_keys_values
 
 pytestmark = pytest.mark.skipif(
     not library(), reason=f"there are no native kernels: {library().reason}"

@@ -18,7 +18,7 @@ from dflash_jax.config import DrafterConfig, drafter_config
 from dflash_jax.config.dspark import DSparkConfig
 from dflash_jax.converters import export, families
 from dflash_jax.converters.models import open_model
-from dflash_jax.converters.names import speculators
+from dflash_jax.converters.names import published
 from dflash_jax.converters.names.published import drafter_fields
 from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.errors import CheckpointError, ConfigError
@@ -126,7 +126,7 @@ def test_drafts_of_a_reduced_vocabulary_are_target_tokens() -> None:
     assert found.tokens[0, 0] == first + offsets[first]
 
 
-def published(config: DSparkConfig) -> dict[str, Any]:
+def published_config(config: DSparkConfig) -> dict[str, Any]:
     fields = {
         "architectures": ["Qwen3DSparkModel"],
         "model_type": "qwen3",
@@ -153,7 +153,9 @@ def published(config: DSparkConfig) -> dict[str, Any]:
 def layer_config(config: DSparkConfig) -> dict[str, Any]:
     """Return the layer config that speculators nests."""
     heads = ("markov", "confidence", "anchors", "block_size", "mask_token", "target_layer")
-    return {k: v for k, v in published(config).items() if not any(part in k for part in heads)}
+    return {
+        k: v for k, v in published_config(config).items() if not any(part in k for part in heads)
+    }
 
 
 def stored(config: DrafterConfig, params: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -180,7 +182,7 @@ def test_folders_load_in_every_spelling(tmp_path: Path, spelling: str) -> None:
     tensors = stored(config, params)
     for usual, other in SPELLINGS[spelling].items():
         tensors = {name.replace(usual, other): array for name, array in tensors.items()}
-    fields = published(config)
+    fields = published_config(config)
     if spelling == "ModelOpt":
         own = ("markov_rank", "markov_head_type", "confidence_head_with_markov")
         inner = {name: fields.pop(name) for name in own} | {"projector_type": "dspark"}
@@ -202,7 +204,7 @@ def test_configs_of_specforge_and_modelopt_mean_the_same() -> None:
     """Weights of losses are ignored; `shift_label` sets which position a slot predicts."""
     config, _ = make()
     assert isinstance(config, DSparkConfig)
-    fields = published(config)
+    fields = published_config(config)
     plain, kinds = drafter_config(fields), {"architectures": ["DSparkDraftModel"]}
     heads = {k: fields.pop(k) for k in tuple(fields) if "markov" in k or "confidence" in k}
     losses = {"confidence_head_alpha": 1.0, "ce_loss_alpha": 0.1, "loss_decay_gamma": 4.0}
@@ -274,7 +276,7 @@ def test_speculators_configs_set_which_position_a_slot_predicts() -> None:
     }
 
     def read(**said: Any) -> bool:
-        fields, _ = speculators.published_fields(base | said, where="config.json")
+        fields, _ = published.published_fields(base | said, where="config.json")
         return drafter_config(fields).sample_from_anchor
 
     assert [read(), read(shift_label=False), read(shift_label=True)] == [False, False, True]
@@ -292,22 +294,22 @@ def test_speculators_configs_set_which_position_a_slot_predicts() -> None:
 def test_speculators_configs_advise_the_drafts_of_a_step() -> None:
     """Their first proposal method does; both layouts keep it."""
     config, _ = make(speculative_tokens=3)
-    fields = speculators.speculators_fields(config, "float32")
+    fields = published.speculators_fields(config, "float32")
     method = {"proposal_type": "greedy", "speculative_tokens": 3}
     assert fields["speculators_config"]["proposal_methods"] == [method]
-    read, _ = speculators.published_fields(fields, where="config.json")
+    read, _ = published.published_fields(fields, where="config.json")
     assert drafter_config(read).speculative_tokens == 3
     ours = drafter_fields(config, "float32")
     assert drafter_config(ours).speculative_tokens == 3
     for silent in None, {}, {"proposal_methods": []}, {"proposal_methods": [{}]}:
-        read, _ = speculators.published_fields(
+        read, _ = published.published_fields(
             fields | {"speculators_config": silent}, where="config.json"
         )
         assert drafter_config(read).speculative_tokens == 0
     for wrong in 0, -1, True, "3", 2.5:
         said = {"proposal_methods": [{"speculative_tokens": wrong}]}
         with pytest.raises(ConfigError, match=f"speculative_tokens is {wrong!r}; expected"):
-            speculators.published_fields(fields | {"speculators_config": said}, where="x")
+            published.published_fields(fields | {"speculators_config": said}, where="x")
 
 
 def test_an_unfilled_reduced_head_is_the_targets_rows(tmp_path: Path) -> None:
@@ -315,7 +317,7 @@ def test_an_unfilled_reduced_head_is_the_targets_rows(tmp_path: Path) -> None:
     ids = np.sort(np.random.default_rng(0).choice(97, 40, replace=False))
     params["d2t"] = (ids - np.arange(40)).astype(np.int32)
     params["head"] = np.asarray(TABLE).T[:, ids]
-    fields = speculators.speculators_fields(config, "float32")
+    fields = published.speculators_fields(config, "float32")
     (tmp_path / "config.json").write_text(json.dumps(fields))
     filled = stored(config, params)
     for head in ({"lm_head.weight": np.full((40, 32), np.nan, np.float32)}, {}):
@@ -335,7 +337,7 @@ def test_jetspec_is_version_one_with_causal_blocks() -> None:
     """`causal` is one of the drafter fields, and the architecture has another name."""
     config, _ = make()
     assert isinstance(config, DSparkConfig)
-    fields = published(config)
+    fields = published_config(config)
     for name in [name for name in fields if "markov" in name or "confidence" in name]:
         del fields[name]
     del fields["num_anchors"]
@@ -361,4 +363,4 @@ def test_a_config_it_cannot_run_is_refused(changes: dict[str, Any], message: str
     config, _ = make()
     assert isinstance(config, DSparkConfig)
     with pytest.raises(ConfigError, match=message):
-        drafter_config(published(config) | changes)
+        drafter_config(published_config(config) | changes)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.config import RopeConfig, target_config
-from dflash_jax.nn.rope import inverse_frequencies, rope_tables, rotate
+from dflash_jax.nn.attention import inverse_frequencies, rope_tables, rotate
 
 DIM = 16
 LLAMA3 = RopeConfig(

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from benchmarks.audit.server import ASK, CHAT, COMPLETIONS, MESSAGES
-from dflash_jax.server.sampling_options import MOST_GRAMMAR
+from dflash_jax.server.generation import MOST_GRAMMAR
 from dflash_jax.tokenizer import Tokenizer
 from tests.server.conftest import LiveServer
 

@@ -7,10 +7,9 @@ import pytest
 
 from dflash_jax.loading import locate
 from dflash_jax.server.chat import ChatWriter, decode_chat
-from dflash_jax.server.freeform import FreeformInput, freeform_input
 from dflash_jax.server.protocol import GenerationRequest, Problem
-from dflash_jax.server.responses import decode_responses
-from dflash_jax.server.responses_writer import ResponsesWriter
+from dflash_jax.server.responses import ResponsesWriter, decode_responses
+from dflash_jax.server.tools import FreeformInput, freeform_input
 from dflash_jax.tokenizer import Tokenizer
 from tests.server.test_replies import generation, replied, streamed
 

@@ -12,11 +12,17 @@ from typing import Any
 import pytest
 import uvicorn
 
-from dflash_jax.server import connection_limit, http_connection, log_limit
+from dflash_jax.server import http_connection
 from dflash_jax.server.connection import JsonPieces
-from dflash_jax.server.connection_limit import BoundedConnections, most_connections
-from dflash_jax.server.http_connection import MOST_CHUNKS, Connection
-from dflash_jax.server.log_limit import MOST_LINES, RateLimit, report_loop_error
+from dflash_jax.server.http_connection import (
+    MOST_CHUNKS,
+    MOST_LINES,
+    BoundedConnections,
+    Connection,
+    RateLimit,
+    most_connections,
+    report_loop_error,
+)
 
 HEALTH = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: x\r\n"
@@ -264,12 +270,12 @@ def test_the_bound_is_below_the_limit_of_descriptors(
     resource = pytest.importorskip("resource")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     found = most_connections()
-    assert found == most or (limit == 256 and 16 <= found <= 256 - connection_limit.RESERVE)
+    assert found == most or (limit == 256 and 16 <= found <= 256 - http_connection.RESERVE)
 
 
 def test_a_kind_of_warning_is_logged_at_a_limited_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr(log_limit.time, "monotonic", lambda: now)
+    monkeypatch.setattr(http_connection.time, "monotonic", lambda: now)
     limit = RateLimit()
 
     def passes(message: str, level: int = logging.WARNING) -> str:

@@ -16,7 +16,7 @@ from dflash_jax.server.chat import ChatWriter
 from dflash_jax.server.completions import CompletionWriter
 from dflash_jax.server.conversation import MOST_MESSAGES
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.responses_writer import ResponsesWriter
+from dflash_jax.server.responses import ResponsesWriter
 from dflash_jax.tokenizer import Tokenizer
 from tests.server.conftest import CONTEXT, MAX_BODY, QUEUE, LiveServer
 from tests.server.test_replies import asked, generation

@@ -9,9 +9,9 @@ import pytest
 
 from dflash_jax.cli import parser, serve
 from dflash_jax.engine.engine import Engine
+from dflash_jax.server.information import CONTENT_TYPES, FOLDER
 from dflash_jax.server.middleware import Settings
 from dflash_jax.server.run import ServerConfig
-from dflash_jax.server.web_page import CONTENT_TYPES, FOLDER
 from tests.server.conftest import LiveServer, run_server, twin
 
 FILES = sorted(path.name for path in FOLDER.iterdir())

@@ -10,10 +10,9 @@ import pytest
 import tokenizers
 
 from dflash_jax.engine.engine import Engine
-from dflash_jax.server import conversation_store
+from dflash_jax.server import response_store
 from dflash_jax.server.chat import decode_chat
 from dflash_jax.server.completions import decode_completion
-from dflash_jax.server.conversation_store import ConversationStore, new_items
 from dflash_jax.server.middleware import Settings
 from dflash_jax.server.output_grammar import grammar_around
 from dflash_jax.server.prompt import (
@@ -25,7 +24,7 @@ from dflash_jax.server.prompt import (
     text_prompts,
 )
 from dflash_jax.server.protocol import Problem
-from dflash_jax.server.response_store import ResponseStore
+from dflash_jax.server.response_store import ConversationStore, ResponseStore, new_items
 from dflash_jax.server.responses import decode_responses
 from dflash_jax.server.run import ServerConfig
 from dflash_jax.tokenizer import Tokenizer
@@ -143,7 +142,7 @@ def test_the_oldest_conversations_are_dropped_first() -> None:
     for i in (ids[0], ids[2]):
         store.delete(i)
     assert store.size == 0
-    assert conversation_store.new_id("conv_") != ids[0]
+    assert response_store.new_id("conv_") != ids[0]
 
 
 def test_items_without_text_are_refused_where_they_stand(live: LiveServer) -> None:

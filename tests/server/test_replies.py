@@ -19,22 +19,19 @@ from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_
 from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat
 from dflash_jax.server.completions import CompletionRequest, CompletionWriter, decode_completion
 from dflash_jax.server.conversation import parse_messages
+from dflash_jax.server.fields import UNSUPPORTED
 from dflash_jax.server.generation import Generation
-from dflash_jax.server.logprobs import chat_logprobs, completion_logprobs
 from dflash_jax.server.prompt import EncodedPrompt, ToolTurnCache, chat_prompt
 from dflash_jax.server.protocol import GenerationRequest, Problem, new_id
 from dflash_jax.server.reply import Reply, ToolCall
 from dflash_jax.server.response_store import ResponseStore
-from dflash_jax.server.responses import ResponsesRequest, decode_responses
-from dflash_jax.server.responses_writer import ResponsesWriter
+from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
 from dflash_jax.server.served_models import RequestDefaults
-from dflash_jax.server.statistics import reused
 from dflash_jax.server.tools import parse_tools
-from dflash_jax.server.unsupported_fields import UNSUPPORTED
-from dflash_jax.server.writer import encode
+from dflash_jax.server.writer import chat_logprobs, completion_logprobs, encode, reused
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES, syntax_of
-from dflash_jax.tool_parsers.events import joined
+from dflash_jax.tool_parsers.calls import joined
 
 TOOLS = [
     {

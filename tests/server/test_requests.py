@@ -16,7 +16,7 @@ from dflash_jax.server.prompt import resolve_max_tokens
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.responses import decode_responses
 from dflash_jax.tool_parsers import SYNTAXES
-from dflash_jax.tool_parsers.events import ToolCallStart
+from dflash_jax.tool_parsers.calls import ToolCallStart
 from dflash_jax.tool_parsers.stream import OutputParser
 
 HELLO = [{"role": "user", "content": "Hello"}]

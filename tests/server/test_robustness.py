@@ -40,8 +40,9 @@ from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.engine.state_machine.speculation import BreakEven
 from dflash_jax.errors import CheckpointError, ComputeError, RequestError
 from dflash_jax.graph import executor
-from dflash_jax.server import app, statistics
+from dflash_jax.server import app, writer
 from dflash_jax.server.engine_thread import Job, Worker
+from dflash_jax.server.fields import EFFORTS
 from dflash_jax.server.generation import prepare
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Settings
@@ -49,7 +50,6 @@ from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest
 from dflash_jax.server.run import ServerConfig, serve
 from dflash_jax.server.served_models import ServedModel
-from dflash_jax.server.thinking import EFFORTS
 from dflash_jax.tokenizer import Tokenizer
 from tests.server.conftest import QUEUE, LiveServer, run_server, twin
 
@@ -553,7 +553,7 @@ def test_a_busy_model_does_not_run_in_the_rows_of_an_idle_one(random_tiny: Engin
 
 def test_time_that_compiling_took_is_no_time_in_the_queue() -> None:
     stats = Stats(first_token_s=5.0, prefill_s=1.0, compile_s=3.0)
-    assert statistics.metrics(stats)["queue_time_ms"] == 1000.0
+    assert writer.vllm_metrics(stats)["queue_time_ms"] == 1000.0
     reply = SimpleNamespace(finish_reason="stop", result=Result([], "", "stop", stats))
     metrics = Metrics()
     ended: Any = SimpleNamespace(first_token=None, started=0.0, replies=[reply])

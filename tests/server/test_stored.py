@@ -10,11 +10,15 @@ import pytest
 
 from benchmarks.audit.server import CHAT, RESPONSES
 from dflash_jax.engine.engine import Engine
-from dflash_jax.server import app, conversation_store, response_store, stored_routes
-from dflash_jax.server.conversation_store import ConversationStore
+from dflash_jax.server import app, information, response_store
 from dflash_jax.server.middleware import Settings
 from dflash_jax.server.protocol import Problem
-from dflash_jax.server.response_store import MOST_BYTES, ResponseStore, ResponseStores
+from dflash_jax.server.response_store import (
+    MOST_BYTES,
+    ConversationStore,
+    ResponseStore,
+    ResponseStores,
+)
 from dflash_jax.server.run import ServerConfig
 from tests.server.conftest import LiveServer, run_server, twin
 
@@ -141,9 +145,9 @@ def test_the_event_loop_neither_decodes_nor_writes_what_clients_can_make_large(
     with httpx.Client(base_url=live.url, timeout=60) as http:
         for place, names in (
             (response_store, ("decode", "encode")),
-            (conversation_store, ("new_items",)),
             (response_store, ("new_items",)),
-            (stored_routes, ("_parse", "_list")),
+            (response_store, ("new_items",)),
+            (information, ("_parse", "_list")),
             (app, ("sampling_params",)),
         ):
             for name in names:

@@ -10,7 +10,7 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from dflash_jax.converters.hf_quantised import dequantised
+from dflash_jax.converters.hf import dequantised
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.safetensors import open_safetensors
 from dflash_jax.errors import DFlashError

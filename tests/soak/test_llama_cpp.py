@@ -21,7 +21,7 @@ from dflash_jax.config.smollm3 import SmolLM3Config
 from dflash_jax.converters.convert import convert
 from dflash_jax.converters.export import Weights, export
 from dflash_jax.converters.forms import GGUF_TYPES
-from dflash_jax.converters.gguf.header import STRING
+from dflash_jax.converters.gguf.file import STRING
 from dflash_jax.converters.gguf.writer import Typed
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.tree_source import TreeSource

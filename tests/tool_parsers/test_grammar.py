@@ -11,9 +11,9 @@ from dflash_jax.errors import RequestError
 from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES
-from dflash_jax.tool_parsers.events import ToolCallDelta
+from dflash_jax.tool_parsers.calls import ToolCallDelta
 from dflash_jax.tool_parsers.grammar import answer_grammar, call_grammar
-from dflash_jax.tool_parsers.lark_rules import lark_tokens
+from dflash_jax.tool_parsers.grammar_bounds import lark_tokens
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice
 

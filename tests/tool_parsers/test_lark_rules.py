@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from dflash_jax.tool_parsers.lark_rules import endless_rule, regexes
+from dflash_jax.tool_parsers.grammar_bounds import endless_rule, regexes
 
 
 @pytest.mark.parametrize(

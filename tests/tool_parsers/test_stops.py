@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.tool_parsers.stops import Stops, automaton, overlap
+from dflash_jax.tool_parsers.incremental import Stops, automaton, overlap
 
 
 class OneByOne:

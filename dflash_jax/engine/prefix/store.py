@@ -9,8 +9,7 @@ import numpy as np
 
 from dflash_jax.engine.prefix.cache import Node, PrefixCache
 from dflash_jax.engine.prefix.cursor import PromptCursor
-from dflash_jax.engine.prefix.disk import PrefixDisk
-from dflash_jax.engine.prefix.files import Kinds
+from dflash_jax.engine.prefix.disk import Kinds, PrefixDisk
 from dflash_jax.errors import PlanError, SnapshotError
 from dflash_jax.graph.keys import ProgramKey, Step
 from dflash_jax.graph.programs import Program

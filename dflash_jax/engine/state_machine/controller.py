@@ -33,14 +33,7 @@ token.
 
 from typing import assert_never
 
-from dflash_jax.engine.state_machine import (
-    OFF,
-    call_retry,
-    floor,
-    forced_calls,
-    guards,
-    speculation,
-)
+from dflash_jax.engine.state_machine import OFF, call_retry, floor, guards, speculation
 from dflash_jax.engine.state_machine.floor import EndVerdict
 from dflash_jax.engine.state_machine.request_state import (
     CallRetried,
@@ -163,10 +156,10 @@ def _judge(
     cut: StepCut, token: int, event: Stepped, guard: guards.Guard | None, policy: Policy
 ) -> bool:
     """Add a decided token, or its replacement, to the cut; return whether the step ends there."""
-    if cut.state.probe and not forced_calls.accepts_call(cut, token, event.call_odds, policy):
+    if cut.state.probe and not floor.accepts_call(cut, token, event.call_odds, policy):
         return True
     if cut.state.calls:
-        forced_calls.name_tool(cut, token, event.next_best, policy)
+        floor.name_tool(cut, token, event.next_best, policy)
         return True
     stop = token in policy.stop_ids
     if cut.state.guard is not None and not stop:
@@ -186,9 +179,9 @@ def _judge(
         verdict = _at_end_token(cut, event.call_odds, policy)
         match verdict:
             case EndVerdict.INJECT:
-                forced_calls.begin_call(cut, policy)
+                floor.begin_call(cut, policy)
             case EndVerdict.PROBE:
-                forced_calls.probe(cut, token, event.call_odds, policy)
+                floor.probe(cut, token, event.call_odds, policy)
             case EndVerdict.CLOSE:
                 _close(cut, token, policy)
             case EndVerdict.HONOUR | EndVerdict.WAIVE:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
-from dflash_jax.engine.state_machine import repeated_calls, tool_names
+from dflash_jax.engine.state_machine import guards
 from dflash_jax.engine.state_machine.guards import NO_MEMORY, LoopMemory
 from dflash_jax.engine.state_machine.settings import OFF, Recovery
 from dflash_jax.engine.state_machine.speculation import NOTES, UNKNOWN, BreakEven, DraftingState
@@ -258,7 +258,7 @@ class StepCut:
         A loop is the reason unless an end token came first; repeated calls are always noted.
         """
         self.finish, guard = finish, self.state.guard
-        if guard is not None and (finish is Finish.LENGTH or guard == repeated_calls.KIND):
+        if guard is not None and (finish is Finish.LENGTH or guard == guards.REPEATED_CALLS):
             self.note(guard)
 
     def end_at_stop(self, policy: Policy) -> None:
@@ -295,8 +295,8 @@ def room(state: State, policy: Policy) -> int:
 
 
 def choices(state: State) -> Ids:
-    """Return the tokens among which the next step reports the best; usually none."""
-    return tool_names.choices(state.calls) if state.calls else ()
+    """Return the tokens among which the next step reports the best, ascending; usually none."""
+    return tuple(sorted({ids[0] for ids in state.calls}))
 
 
 def opening(state: State, policy: Policy) -> int:

@@ -15,8 +15,14 @@ import numpy as np
 
 from dflash_jax.engine.sampling_params import Structure
 from dflash_jax.engine.structured.process import SECONDS, SHORT, GrammarTrials
-from dflash_jax.engine.structured.refusals import schema_refusal, text_refusal, usable
-from dflash_jax.engine.structured.sources import Source, schema_source, source_of
+from dflash_jax.engine.structured.sources import (
+    Source,
+    schema_refusal,
+    schema_source,
+    source_of,
+    text_refusal,
+    usable,
+)
 from dflash_jax.engine.structured.trial_process import REFUSED, compiled, reason
 from dflash_jax.errors import RequestError, StructureError, install_hint
 from dflash_jax.tokenizer import Tokenizer

@@ -12,8 +12,7 @@ from fake_device import EOS, WORDS, both, recovery
 
 from dflash_jax.bench.endings import TOOLS
 from dflash_jax.engine.state_machine import Recovery
-from dflash_jax.engine.state_machine.announcements import Cue, cue_of
-from dflash_jax.engine.state_machine.endings import Ending, read_ending
+from dflash_jax.engine.state_machine.announcements import Cue, Ending, cue_of, read_ending
 from dflash_jax.tool_parsers.tool_schema import Tool, tools_of
 
 RECORDED = Path(__file__).parents[3] / "benchmarks" / "results" / "endings.json"

@@ -21,7 +21,7 @@ from dflash_jax.engine.state_machine.controller import (
     Stepped,
     advance,
 )
-from dflash_jax.engine.state_machine.kinds import Kind, in_block, kind_of
+from dflash_jax.engine.state_machine.loops import Kind, in_block, kind_of
 from dflash_jax.engine.state_machine.words import NO_WORDS, Words
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES

@@ -14,7 +14,7 @@ import dflash_jax
 from dflash_jax.engine import running_request, vocabulary
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.sampling_params import SamplingParams
-from dflash_jax.engine.state_machine import Recovery, guards, repeated_calls
+from dflash_jax.engine.state_machine import Recovery, guards
 from dflash_jax.engine.state_machine.controller import (
     Finish,
     Policy,
@@ -167,14 +167,14 @@ def test_calls_in_the_form_of_another_family_count(tokenizer: Tokenizer, family:
 def lengths_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that collects the lengths of the texts parsed from now on."""
     read: list[int] = []
-    parser = repeated_calls.OutputParser
+    parser = guards.OutputParser
 
     class Counting(parser):
         def push(self, text: str) -> list[Any]:
             read.append(len(text))
             return super().push(text)
 
-    monkeypatch.setattr(repeated_calls, "OutputParser", Counting)
+    monkeypatch.setattr(guards, "OutputParser", Counting)
     return read
 
 

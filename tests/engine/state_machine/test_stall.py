@@ -29,7 +29,7 @@ from fake_device import (
     scripted,
 )
 
-from dflash_jax.engine.state_machine import OFF, Recovery, tool_names
+from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.engine.state_machine.controller import (
     Finish,
     Policy,
@@ -39,6 +39,7 @@ from dflash_jax.engine.state_machine.controller import (
     advance,
 )
 from dflash_jax.engine.state_machine.request_state import choices, room, speculates
+from dflash_jax.engine.state_machine.words import split_names
 
 RESCUE = recovery(**STALL)
 REPLACE = recovery(**STALL, below_floor="replace")
@@ -345,7 +346,7 @@ def test_split_returns_the_shared_beginning_of_calls(
     shared: tuple[int, ...],
     rest: tuple[tuple[int, ...], ...],
 ) -> None:
-    assert tool_names.split(calls) == (shared, rest)
+    assert split_names(calls) == (shared, rest)
 
 
 def test_a_forced_call_ends_at_an_end_token_among_its_ids() -> None:

@@ -3,7 +3,7 @@
 import re
 
 from dflash_jax.engine.state_machine.languages import germanic, others, romance
-from dflash_jax.engine.state_machine.languages.english import ENGLISH
+from dflash_jax.engine.state_machine.languages.germanic import ENGLISH
 from dflash_jax.engine.state_machine.languages.language import Language
 
 LANGUAGES: tuple[Language, ...] = (

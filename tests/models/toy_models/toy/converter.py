@@ -3,11 +3,10 @@
 from typing import Any
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.families import llama
-from dflash_jax.converters.gguf import dense, keys
-from dflash_jax.converters.gguf.fields import GgufFields, geometry
+from dflash_jax.converters.gguf import keys
 from dflash_jax.converters.gguf.file import GgufFile
+from dflash_jax.converters.gguf.keys import GgufFields, geometry
 from dflash_jax.converters.names import published
 from dflash_jax.converters.names.slots import Slot, linear, same
 
@@ -34,10 +33,6 @@ def to_hf(config: TargetConfig, dtype: str) -> dict[str, Any]:
 
 def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     return geometry(fields) | {"model_type": "toy"}
-
-
-def gguf_origin(name: str, config: TargetConfig, shapes: dense.Shapes) -> Origin | None:
-    return dense.origin(name, config, shapes)
 
 
 def to_gguf(config: TargetConfig) -> keys.Metadata:

@@ -3,8 +3,8 @@
 from typing import Any
 
 from dflash_jax.converters.families import dflash
-from dflash_jax.converters.gguf.dense import Shapes
-from dflash_jax.converters.gguf.fields import GgufFields
+from dflash_jax.converters.gguf.keys import GgufFields
+from dflash_jax.converters.gguf.tensors import Shapes
 from dflash_jax.converters.gguf.writer import F32, Typed
 from dflash_jax.converters.names.slots import Slot, same
 from toy_models.toy_drafter.config import ToyDrafterConfig

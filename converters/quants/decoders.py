@@ -1,0 +1,418 @@
+"""Decoders of ggml block formats.
+
+Each is the function of its type's name in lower case, and fills `out` [N, weights of a block] from
+blocks [N, bytes]. Facts from ggml-common.h and ggml-quants.c.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+
+def q8_0(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * q, q a signed byte."""
+    out[...] = blocks[:, 2:].view(np.int8)
+    out *= half(blocks, 0)
+
+
+def q4_0(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * (q - 8)."""
+    codes = interleave(nibbles(blocks[:, 2:]), 16)
+    codes -= 8
+    out.reshape(-1)[...] = codes.view(np.int8)
+    out *= half(blocks, 0)
+
+
+def q4_1(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * q + m."""
+    out.reshape(-1)[...] = interleave(nibbles(blocks[:, 4:]), 16)
+    out *= half(blocks, 0)
+    out += half(blocks, 2)
+
+
+def q5_0(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * (q - 16); the fifth bits are stored separately."""
+    codes = _five_bits(blocks[:, 2:6], blocks[:, 6:])
+    codes -= 16
+    out.reshape(-1)[...] = codes.view(np.int8)
+    out *= half(blocks, 0)
+
+
+def q5_1(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * q + m; the fifth bits are stored separately."""
+    out.reshape(-1)[...] = _five_bits(blocks[:, 4:8], blocks[:, 8:])
+    out *= half(blocks, 0)
+    out += half(blocks, 2)
+
+
+def half(blocks: np.ndarray, at: int) -> np.ndarray:
+    """The float16 at byte `at` of every block, as float32 [N, 1]."""
+    return blocks[:, at : at + 2].view("<f2").astype(np.float32)
+
+
+def nibbles(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Low and high four bits of bytes, contiguous."""
+    if packed.shape[-1] < 64:  # short rows cost more than the copy
+        packed = np.ascontiguousarray(packed)
+    return packed & 15, packed >> 4
+
+
+def interleave(parts: Sequence[np.ndarray], width: int) -> np.ndarray:
+    """Bytes taken in turn from each part, `width` at a time: flat, in the parts' dtype."""
+    record = np.dtype((np.void, width))  # moved as one unit, which is much faster than byte by byte
+    out = np.empty((parts[0].size // width, len(parts)), record)
+    for i, part in enumerate(parts):
+        out[:, i] = part.reshape(-1).view(record)
+    return out.view(parts[0].dtype).reshape(-1)
+
+
+def _five_bits(high: np.ndarray, packed: np.ndarray) -> np.ndarray:
+    codes = interleave(nibbles(packed), 16)
+    bits = np.unpackbits(np.ascontiguousarray(high).reshape(-1), bitorder="little")
+    bits <<= 4
+    codes |= bits
+    return codes
+
+
+# The 256-weight formats. A run is 32 consecutive weights; a half is four runs.
+
+# The low bits of each byte of a word.
+LOW_2, LOW_4, LOW_6 = np.uint32(0x03030303), np.uint32(0x0F0F0F0F), np.uint32(0x3F3F3F3F)
+
+
+def q2_k(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * sc * q - dmin * mn, a scale byte (sc low, mn high) for every 16 weights."""
+    scale, offset = nibbles(blocks[:, :16])
+    out.reshape(-1)[...] = _two_bits(blocks[:, 16:80])
+    _scale(out, half(blocks, 80) * scale.astype(np.float32))
+    _shift(out, half(blocks, 82) * offset.astype(np.float32))
+
+
+def q3_k(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * (sc - 32) * q; the third bit is stored separately, inverted."""
+    codes = _two_bits(blocks[:, 32:96])
+    codes -= 4
+    codes += interleave(_bit_planes(blocks[:, :32], 2), 32)
+    out.reshape(-1)[...] = codes.view(np.int8)
+    low, high, top = _words(blocks[:, 96:108])
+    parts = [low, high, low >> 4, high >> 4]
+    words = [part & LOW_4 | (top >> 2 * k & LOW_2) << 4 for k, part in enumerate(parts)]
+    scale = _bytes(words)
+    scale -= 32
+    _scale(out, half(blocks, 108) * scale.view(np.int8).astype(np.float32))
+
+
+def q4_k(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * sc * q - dmin * mn, six-bit sc and mn for every run."""
+    scale, offset = _six_bits(blocks[:, 4:16])
+    out.reshape(-1)[...] = interleave(nibbles(blocks[:, 16:144]), 32)
+    _scale(out, half(blocks, 0) * scale)
+    _shift(out, half(blocks, 2) * offset)
+
+
+def q5_k(blocks: np.ndarray, out: np.ndarray) -> None:
+    """As Q4_K with a fifth bit for each weight."""
+    scale, offset = _six_bits(blocks[:, 4:16])
+    codes = interleave(nibbles(blocks[:, 48:176]), 32)
+    codes |= interleave(_bit_planes(blocks[:, 16:48], 4), 32)
+    out.reshape(-1)[...] = codes
+    _scale(out, half(blocks, 0) * scale)
+    _shift(out, half(blocks, 2) * offset)
+
+
+def q6_k(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * sc * (q - 32), a signed scale byte for every 16 weights."""
+    codes = interleave(nibbles(blocks[:, :128]), 64)
+    bits = np.ascontiguousarray(blocks[:, 128:192])
+    codes |= interleave([(bits & 3) << 4, (bits & 12) << 2, bits & 48, (bits & 192) >> 2], 32)
+    codes -= 32
+    out.reshape(-1)[...] = codes.view(np.int8)
+    _scale(out, half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32))
+
+
+def tq1_0(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * (trit - 1), five trits to a byte, four in the last bytes: the digits base 3."""
+    start = 0
+    for first, width, trits in ((0, 32, 5), (32, 16, 5), (48, 4, 4)):
+        packed = np.ascontiguousarray(blocks[:, first : first + width])
+        for _ in range(trits):
+            out[:, start : start + width] = (packed.astype(np.uint16) * 3 >> 8).astype(np.int8)
+            packed *= 3  # the next digit, modulo 256
+            start += width
+    out -= 1
+    out *= half(blocks, 52)
+
+
+def tq2_0(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * (q - 1), two bits each, as Q2_K packs them."""
+    out.reshape(-1)[...] = _two_bits(blocks[:, :64])
+    out -= 1
+    out *= half(blocks, 64)
+
+
+def _two_bits(packed: np.ndarray) -> np.ndarray:
+    """Codes of bytes [N, 64], flat: the four runs of a half share its 32 bytes."""
+    packed = np.ascontiguousarray(packed)
+    return interleave([packed & 3, packed >> 2 & 3, packed >> 4 & 3, packed >> 6], 32)
+
+
+def _bit_planes(packed: np.ndarray, place: int) -> list[np.ndarray]:
+    """Bit r of every byte, for the eight runs r, moved to bit `place`."""
+    packed = np.ascontiguousarray(packed)
+    masked = [packed & (1 << r) for r in range(8)]
+    return [m << place - r if r < place else m >> r - place for r, m in enumerate(masked)]
+
+
+def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eight scales and eight offsets, float32 [N, 8], of 12 bytes (Q4_K, Q5_K)."""
+    first, second, third = _words(packed)
+    scale_top, offset_top = (first >> 6 & LOW_2) << 4, (second >> 6 & LOW_2) << 4
+    scale = [first & LOW_6, third & LOW_4 | scale_top]
+    offset = [second & LOW_6, third >> 4 & LOW_4 | offset_top]
+    both = _bytes(scale + offset).astype(np.float32)
+    return both[:, :8], both[:, 8:]
+
+
+def _words(packed: np.ndarray) -> list[np.ndarray]:
+    """The 32-bit words of bytes [N, 4 M], each [N]: four bytes are worked on at once."""
+    words = np.ascontiguousarray(packed).view("<u4")
+    return [np.ascontiguousarray(words[:, i]) for i in range(words.shape[1])]
+
+
+def _bytes(words: list[np.ndarray]) -> np.ndarray:
+    """The bytes [N, 4 M] of M arrays of words [N]."""
+    return np.stack(words, axis=1).astype("<u4", copy=False).view(np.uint8)
+
+
+def _scale(out: np.ndarray, by: np.ndarray) -> None:
+    groups = out.reshape(*by.shape, -1)
+    groups *= by[:, :, None]
+
+
+def _shift(out: np.ndarray, by: np.ndarray) -> None:
+    groups = out.reshape(*by.shape, -1)
+    groups -= by[:, :, None]
+
+
+# Formats whose codes of one, two or four bits index a table of values.
+
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+# Twice the e2m1 values: the stored exponent is one lower to match.
+E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+def _tables(values: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """Return the signed values of the low and the high nibble of each byte."""
+    codes = np.arange(256)
+    signed = np.array(values, np.int8)
+    return signed[codes & 15].tobytes(), signed[codes >> 4].tobytes()
+
+
+def _runs(bits: int, values: tuple[int, ...]) -> np.ndarray:
+    """Return the signed values of each byte's codes, lowest first, as one word."""
+    codes = np.arange(256)[:, None] >> np.arange(0, 8, bits) & (1 << bits) - 1
+    return np.array(values, np.int8)[codes].view(f"u{8 // bits}")[:, 0]
+
+
+SIGN_RUNS, TWO_BIT_RUNS = _runs(1, (-1, 1)), _runs(2, (-1, 0, 1, 2))
+IQ4_TABLES, E2M1_TABLES = _tables(IQ4_VALUES), _tables(E2M1_DOUBLED)
+
+
+def q1_0(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d, or -d where the bit is not set, 128 weights to a block."""
+    out.reshape(-1)[...] = SIGN_RUNS[blocks[:, 2:]].reshape(-1).view(np.int8)
+    out *= half(blocks, 0)
+
+
+def q2_0(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * (q - 1), 64 weights to a block, four neighbours to a byte."""
+    out.reshape(-1)[...] = TWO_BIT_RUNS[blocks[:, 2:]].reshape(-1).view(np.int8)
+    out *= half(blocks, 0)
+
+
+def iq4_nl(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * value[q], 32 weights to a block."""
+    out.reshape(-1)[...] = _look_up(IQ4_TABLES, blocks[:, 2:])
+    out *= half(blocks, 0)
+
+
+def iq4_xs(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * (sc - 32) * value[q], 256 weights to a block, a six-bit scale for every 32."""
+    out.reshape(-1)[...] = _look_up(IQ4_TABLES, blocks[:, 8:])
+    low, high = nibbles(blocks[:, 4:8])
+    scale = np.stack([low, high], axis=-1).reshape(-1, 8)
+    top = blocks[:, 2:4].view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    scale |= top.astype(np.uint8) << 4
+    scale -= 32
+    groups = out.reshape(-1, 8, 32)
+    groups *= (half(blocks, 0) * scale.view(np.int8).astype(np.float32))[:, :, None]
+
+
+def mxfp4(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = 2^(e - 128) * doubled value[q], 32 weights to a block."""
+    out.reshape(-1)[...] = _look_up(E2M1_TABLES, blocks[:, 1:])
+    out *= halved_power(blocks[:, :1])
+
+
+def nvfp4(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = scale / 2 * doubled value[q], 64 weights to a block, a scale byte for every 16."""
+    packed = blocks[:, 4:].tobytes()
+    parts = [np.frombuffer(packed.translate(table), np.int8) for table in E2M1_TABLES]
+    out.reshape(-1)[...] = interleave(parts, 8)
+    groups = out.reshape(-1, 4, 16)
+    groups *= _HALVED_SCALES[blocks[:, :4]][:, :, None]
+
+
+def _halved_scale(code: int) -> float:
+    """Half of an E4M3 number whose sign is left out; the code of all ones is 0."""
+    exponent, mantissa = code >> 3 & 15, code & 7
+    if code == 0x7F:
+        return 0.0
+    return mantissa * 2.0**-10 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 11)
+
+
+_HALVED_SCALES = np.array([_halved_scale(code) for code in range(256)], np.float32)
+
+
+def halved_power(exponent: np.ndarray) -> np.ndarray:
+    """2^(e - 128) as float32, exact also where it is subnormal (e of 0 and 1)."""
+    return np.ldexp(np.float32(1), exponent.astype(np.int32) - 128)
+
+
+def _look_up(tables: tuple[bytes, bytes], packed: np.ndarray) -> np.ndarray:
+    """In every 16 bytes: the values of the low nibbles, then of the high ones; flat."""
+    raw = packed.tobytes()
+    parts = [np.frombuffer(raw.translate(table), np.int8) for table in tables]
+    return interleave(parts, 16)
+
+
+# The 256-weight formats whose codes choose vectors of a grid: IQ1, IQ2 and IQ3.
+#
+# A vector is 8 small whole numbers, or 4 in IQ3. Those of IQ2 and IQ3 are positive: each weight has
+# a bit that makes it negative. The grids are in grids.npz.
+
+
+QUARTER, HALF = np.float32(0.25), np.float32(0.5)
+
+
+def iq1_s(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * (2 sc + 1) * (v +- 1/8), a three-bit sc and one shift for every 32 weights."""
+    high = _fields(blocks[:, 34:50], "<u2")
+    code = high[:, :, None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7
+    code |= (high >> 12 & 8)[:, :, None]
+    scale = half(blocks, 0) * _odd(high >> 12 & 7)
+    _fill(out, _shifted(blocks[:, 2:34], code), scale / 8)
+
+
+def iq1_m(blocks: np.ndarray, out: np.ndarray) -> None:
+    """As IQ1_S with sc for every 16 weights, a shift for every 8, and d in four pieces."""
+    fields = _fields(blocks[:, 48:56], "<u2")
+    d = np.bitwise_or.reduce(fields >> 12 << np.arange(0, 16, 4, dtype=np.uint16), axis=1)
+    scale = fields[:, :, None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7
+    scale = d.view(np.float16).astype(np.float32)[:, None] * _odd(scale.reshape(-1, 16))
+    _fill(out, _shifted(blocks[:, :32], _in_turn(blocks[:, 32:48])), scale / 8)
+
+
+def iq2_xxs(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * (sc + 1/2) / 4 * v, a four-bit sc for every 32 weights."""
+    words = _fields(blocks[:, 2:66], "<u4").reshape(-1, 8, 2)
+    scale, signs = _scale_and_signs(words[:, :, 1])
+    index = np.ascontiguousarray(words[:, :, 0]).view(np.uint8)
+    _fill(out, _signed("IQ2_XXS", index, signs), half(blocks, 0) * scale * QUARTER)
+
+
+def iq2_xs(blocks: np.ndarray, out: np.ndarray) -> None:
+    """As IQ2_XXS with sc for every 16 weights and more vectors."""
+    codes = _fields(blocks[:, 2:66], "<u2")
+    scale = half(blocks, 0) * (_in_turn(blocks[:, 66:74]) + HALF)
+    _fill(out, _signed("IQ2_XS", codes & 511, _EVEN[codes >> 9]), scale * QUARTER)
+
+
+def iq2_s(blocks: np.ndarray, out: np.ndarray) -> None:
+    """As IQ2_XS with more vectors yet, and all signs stored."""
+    high = blocks[:, 66:74, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
+    scale = half(blocks, 0) * (_in_turn(blocks[:, 74:82]) + HALF)
+    codes = _signed("IQ2_S", _joined(blocks[:, 2:34], high), _SIGNS[blocks[:, 34:66]])
+    _fill(out, codes, scale * QUARTER)
+
+
+def iq3_xxs(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * (sc + 1/2) / 2 * v, a four-bit sc for every 32 weights."""
+    scale, signs = _scale_and_signs(_fields(blocks[:, 66:98], "<u4"))
+    _fill(out, _signed("IQ3_XXS", blocks[:, 2:66], signs), half(blocks, 0) * scale * HALF)
+
+
+def iq3_s(blocks: np.ndarray, out: np.ndarray) -> None:
+    """w = d * (2 sc + 1) * v, a four-bit sc for every 32 weights, all signs stored."""
+    high = np.unpackbits(np.ascontiguousarray(blocks[:, 66:74]), axis=1, bitorder="little")
+    codes = _signed("IQ3_S", _joined(blocks[:, 2:66], high), _SIGNS[blocks[:, 74:106]])
+    _fill(out, codes, half(blocks, 0) * _odd(_in_turn(blocks[:, 106:110])))
+
+
+def _vectors_as_words(values: np.ndarray) -> np.ndarray:
+    """Rows of int8 [N, 4 or 8], each as one word: gathered as one."""
+    return np.ascontiguousarray(values).view(f"u{values.shape[1]}")[:, 0]
+
+
+@cache
+def vectors(name: str) -> np.ndarray:
+    """The grid of a type, each vector as one word; from its file once."""
+    with np.load(Path(__file__).with_name("grids.npz")) as stored:
+        return _vectors_as_words(stored[name])
+
+
+@cache
+def _shifted_vectors() -> np.ndarray:
+    """8 v + 1 for every vector v of IQ1, then 8 v - 1."""
+    eightfold = vectors("IQ1_S").view(np.int8).reshape(-1, 8) * np.int8(8)
+    return _vectors_as_words(np.concatenate([eightfold + np.int8(1), eightfold - np.int8(1)]))
+
+
+_BYTES = np.arange(256, dtype=np.uint8)[:, None]
+# Which of eight weights a byte makes negative, as factors.
+_SIGNS = _vectors_as_words(1 - 2 * np.unpackbits(_BYTES, axis=1, bitorder="little").astype(np.int8))
+# Where seven bits are stored, the eighth makes the number of negative weights even.
+_EVEN = _SIGNS[_BYTES[:128, 0] | (np.bitwise_count(_BYTES[:128, 0]) & 1) << 7]
+
+
+def _signed(name: str, index: np.ndarray, signs: np.ndarray) -> np.ndarray:
+    """Vectors of a grid times their signs, int8 and flat."""
+    return vectors(name)[index].reshape(-1).view(np.int8) * signs.reshape(-1).view(np.int8)
+
+
+def _shifted(low: np.ndarray, code: np.ndarray) -> np.ndarray:
+    """Vectors of IQ1 times 8, shifted; a code is three high bits of the index and the shift's."""
+    return _shifted_vectors()[_joined(low, code)].reshape(-1).view(np.int8)
+
+
+def _scale_and_signs(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What words [N, 8] hold for 32 weights each: sc + 1/2, and four times seven signs."""
+    signs = words[:, :, None] >> np.arange(0, 28, 7, dtype=np.uint32) & 127
+    return (words >> 28).astype(np.float32) + HALF, _EVEN[signs]
+
+
+def _joined(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Indices [N, M] of their low bytes and of what is above them."""
+    return low | high.reshape(low.shape).astype(np.uint16) << 8
+
+
+def _in_turn(packed: np.ndarray) -> np.ndarray:
+    """The low and the high four bits of each byte: [N, 2 M] of [N, M]."""
+    return np.stack(nibbles(packed), axis=-1).reshape(len(packed), -1)
+
+
+def _odd(scale: np.ndarray) -> np.ndarray:
+    return (2 * scale + 1).astype(np.float32)
+
+
+def _fields(packed: np.ndarray, dtype: str) -> np.ndarray:
+    return np.ascontiguousarray(packed).view(dtype)
+
+
+def _fill(out: np.ndarray, codes: np.ndarray, scale: np.ndarray) -> None:
+    """Codes times scales [N, M], each for 256 / M weights."""
+    out.reshape(-1)[...] = codes
+    groups = out.reshape(*scale.shape, -1)
+    groups *= scale[:, :, None]
