@@ -16,7 +16,7 @@ from dflash_jax.graph.programs import Program, declare
 from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.hosts import messages
 from dflash_jax.hosts.group import HostGroup
-from dflash_jax.hosts.messages import pack, to_key
+from dflash_jax.hosts.messages import pack
 
 COMPILE_S = 3600.0  # seconds in which programs have to be compiled
 
@@ -86,7 +86,7 @@ class RemoteExecutable:
         shapes, tree = jax.tree.flatten(output)
         first = group.new_handles(2 + len(shapes))
         called = state.handle if state else 0, logits_state.handle if logits_state else 0
-        key, has_params = to_key(self.key), params is not None
+        key, has_params = str(self.key), params is not None
         group.write(messages.CallProgram(key, has_params, *called, given, first))
         arrays = [RemoteArray(group, first + 2 + i, x.shape, x.dtype) for i, x in enumerate(shapes)]
         return (
@@ -172,7 +172,7 @@ class RemoteExecutor:
         programs = list(programs)
         for program in programs:
             begun(program)
-        keys = [to_key(program.key) for program in programs]
+        keys = [str(program.key) for program in programs]
         compiled = self._group.compile(keys, parallel=workers > 1)
         made = {x.key: RemoteExecutable(x.key, self._group, _results(x)) for x in programs}
         self._group.wait(compiled, COMPILE_S)
