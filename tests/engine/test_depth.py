@@ -16,6 +16,7 @@ from dflash_jax.engine.state_machine.speculation import NO_HISTORY, BreakEven
 from dflash_jax.graph.graph import Graph
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.ngram import NGram
+from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.kernels.native.build import library
 from dflash_jax.testing import (
     force_acceptance,
@@ -105,10 +106,10 @@ def test_tokens_are_the_plain_ones_whatever_the_blocks(
 @pytest.mark.usefixtures("alternating")
 def test_every_drafter_may_draft_less(kind: str) -> None:
     if kind == "ngram":
-        graph = random_engine(TARGET, None, plan())
-        pair = graph.graph.pair
-        made = Graph(type(pair)(target=pair.target, drafter=NGram()), plan())
-        engine = Engine(made, graph.params | {"drafter": {}})
+        alone, one = random_engine(TARGET, None, plan()), plan(steps_per_call=1)
+        graph = Graph(Pair(target=alone.graph.pair.target, drafter=NGram()), one)
+        engine = Engine(graph, alone.params | {"drafter": {}})
+        assert graph.plan.lookahead  # a block is chosen while another one is in flight
     else:
         engine = random_engine(TARGET, tiny_drafter(TARGET, kind, windows=(12, None)), plan())
     engine.warm_up("greedy", "depth")
@@ -191,6 +192,8 @@ def test_narrower_blocks_are_programs_of_their_own_that_update_the_state_in_plac
         )
         assert out.packed.shape[-1] == block + 5
     assert made[SPECULATIVE._replace(block=2)].temporary_bytes <= whole.temporary_bytes
+    assert engine.core.runner.blocks(Variant.SAMPLED) == [2, 4, BLOCK]
+    assert engine.core.runner.blocks(Variant.PENALIZED) == [BLOCK]
     text = engine.graph.explain()
     assert "speculative[greedy,4]" in str(text)
     work = {program.name: program.work for program in text.programs}
