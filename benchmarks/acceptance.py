@@ -9,7 +9,7 @@ the same prompts (a second turn follows the greedy answer to the first one), in 
 of all modes are compared. Blocks other than the plan's own are measured at temperature 0 only.
 
 Modes: `plain` steps of an engine with a drafter, `no drafter`, `block N`, and `automatic`, which
-stops drafting where it does not pay off.
+verifies as many drafts of the own block as pay off, or none.
 """
 
 import argparse
@@ -70,6 +70,7 @@ class Measurement:
         for name, engine in self.engines.items():
             engine.warm_up("greedy", *["sampled"][: max(options.temperatures) > 0])
             if name == AUTOMATIC:
+                engine.warm_up("depth")
                 engine.time_drafting()
 
     def _like(self, plan: Any) -> Any:

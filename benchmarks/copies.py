@@ -1,9 +1,12 @@
 """Drafts copied from the text, beside a trained drafter and none, by kind of prompt.
 
-    python -m benchmarks.copies [--target smollm2] [--weights packed] [--blocks 8] [--json OUT]
+    python -m benchmarks.copies [--target smollm2] [--weights packed] [--blocks 2,3,4,8]
+        [--rows 8] [--json OUT]
 
 Copy-heavy prompts ask for text that the prompt has: an edit of code, a quotation, a tool's result.
-All ways decode every prompt in turn, greedily, and their outputs are compared.
+All ways decode every prompt in turn, greedily, and their outputs are compared. `adaptive` ways
+have the widest block and verify as many drafts as pay off; all others draft whole blocks always.
+With several rows, easy and hard prompts of all kinds are decoded at once.
 """
 
 import argparse
@@ -58,42 +61,74 @@ PROMPTS: dict[str, tuple[str, ...]] = {
 }
 
 
-def engines(target: str, weights: str, blocks: Sequence[int]) -> dict[str, Any]:
+ADAPTIVE = "adaptive"
+
+
+def batches(rows: int) -> dict[str, list[list[str]]]:
+    """Return the prompts of each kind that are decoded at once; "mixed" for several rows."""
+    if rows == 1:
+        return {kind: [[prompt] for prompt in prompts] for kind, prompts in PROMPTS.items()}
+    longest = max(map(len, PROMPTS.values()))
+    turns = [kind[i % len(kind)] for i in range(longest) for kind in PROMPTS.values()]
+    return {"mixed": [[turns[i % len(turns)] for i in range(rows)]]}
+
+
+def engines(target: str, weights: str, blocks: Sequence[int], rows: int) -> dict[str, Any]:
     """Return engines of one target by name: without a drafter, with its own, and with copies."""
     import dflash_jax as dj
 
-    plan = dj.Plan(max_length=768, weights=weights)
+    plan = dj.Plan(max_length=768, weights=weights, rows=rows)
     found = {"plain": dj.load(target, None, plan=plan), "drafter": dj.load(target, plan=plan)}
+    found[f"drafter, {ADAPTIVE}"] = dj.load(target, plan=plan)
     for block in blocks:
+        names = [f"block {block}", *[ADAPTIVE] * (block == max(blocks))]
         wide = dataclasses.replace(plan, block=block)
-        found[f"ngram, block {block}"] = dj.load(target, "ngram", plan=wide)
         both = dataclasses.replace(wide, ngram=4)
-        found[f"drafter and copies, block {block}"] = dj.load(target, plan=both)
-    for engine in found.values():
+        for name in names:
+            found[f"ngram, {name}"] = dj.load(target, "ngram", plan=wide)
+            found[f"drafter and copies, {name}"] = dj.load(target, plan=both)
+    for name, engine in found.items():
         engine.measures_drafting = False
+        if name.endswith(ADAPTIVE):
+            alike = [other for other in found.values() if other.graph == engine.graph]
+            engine.share_programs(alike[0])
+            engine.warm_up("greedy", "depth")
+            engine.time_drafting()
     return found
 
 
-def measure(ways: Mapping[str, Any], prompt: str, tokens: int, pairs: int) -> dict[str, Any]:
-    """Return tokens per second of each way, its ratio over plain, and its tokens per step."""
-    last: dict[str, Any] = {}
+def measure(
+    ways: Mapping[str, Any], prompts: Sequence[str], tokens: int, pairs: int
+) -> dict[str, Any]:
+    """Return tokens per second of each way, its ratio over plain, and its tokens per step.
+
+    Args:
+      prompts: those that are decoded at once.
+    """
+    last: dict[str, list[Any]] = {}
 
     def seconds(name: str) -> float:
         engine = ways[name]
-        ids = engine.chat_ids([{"role": "user", "content": prompt}])
-        last[name] = engine.generate(ids, max_tokens=tokens)
-        return 1 / last[name].stats.tokens_per_s
+        ids = [engine.chat_ids([{"role": "user", "content": prompt}]) for prompt in prompts]
+        last[name] = engine.generate_many(ids, max_tokens=tokens)
+        decoded = sum(len(x.token_ids) - 1 for x in last[name])
+        return max(x.stats.decode_s for x in last[name]) / decoded
+
+    def summed(name: str, count: str) -> int:
+        return sum(getattr(result.stats, count) for result in last[name])
 
     samples = interleaved({name: lambda name=name: seconds(name) for name in ways}, pairs)
-    wanted = last["plain"].token_ids
-    different = [name for name, result in last.items() if result.token_ids != wanted]
+    answers = {name: [x.token_ids for x in results] for name, results in last.items()}
+    rounds = {n: max(summed(n, "rounds"), 1) for n in last}
     return {
-        "tokens": len(wanted),
-        "different": different,
+        "tokens": sum(map(len, answers["plain"])),
+        "different": [name for name, found in answers.items() if found != answers["plain"]],
         "tokens_per_s": {n: 1 / statistics.median(numbers) for n, numbers in samples.items()},
         "over_plain": {n: ratio(samples, "plain", n).to_json() for n in samples},
-        "acceptance_length": {n: r.stats.acceptance_length for n, r in last.items()},
-        "copied": {n: r.stats.copied for n, r in last.items()},
+        "acceptance_length": {n: 1 + summed(n, "accepted") / rounds[n] for n in last},
+        "drafts_per_round": {n: summed(n, "drafted") / rounds[n] for n in last},
+        "plain_steps": {n: summed(n, "plain_steps") for n in last},
+        "copied": {n: summed(n, "copied") for n in last},
     }
 
 
@@ -102,7 +137,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--weights", default="auto")
-    parser.add_argument("--blocks", default="8")
+    parser.add_argument("--blocks", default="2,3,4,8")
+    parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="OUT")
@@ -111,10 +147,11 @@ def main(words: Sequence[str] | None = None) -> int:
     from dflash_jax.utils.allocator import tune_allocator
 
     tune_allocator()
-    ways = engines(options.target, options.weights, [*map(int, options.blocks.split(","))])
+    blocks = [*map(int, options.blocks.split(","))]
+    ways = engines(options.target, options.weights, blocks, options.rows)
     found: dict[str, list[Any]] = {}
-    for kind, prompts in PROMPTS.items():
-        found[kind] = [measure(ways, prompt, options.tokens, options.pairs) for prompt in prompts]
+    for kind, parts in batches(options.rows).items():
+        found[kind] = [measure(ways, part, options.tokens, options.pairs) for part in parts]
     rows = []
     for name in ways:
         cells = [
@@ -125,7 +162,8 @@ def main(words: Sequence[str] | None = None) -> int:
     print("\n".join(markdown(f"speed over plain | {' | '.join(found)}", rows)))
     different = [each["different"] for cases in found.values() for each in cases]
     plans = {name: dataclasses.asdict(engine.plan) for name, engine in ways.items()}
-    figures = {"target": options.target, "kinds": found, "plans": plans}
+    costs = {name: engine.core.meter.value for name, engine in ways.items() if ADAPTIVE in name}
+    figures = {"target": options.target, "kinds": found, "plans": plans, "costs": costs}
     write_result(options.json, "copies", figures | {"load": os.getloadavg()[0]})
     return int(any(different))
 

@@ -184,7 +184,9 @@ class _Session:
         scenario = self._scenario
         engine = audited.opened(segments=scenario.segments, folder=self._folder)
         engine.core.scheduler.pacer = ScriptedPacer(scenario.rounds)
-        engine.core.meter.use(BreakEven((0,), (scenario.break_even if engine.plan.exact else 0.0,)))
+        most, plan = scenario.break_even if engine.plan.exact else 0.0, engine.plan
+        costs = [(block, (1 + (most - 1) * block / plan.block,)) for block in plan.narrower]
+        engine.core.meter.use(BreakEven((0,), (most,), tuple(costs if most else ())))
         wanted = (session, number)
         failures = [x for x in scenario.failures if (x.session, x.engine) == wanted]
         calls = InterceptedCalls(failures, self._counts)

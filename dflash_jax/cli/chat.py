@@ -115,6 +115,7 @@ def _load(options: argparse.Namespace) -> Any:
     with report_progress("compiling", quiet=False):
         engine.warm_up(wanted_variant(options))
         engine.time_drafting()
+        engine.measures_drafting = True  # narrower blocks, once they are compiled
     return engine
 
 

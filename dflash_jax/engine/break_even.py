@@ -1,8 +1,9 @@
-"""Measure how many tokens a drafted round must commit to pay off."""
+"""Measure how many tokens a drafted round must commit to pay off, for each width of its block."""
 
 import itertools
 import math
 import time
+from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -10,13 +11,12 @@ import numpy as np
 from dflash_jax.engine.model_runner import ModelRunner
 from dflash_jax.engine.scheduler import make_rules, steps_of_call
 from dflash_jax.engine.state_machine.speculation import BreakEven
-from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.keys import NARROWED, ProgramKey, Step, Variant
 from dflash_jax.graph.programs import is_multi_step
 from dflash_jax.graph.settings import untraced
 from dflash_jax.graph.state import read_output
 from dflash_jax.graph.steps.inputs import DecodeInputs, PrefillInputs
 
-DECODE_STEPS = (Step.SPECULATIVE, Step.PLAIN)
 POSITIONS = (0, 128, 512, 1024, 2048)  # tokens in the caches when steps are timed
 SAMPLES = 2  # of each step while requests run
 FURTHER, MARGIN = 2, 256  # a measurement serves up to this multiple of its position, and past it
@@ -35,25 +35,35 @@ class Stopwatch:
         idle = [(None, False)] * runner.plan.rows
         self._rules = make_rules(runner.plan, idle, {}, runner.executor.put)
         self._most = runner.plan.steps_per_call if is_multi_step(self.plan, variant) else 1
-        self._counts: dict[Step, int] = {}
+        self._counts: dict[ProgramKey, int] = {}
         self.fed = 0  # tokens in the caches
 
-    def step_seconds(self, step: Step) -> float:
+    @property
+    def steps(self) -> list[tuple[Step, int]]:
+        """The decode steps that are compiled, the narrowest first.
+
+        Speculative ones are told apart by the tokens of their blocks, 0 for the plan's.
+        """
+        *narrower, _ = self._runner.blocks(self._variant)
+        return [(Step.PLAIN, 0), *((Step.SPECULATIVE, block) for block in (*narrower, 0))]
+
+    def step_seconds(self, step: Step, block: int = 0) -> float:
         """Return the seconds of a step, in a call of as many as a request's make.
 
         A single step would bear all the costs of a call, which plain steps feel more.
         """
-        if step not in self._counts:
-            self._seconds(step, 1)  # caches are cold, and earlier calls may still run
-            seconds = self._seconds(step, 1)
-            self._counts[step] = steps_of_call(seconds, self._most)
-            if self._counts[step] == 1:
+        key = ProgramKey(step, self._variant, block)
+        if key not in self._counts:
+            self._seconds(key, 1)  # caches are cold, and earlier calls may still run
+            seconds = self._seconds(key, 1)
+            self._counts[key] = steps_of_call(seconds, self._most)
+            if self._counts[key] == 1:
                 return seconds
-        return self._seconds(step, self._counts[step])
+        return self._seconds(key, self._counts[key])
 
-    def _seconds(self, step: Step, count: int) -> float:
+    def _seconds(self, key: ProgramKey, count: int) -> float:
         exactly = self._runner.executor.put(np.int32(-count)) if self._most > 1 else None
-        return self._call(step, DecodeInputs(self._rules, num_steps=exactly)) / count
+        return self._call(key, DecodeInputs(self._rules, num_steps=exactly)) / count
 
     def feed(self) -> float:
         """Feed the next chunk of a prompt to all rows, or to the first; return the seconds."""
@@ -62,11 +72,11 @@ class Stopwatch:
         tokens, num_fed = np.zeros((rows, chunk), np.int32), np.full(rows, chunk, np.int32)
         inputs = PrefillInputs(tokens, num_fed, np.full(rows, not self.fed), self._rules, row=row)
         self.fed += chunk
-        return self._call(Step.PREFILL, inputs)
+        return self._call(ProgramKey(Step.PREFILL, self._variant), inputs)
 
-    def _call(self, step: Step, inputs: DecodeInputs | PrefillInputs) -> float:
+    def _call(self, key: ProgramKey, inputs: DecodeInputs | PrefillInputs) -> float:
         started = time.perf_counter()
-        read_output(self._runner.run(ProgramKey(step, self._variant), inputs))
+        read_output(self._runner.run(key, inputs))
         return time.perf_counter() - started
 
 
@@ -81,6 +91,7 @@ class BreakEvenMeter:
         self._runner = runner
         self.value = BreakEven()  # until it is measured
         self.enabled = False  # whether requests may start a measurement
+        self.doubted = False  # whether the gain of any request was in doubt
 
     def use(self, known: BreakEven) -> None:
         """Use a measurement that was made before; none is made any more."""
@@ -89,33 +100,56 @@ class BreakEvenMeter:
     def measure(self, place: int) -> bool:
         """Measure if nothing is known about a position; return whether it did.
 
-        Only the engine's turn may call this.
+        Once narrower blocks are compiled, all is measured again. Only the engine's turn may call
+        this.
 
         Args:
           place: tokens in the longest row whose gain by drafting is in doubt.
         """
-        known = self.value.positions
-        if jax.process_count() > 1 or (known and place <= FURTHER * known[-1] + MARGIN):
+        self.doubted, variant = True, self._variant
+        if variant is None or jax.process_count() > 1:
             return False
-        variant = next((v for v in (Variant.GREEDY, Variant.SAMPLED) if self._compiled(v)), None)
-        if variant is None:
+        known = BreakEven() if self.outdated else self.value
+        if known.positions and place <= FURTHER * known.positions[-1] + MARGIN:
             return False
         watch = Stopwatch(self._runner, variant)
-        drafted, plain = (
-            min(watch.step_seconds(step) for _ in range(SAMPLES)) for step in DECODE_STEPS
-        )
-        ratio = drafted / plain
-        ratio = max([ratio, *self.value.lengths])  # a longer context makes no step cheaper
-        self.value = BreakEven((*known, place), (*self.value.lengths, ratio))
+        seconds = {
+            step: min(watch.step_seconds(*step) for _ in range(SAMPLES)) for step in watch.steps
+        }
+        self.value = _extended(known, place, seconds)
         return True
 
-    def _compiled(self, variant: Variant) -> bool:
-        made = self._runner.executables
-        return all(ProgramKey(step, variant) in made for step in DECODE_STEPS)
+    @property
+    def outdated(self) -> bool:
+        """Whether narrower blocks, which requests may need, were compiled since it was measured."""
+        if not self.doubted or (variant := self._variant) is None:
+            return False
+        return len(self._runner.blocks(variant)) - 1 > len(self.value.narrower)
+
+    @property
+    def _variant(self) -> Variant | None:
+        """The variant whose steps are measured, if they are compiled."""
+        made, needed = self._runner.executables, (Step.SPECULATIVE, Step.PLAIN)
+        compiled = (v for v in NARROWED if all(ProgramKey(x, v) in made for x in needed))
+        return next(compiled, None)
+
+
+def _extended(known: BreakEven, place: int, seconds: Mapping[tuple[Step, int], float]) -> BreakEven:
+    """Return a break-even with a further position, given the seconds of `Stopwatch.steps`."""
+    before, plain = dict(known.narrower), seconds[Step.PLAIN, 0]
+
+    def lengths(earlier: tuple[float, ...], block: int) -> tuple[float, ...]:
+        ratio = seconds[Step.SPECULATIVE, block] / plain
+        return *earlier, max([ratio, *earlier])  # a longer context makes no step cheaper
+
+    narrower = [(block, lengths(before.get(block, ()), block)) for _, block in seconds if block]
+    return BreakEven((*known.positions, place), lengths(known.lengths, 0), tuple(narrower))
 
 
 def measure(runner: ModelRunner, samples: int = 5, seconds: float = 3.0) -> BreakEven:
-    """Return the least time of a drafted step over that of a plain one, at some positions.
+    """Return the least times of drafted steps over that of a plain one, at some positions.
+
+    Narrower blocks are measured if they are compiled.
 
     Args:
       samples: of each step at each position, repeated while there is time.
@@ -132,24 +166,28 @@ def measure(runner: ModelRunner, samples: int = 5, seconds: float = 3.0) -> Brea
 
 def _measure(runner: ModelRunner, samples: int, end: float) -> BreakEven:
     watch = Stopwatch(runner)
-    least: dict[tuple[int, Step], float] = {}
+    least: dict[tuple[int, Step, int], float] = {}
     started, took = time.perf_counter(), 0.0
     while time.perf_counter() + took < end:
         for position in POSITIONS:
             if not _feed_up_to(watch, position, end):
                 break
-            for sample, step in itertools.product(range(samples), DECODE_STEPS):
-                place = watch.fed, step
+            for sample, step in itertools.product(range(samples), watch.steps):
+                place = watch.fed, *step
                 if not (sample and time.perf_counter() > end):
-                    least[place] = min(watch.step_seconds(step), least.get(place, math.inf))
+                    least[place] = min(watch.step_seconds(*step), least.get(place, math.inf))
         if watch.fed:
             runner.clear_rows(range(runner.plan.rows))  # the prompts are nobody's
         watch.fed, took = 0, took or time.perf_counter() - started
-    positions = tuple(sorted({position for position, _ in least}))
-    ratios = [least[at, Step.SPECULATIVE] / least[at, Step.PLAIN] for at in positions]
-    # A longer context makes no step cheaper: what is larger than at a later position is noise.
-    lengths = tuple(itertools.accumulate(reversed(ratios), min))[::-1]
-    return BreakEven(positions, lengths)
+    positions = tuple(sorted({position for position, _, _ in least}))
+
+    def lengths(block: int) -> tuple[float, ...]:
+        ratios = [least[at, Step.SPECULATIVE, block] / least[at, Step.PLAIN, 0] for at in positions]
+        # A longer context makes no step cheaper: what is larger than at a later position is noise.
+        return tuple(itertools.accumulate(reversed(ratios), min))[::-1]
+
+    narrower = tuple((block, lengths(block)) for _, block in watch.steps if block)
+    return BreakEven(positions, lengths(0), narrower)
 
 
 def _feed_up_to(watch: Stopwatch, position: int, end: float) -> bool:

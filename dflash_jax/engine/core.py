@@ -88,7 +88,8 @@ class EngineCore:
             for sequence in self.scheduler.admit():
                 if self.runner.prefixes:
                     self.runner.prefixes.prefetch(sequence.cursor)
-            work = self.scheduler.schedule([step.work for step in self.in_flight])
+            before = [step.work for step in self.in_flight]
+            work = self.scheduler.schedule(before, self.runner.blocks)
             if work is not None:
                 self.in_flight.append(self.runner.execute(work))
         if not self.in_flight:
@@ -103,10 +104,15 @@ class EngineCore:
             self._measure()
 
     def _measure(self) -> None:
-        """Measure what drafting gains if that is in doubt for a request."""
+        """Measure what each width of a block gains if that is in doubt for a request."""
         running, block = self.scheduler.running, self._plan.block
-        doubted = [x.num_tokens for x in running if x.doubts_drafting(self.acceptance, block)]
-        if doubted and self.meter.measure(max(doubted)):
+        outdated = self.meter.outdated
+        places = [
+            x.num_tokens
+            for x in running
+            if x.doubts_drafting(self.acceptance, block) or (outdated and x.prefilled)
+        ]
+        if places and self.meter.measure(max(places)):
             with self._lock:
                 for sequence in self.scheduler.running:
                     sequence.learn(self.meter.value)

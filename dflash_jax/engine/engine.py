@@ -109,7 +109,7 @@ class Engine:
         try:
             for request in [r for p in prompts for r in self._requests(p, params, n)]:
                 sequences.append(sequence := self._sequence(request, cancel))
-                sequence.delay(self.warm_up(*variants_of(sequence)))
+                sequence.delay(self.warm_up(*variants_of(sequence), *self._depths()))
                 while not self.core.try_add([sequence]):
                     self.advance()
             while not all(sequence.done for sequence in sequences):
@@ -229,7 +229,8 @@ class Engine:
         Args:
           variants: kinds of requests to expect: "greedy" (the default), "sampled", "penalized"
             (also biases and log-probabilities), "constrained" (structured output), "recovery",
-            "prompt" (log-probabilities of the prompt).
+            "prompt" (log-probabilities of the prompt), "depth" (narrower blocks, which requests
+            verify where few drafts are accepted).
 
         Raises:
           RequestError: a variant has another name.
@@ -247,7 +248,8 @@ class Engine:
     def time_drafting(self) -> None:
         """Time drafted against plain steps, of an exact plan.
 
-        Requests then stop drafting while it does not pay off. This changes no token.
+        Requests then stop drafting while it does not pay off, and verify narrower blocks where that
+        pays off more, if these are compiled (`warm_up("depth")`). This changes no token.
 
         Raises:
           RequestError: requests are running.
@@ -255,7 +257,7 @@ class Engine:
         self.warm_up()
         if self.graph.pair.drafter is not None and self.plan.exact:
             known = self.core.while_idle(lambda: break_even.measure(self.core.runner))
-            self.core.meter.use(known)
+            self.core.meter.value = known
 
     def prepare(
         self,
@@ -281,7 +283,7 @@ class Engine:
           QueueFullError: the queue has no room for all of them.
         """
         for handle in handles:
-            handle.delay(self.warm_up(*handle.variants))
+            handle.delay(self.warm_up(*handle.variants, *self._depths()))
         self.core.add([handle.sequence for handle in handles])
         for handle in handles:
             handle.queued = True
@@ -356,6 +358,12 @@ class Engine:
             raise PlanError(f"the other engine's programs are of another shape; {expected}")
         self.core.runner.compiled = other.core.runner.compiled
         self.core.meter.use(other.core.meter.value)
+
+    def _depths(self) -> list[Variant]:
+        """Return the variant of narrower blocks if requests need it and nobody compiles it."""
+        compiled, meter = self.core.runner.compiled, self.core.meter
+        wanted = meter.enabled and meter.doubted and not compiled.wanted(Variant.DEPTH)
+        return [Variant.DEPTH] if wanted and not self.core.busy else []
 
     def _requests(self, prompt: Prompt, params: SamplingParams, n: int) -> list[Request]:
         if forking.parent:

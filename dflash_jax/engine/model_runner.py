@@ -23,7 +23,14 @@ from dflash_jax.engine.structured.mask_thread import MaskThread
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.build import CompiledPrograms, Executable
 from dflash_jax.graph.executor import Executor
-from dflash_jax.graph.keys import LOGITS_VARIANTS, STEP_VARIANTS, ProgramKey, Step, Variant
+from dflash_jax.graph.keys import (
+    LOGITS_VARIANTS,
+    NARROWED,
+    STEP_VARIANTS,
+    ProgramKey,
+    Step,
+    Variant,
+)
 from dflash_jax.graph.programs import is_multi_step
 from dflash_jax.graph.state import RowStep, StepOutput, read_output
 from dflash_jax.graph.steps import forced_tokens
@@ -74,7 +81,7 @@ class ModelRunner:
         plan, vocab = graph.plan, graph.config.vocab_size
         self._mask_words = mask_words(vocab)
         self.compiled = CompiledPrograms(executor.programs, executor.compile)
-        self._fed_rows = plan.fed_rows
+        self._fed_rows, self._narrower = plan.fed_rows, plan.narrower
         self._multi_step = {x: is_multi_step(plan, x) for x in STEP_VARIANTS}
         self.state: Any = executor.empty_state()
         self.prefixes = self._make_prefixes(executor.params)
@@ -100,6 +107,15 @@ class ModelRunner:
     def executables(self) -> dict[ProgramKey, Executable]:
         """The compiled programs."""
         return self.compiled.executables
+
+    def blocks(self, variant: Variant) -> list[int]:
+        """Return how many tokens blocks of a variant may have, ascending: the plan's is the last.
+
+        Narrower ones count once all of them are compiled.
+        """
+        keys = [ProgramKey(Step.SPECULATIVE, variant, block) for block in self._narrower]
+        ready = variant in NARROWED and all(key in self.executables for key in keys)
+        return [*(self._narrower if ready else ()), self.plan.block]
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -186,7 +202,8 @@ class ModelRunner:
         if work.variant == Variant.CONSTRAINED:
             grammars = {row - first: (row, work.sequences[row].output.grammar) for row in rows}
             program, inputs = self._constrain(step, inputs, grammars)
-        output = self.run(ProgramKey(program, work.variant), inputs)
+        narrow = work.block if program == Step.SPECULATIVE and work.block < self.plan.block else 0
+        output = self.run(ProgramKey(program, work.variant, narrow), inputs)
         if self.executor.copies:
             output.packed.copy_to_host_async()
         return output

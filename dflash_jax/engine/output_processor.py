@@ -138,5 +138,6 @@ def _event(
     if step.work.prefill:
         restored = step.work.sequences[row].cursor.num_cached > 0
         return controller.Prefilled(tokens[0], best, result.finite, restored, odds)
-    drafts = result.num_drafts if row in step.work.drafting else 0
-    return controller.Stepped(tokens, result.finite, result.draft_finite, best, drafts, odds)
+    drafted = row in step.work.drafting
+    drafts, block = (result.num_drafts, step.work.block) if drafted else (0, 0)
+    return controller.Stepped(tokens, result.finite, result.draft_finite, best, drafts, odds, block)

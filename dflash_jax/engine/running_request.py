@@ -159,6 +159,14 @@ class RunningRequest:
         """Tokens of prompt and output so far."""
         return len(self.request.prompt) + self.state.num_decided
 
+    @property
+    def drafting(self) -> speculation.Drafting:
+        """What the width of the next block depends on."""
+        policy, most = self.policy, self.request.params.block_size
+        return speculation.Drafting(
+            self.state.drafting.acceptance, policy.break_even, self.num_tokens, most or None
+        )
+
     def doubts_drafting(self, history: speculation.AcceptanceHistory, block: int) -> bool:
         """Return whether the request drafts, but may not gain by it.
 

@@ -12,6 +12,7 @@ import numpy as np
 from dflash_jax.engine.running_request import RowSettings, RunningRequest
 from dflash_jax.engine.sampling_params import MIN_TEMPERATURE, OPTIONS
 from dflash_jax.engine.state_machine import OFF
+from dflash_jax.engine.state_machine.speculation import choose_block
 from dflash_jax.graph.keys import LOGITS_VARIANTS, STEP_VARIANTS, Variant
 from dflash_jax.graph.state import RowRules, idle_arrays
 from dflash_jax.plan import Plan
@@ -31,6 +32,7 @@ class SchedulerOutput:
     prefill: bool = False  # whether each row is fed the next chunk of its prompt; else rows decode
     drafting: frozenset[int] = frozenset()  # rows that draft
     num_steps: int = 1  # most decode steps of the call
+    block: int = 1  # tokens of the block of a decode step, of rows that draft
 
     def waits(self, row: int) -> bool:
         """Whether the sequence in a row still waits for results of this work."""
@@ -112,8 +114,17 @@ class Scheduler:
                 admitted.append(first)
         return admitted
 
-    def schedule(self, in_flight: Sequence[SchedulerOutput] = ()) -> SchedulerOutput | None:
-        """Return the work of the next call, after that in flight; None if no row can use one."""
+    def schedule(
+        self,
+        in_flight: Sequence[SchedulerOutput] = (),
+        blocks: Callable[[Variant], Sequence[int]] | None = None,
+    ) -> SchedulerOutput | None:
+        """Return the work of the next call, after that in flight; None if no row can use one.
+
+        Args:
+          blocks: returns the numbers of tokens that blocks of a variant may have, the plan's last;
+            by default the plan's only.
+        """
         if len(in_flight) == 1 and in_flight[0].num_steps > 1:
             return None  # most requests end in one of the next few steps: wait for the results
         active = {row: x for row, x in enumerate(self.rows) if x and not x.call_grammar}
@@ -132,7 +143,11 @@ class Scheduler:
         drafting = frozenset(row for row, x in decoding.items() if x.settings.speculates)
         multi_step = variant not in LOGITS_VARIANTS and not (self.waiting or prompts)
         steps = self.pacer.num_steps if multi_step else 1
-        return SchedulerOutput(variant, rules, decoding, epochs, drafting=drafting, num_steps=steps)
+        allowed = blocks(variant) if blocks else [self._plan.block]
+        drafted = [decoding[row].drafting for row in drafting] if allowed[1:] else []
+        block = choose_block(drafted, allowed)
+        more = {"drafting": drafting, "num_steps": steps, "block": block}
+        return SchedulerOutput(variant, rules, decoding, epochs, **more)
 
     def rules(self, decoding: Container[int] = ()) -> RowRules:
         """Return the rules of all rows, on the device; rows that do not decode have limit 0."""
@@ -149,7 +164,7 @@ class Scheduler:
 
         def may_end(row: int, sequence: RunningRequest) -> bool:
             unread = [x for x in in_flight if x.sequences.get(row) is sequence and x.waits(row)]
-            most = [x.num_steps * (self._plan.block if row in x.drafting else 1) for x in unread]
+            most = [x.num_steps * (x.block if row in x.drafting else 1) for x in unread]
             length = len(sequence.request.prompt) + sequence.state.num_decided
             return length + sum(most) >= sequence.settings.limit
 

@@ -134,7 +134,7 @@ def lower(program: Program) -> jax.stages.Lowered:
     def run(*arguments: Any) -> Any:  # JAX keeps a trace for as long as the function lives
         return program.function(*arguments)
 
-    run.__name__ = "_".join(filter(None, program.key))  # seen in compilation cache and profiles
+    run.__name__ = program.key.identifier  # seen in compilation cache and profiles
     return jax.jit(run, donate_argnums=program.donated, **options).lower(*program.arguments)
 
 
@@ -205,11 +205,18 @@ class CompiledPrograms:
     def keys(self, variants: Iterable[Variant]) -> list[ProgramKey]:
         """Return the programs of the variants, each once."""
         needed = dict.fromkeys(key for variant in variants for key in self.variants[variant])
-        return [key for key in needed if key in self.programs]
+        # Narrower blocks only where the plan's are wanted: sampled ones once a request samples.
+        absent = {key for key in needed if key.block and key._replace(block=0) not in self._wanted}
+        return [key for key in needed if key in self.programs and key not in absent]
 
     def want(self, variants: Iterable[Variant]) -> None:
         """Count the variants' programs among those that will be compiled."""
-        self._wanted |= dict.fromkeys(self.keys(variants))
+        for variant in variants:
+            self._wanted |= dict.fromkeys(self.keys([variant]))
+
+    def wanted(self, variant: Variant) -> bool:
+        """Return whether all programs of a variant are among those that will be compiled."""
+        return all(key in self._wanted for key in self.keys([variant]))
 
     def compile(self, variants: Iterable[Variant], *, workers: int = WORKERS) -> float:
         """Compile the variants' missing programs, `workers` at a time; return the seconds it took.

@@ -190,7 +190,7 @@ def explain(planned: PlannedPair, device: Device, *, compile: bool = False) -> E
     built = compile_programs(programs.values()) if compile else {}
     reports = []
     for key, program in programs.items():
-        counted = work(planned, key.step) if key.step in _TIMED else None
+        counted = work(planned, key.step, key.block) if key.step in _TIMED else None
         time = roofline(counted, device, plan.dtype) if counted else None
         arguments = len(jax.tree.leaves(program.arguments))
         donated = len(jax.tree.leaves([program.arguments[i] for i in program.donated]))
@@ -266,8 +266,8 @@ def _shared_layers(target: TargetConfig, drafter: DrafterConfig, plan: Plan) -> 
 
 
 def _row(name: str, *cells: str) -> str:
-    widths = (10, 10, 11, 10, 13)
-    return f"{name:20}" + "".join(f" {c:>{w}}" for c, w in zip(cells, widths, strict=True))
+    widths = (10, 9, 11, 9, 13)
+    return f"{name:22}" + "".join(f" {c:>{w}}" for c, w in zip(cells, widths, strict=True))
 
 
 def _wrapped(line: str) -> list[str]:

@@ -26,7 +26,7 @@ from dflash_jax.errors import CheckpointError, PlanError, install_hint
 from dflash_jax.graph.abstract import by_path
 from dflash_jax.graph.build import compile_programs
 from dflash_jax.graph.graph import Graph, GraphPrograms
-from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.keys import ProgramKey, Variant
 from dflash_jax.graph.programs import STATES, Program
 from dflash_jax.graph.protocols import Draft
 from dflash_jax.graph.settings import isolated_jax_config
@@ -160,8 +160,7 @@ def _read(archive: zipfile.ZipFile, path: str) -> "ExportedGraph":
         )
     exported = {}
     for i, name in enumerate(manifest["programs"]):
-        step, _, variant = name.removesuffix("]").partition("[")
-        key = ProgramKey(Step(step), Variant(variant) if variant else None)
+        key = ProgramKey.parse(name)
         try:
             made = jax.export.deserialize(bytearray(archive.read(f"programs/{i}")))
         except (AssertionError, *UNREADABLE) as error:
@@ -286,7 +285,7 @@ def _without_classes(program: Program) -> tuple[Any, tuple[Any, ...]]:
         given = jax.tree.unflatten(rest_structure, jax.tree.leaves(plain))
         return _plain(program.function(whole, *given))
 
-    call.__name__ = "_".join(filter(None, program.key))
+    call.__name__ = program.key.identifier
     return call, (None if params is None else by_path(params), *_plain(others))
 
 

@@ -32,11 +32,13 @@ class Variant(enum.StrEnum):
     CONSTRAINED = "constrained"  # structured output
     PENALIZED = "penalized"  # penalties, biases, log-probabilities of the output
     PROMPT = "prompt"  # log-probabilities of the prompt
+    DEPTH = "depth"  # fewer drafts are verified than the plan's block has
 
 
 # Variants that prefill and decode steps exist in. Each also serves the requests of those before it.
 STEP_VARIANTS = (Variant.GREEDY, Variant.SAMPLED, Variant.PENALIZED, Variant.CONSTRAINED)
 LOGITS_VARIANTS = (Variant.PENALIZED, Variant.CONSTRAINED)  # steps that carry a logits state
+NARROWED = (Variant.GREEDY, Variant.SAMPLED)  # variants that have steps of narrower blocks
 _NEEDED_BY = {
     Step.FORCED_TOKENS: (Variant.RECOVERY,),
     Step.REPLACE_ANCHOR: (Variant.RECOVERY,),
@@ -50,11 +52,31 @@ class ProgramKey(NamedTuple):
 
     step: Step
     variant: Variant | None = None  # None for steps without variants
+    block: int = 0  # tokens of a block that is narrower than the plan's (`Plan.narrower`), or 0
 
     def __str__(self) -> str:
-        return f"{self.step}[{self.variant}]" if self.variant else str(self.step)
+        names = ",".join(str(x) for x in self[1:] if x)
+        return f"{self.step}[{names}]" if names else str(self.step)
+
+    @property
+    def identifier(self) -> str:
+        """The key as a Python name."""
+        return "_".join(str(x) for x in self if x)
+
+    @classmethod
+    def parse(cls, text: str) -> "ProgramKey":
+        """Return the key that is printed as a text.
+
+        Raises:
+          ValueError: there is no such step or variant.
+        """
+        step, _, names = text.removesuffix("]").partition("[")
+        variant, _, block = names.partition(",")
+        return cls(Step(step), Variant(variant) if variant else None, int(block or 0))
 
     @property
     def needed_by(self) -> tuple[Variant, ...]:
         """Variants whose requests need the program."""
+        if self.block:
+            return (Variant.DEPTH,)
         return (self.variant,) if self.variant else _NEEDED_BY.get(self.step, STEP_VARIANTS)

@@ -99,11 +99,17 @@ def sizes_of(config: Any) -> _Sizes:
     return _Sizes(**known | {name: getattr(config, name) for name in names})
 
 
-def work(planned: PlannedPair, step: Step) -> StepWork:
-    """Return the minimum work of a prefill, plain or speculative step with full caches."""
+def work(planned: PlannedPair, step: Step, block: int = 0) -> StepWork:
+    """Return the minimum work of a prefill, plain or speculative step with full caches.
+
+    Args:
+      block: tokens of a speculative step's block; 0 for the plan's.
+    """
     plan, state, target = planned.plan, planned.state, sizes_of(planned.config)
     prefill, drafting = step == Step.PREFILL, step == Step.SPECULATIVE
-    width = plan.chunk if prefill else plan.plain_width if step == Step.PLAIN else plan.block
+    width = (
+        plan.chunk if prefill else plan.plain_width if step == Step.PLAIN else block or plan.block
+    )
     rows = plan.fed_rows if prefill else plan.rows
     tokens, head_rows = rows * width, rows * (1 if prefill else width)
     once = dataclasses.replace(plan, weight_layout="row_major")  # a call reads one of two copies

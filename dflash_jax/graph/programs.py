@@ -11,7 +11,14 @@ from jax.sharding import Mesh
 
 from dflash_jax.graph import two_devices
 from dflash_jax.graph.abstract import PlannedPair
-from dflash_jax.graph.keys import LOGITS_VARIANTS, STEP_VARIANTS, ProgramKey, Step, Variant
+from dflash_jax.graph.keys import (
+    LOGITS_VARIANTS,
+    NARROWED,
+    STEP_VARIANTS,
+    ProgramKey,
+    Step,
+    Variant,
+)
 from dflash_jax.graph.placement import device_mesh, shardings
 from dflash_jax.graph.protocols import Draft
 from dflash_jax.graph.settings import isolated_jax_config
@@ -107,6 +114,10 @@ class _Declaration:
                 yield from (self.draft(variant), self.verify(variant))
             else:
                 yield self._decode(Step.SPECULATIVE, variant)
+            for block in self.plan.narrower if variant in NARROWED else ():
+                narrow = self._decode(Step.SPECULATIVE, variant, block)
+                key = narrow.key._replace(block=block)
+                yield dataclasses.replace(narrow, key=key)
 
     def updates(self) -> dict[int, Program]:
         """Programs that update a drafter on its own device, by the tokens the target was fed."""
@@ -165,9 +176,9 @@ class _Declaration:
         program = self._model(Step.PREFILL, variant, steps.prefill, inputs)
         return _wrapped(program, steps.single_row) if single else program
 
-    def _decode(self, step: Step, variant: Variant) -> Program:
+    def _decode(self, step: Step, variant: Variant, block: int = 0) -> Program:
         plan, plain = self.plan, step == Step.PLAIN
-        width = plan.plain_width if plain else plan.block
+        width = plan.plain_width if plain else block or plan.block
         multi = is_multi_step(plan, variant)
         masks = self._masks(variant, plan.rows, width)
         inputs = given.DecodeInputs(self.rules, _int32() if multi else None, masks)

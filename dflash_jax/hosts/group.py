@@ -234,7 +234,7 @@ class HostGroup:
         self.fail(f"a result did not arrive within {seconds:g} s")
         raise self._failure()
 
-    def compile(self, keys: Sequence[messages.Key], *, parallel: bool) -> "Future[None]":
+    def compile(self, keys: Sequence[str], *, parallel: bool) -> "Future[None]":
         """Compile programs in all workers, some at the same time if `parallel`."""
         number = next(self._numbers)
         with self._lock:

@@ -10,10 +10,6 @@ import ml_dtypes  # noqa: F401  # registers bfloat16 with NumPy
 import msgspec
 import numpy as np
 
-from dflash_jax.graph.keys import ProgramKey, Step, Variant
-
-Key = tuple[str, str]  # step and variant of a program; "" for no variant
-
 
 class HostArray(msgspec.Struct, array_like=True, frozen=True):
     """A NumPy array in a message."""
@@ -52,7 +48,7 @@ class Compile(Message, frozen=True):
     """Compile programs; the reply has the same number."""
 
     number: int
-    keys: list[Key]
+    keys: list[str]
     parallel: bool
 
 
@@ -63,7 +59,7 @@ class CallProgram(Message, frozen=True):
     arrays of the output.
     """
 
-    key: Key
+    key: str
     params: bool
     state: int
     logits_state: int
@@ -165,18 +161,3 @@ def unpack(packed: HostArray) -> np.ndarray:
       ValueError: the bytes do not fit the shape, or the dtype holds objects.
     """
     return np.frombuffer(packed.data, np.dtype(packed.dtype)).reshape(packed.shape)
-
-
-def to_key(key: ProgramKey) -> Key:
-    """Return a program's key for a message."""
-    return str(key.step.value), key.variant.value if key.variant else ""
-
-
-def from_key(key: Key) -> ProgramKey:
-    """Return the program's key of a message.
-
-    Raises:
-      ValueError: there is no such step or variant.
-    """
-    step, variant = key
-    return ProgramKey(Step(step), Variant(variant) if variant else None)

@@ -23,7 +23,7 @@ from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.hosts import messages
 from dflash_jax.hosts.group import LOAD_S, START_S, HostGroup
 from dflash_jax.hosts.launch import Launcher
-from dflash_jax.hosts.messages import pack, to_key
+from dflash_jax.hosts.messages import pack
 from dflash_jax.loading import OpenPair
 from dflash_jax.models import build_graph, build_pair
 from dflash_jax.plan import Plan
@@ -97,7 +97,7 @@ class RemoteExecutable:
         shapes, tree = jax.tree.flatten(output)
         first = group.new_handles(2 + len(shapes))
         called = state.handle if state else 0, logits_state.handle if logits_state else 0
-        key, has_params = to_key(self.key), params is not None
+        key, has_params = str(self.key), params is not None
         group.write(messages.CallProgram(key, has_params, *called, given, first))
         arrays = [RemoteArray(group, first + 2 + i, x.shape, x.dtype) for i, x in enumerate(shapes)]
         return (
@@ -183,7 +183,7 @@ class RemoteExecutor:
         programs = list(programs)
         for program in programs:
             begun(program)
-        keys = [to_key(program.key) for program in programs]
+        keys = [str(program.key) for program in programs]
         compiled = self._group.compile(keys, parallel=workers > 1)
         made = {x.key: RemoteExecutable(x.key, self._group, _results(x)) for x in programs}
         self._group.wait(compiled, COMPILE_S)

@@ -23,12 +23,13 @@ from dflash_jax.errors import HostError
 from dflash_jax.graph.build import WORKERS
 from dflash_jax.graph.cache import use_compilation_cache
 from dflash_jax.graph.executor import LocalExecutor, vectors_digest
+from dflash_jax.graph.keys import ProgramKey
 from dflash_jax.graph.settings import isolated_jax_config, untraced
 from dflash_jax.hosts import messages
 from dflash_jax.hosts.channel import Channel, Hello, connect
 from dflash_jax.hosts.coordinator import UNIX, private_address, relay, tunnel
 from dflash_jax.hosts.launch import LOOPBACK, TOKEN
-from dflash_jax.hosts.messages import from_key, pack, unpack
+from dflash_jax.hosts.messages import pack, unpack
 from dflash_jax.loading import open_pair
 from dflash_jax.models import build_graph
 from dflash_jax.plan import Plan
@@ -57,7 +58,7 @@ class HostWorker:
         self._to_compile: queue.SimpleQueue[messages.Compile] = queue.SimpleQueue()
         self._to_send: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._executor: Any = None
-        self._executables: dict[messages.Key, Any] = {}
+        self._executables: dict[str, Any] = {}
         self._values: dict[int, Any] = {}  # by handle
         self._actions: dict[type, Callable[[Any], None]] = {
             messages.Join: self._join,
@@ -159,11 +160,11 @@ class HostWorker:
     def _compile_all(self) -> None:
         while True:
             entry = self._to_compile.get()
-            programs = [self._executor.programs[from_key(key)] for key in entry.keys]
+            programs = [self._executor.programs[ProgramKey.parse(key)] for key in entry.keys]
             workers, error = WORKERS if entry.parallel else 1, ""
             try:
                 made = self._executor.compile(programs, workers=workers)
-                self._executables |= {messages.to_key(key): made[key] for key in made}
+                self._executables |= {str(key): made[key] for key in made}
             except Exception as failure:  # of one program, such as one without memory
                 error = " ".join(f"{type(failure).__name__}: {failure}".split())[:1000]
             self._send(messages.Compiled(entry.number, error))
@@ -179,7 +180,7 @@ class HostWorker:
         self._values[entry.handle] = unpack(entry.value)
 
     def _call(self, entry: messages.CallProgram) -> None:
-        program = self._executor.programs[from_key(entry.key)]
+        program = self._executor.programs[ProgramKey.parse(entry.key)]
         leaves = [self._values[x] if isinstance(x, int) else unpack(x) for x in entry.inputs]
         take = self._values.pop if program.donated else self._values.__getitem__
         arguments = (

@@ -248,6 +248,7 @@ class Worker:
         assert self.engine is not None
         try:
             self.engine.time_drafting()
+            self.engine.measures_drafting = True  # narrower blocks, compiled after `ready`
         except BaseException as error:  # nothing may end this thread silently
             self._recover(errors.as_exception(error))
             return not isinstance(error, HostError)

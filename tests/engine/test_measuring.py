@@ -42,8 +42,8 @@ def costly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make drafted steps cost as much as three plain ones, by any clock."""
     timed = Stopwatch.step_seconds
 
-    def step_seconds(watch: Stopwatch, step: Any) -> float:
-        timed(watch, step)
+    def step_seconds(watch: Stopwatch, step: Any, block: int = 0) -> float:
+        timed(watch, step, block)
         return 3.0 if step == break_even.Step.SPECULATIVE else 1.0
 
     monkeypatch.setattr(Stopwatch, "step_seconds", step_seconds)
@@ -79,7 +79,7 @@ def test_a_request_stops_drafting_where_it_loses() -> None:
 
     def run(accepted: int, **options: Any) -> Any:
         engine.core.meter.value, engine.measures_drafting = BreakEven(), True
-        engine.core.acceptance = NO_HISTORY
+        engine.core.acceptance, engine.core.meter.doubted = NO_HISTORY, False
         set_script(engine, force_acceptance(tokens, len(PROMPT), [accepted], vocab))
         found = engine.generate(PROMPT, max_tokens=NEW, **options)
         assert found.token_ids == (drawn if options else plain)

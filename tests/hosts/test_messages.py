@@ -14,7 +14,7 @@ from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.hosts import channel as channel_module
 from dflash_jax.hosts import messages
 from dflash_jax.hosts.channel import Channel
-from dflash_jax.hosts.messages import HostArray, from_key, pack, to_key, unpack
+from dflash_jax.hosts.messages import HostArray, pack, unpack
 
 
 @pytest.fixture
@@ -48,15 +48,20 @@ def test_arrays_pass_bit_for_bit(array: np.ndarray) -> None:
 
 
 def test_calls_keep_handles_and_values_apart() -> None:
-    key = to_key(ProgramKey(Step.PLAIN, Variant.GREEDY))
+    key = str(ProgramKey(Step.PLAIN, Variant.GREEDY))
     call = messages.CallProgram(key, True, 5, 0, [7, pack(np.int32(7))], 9)
     read = messages.decode_entry(messages.encode(call))
     assert read == call
     assert isinstance(read, messages.CallProgram)
     assert read.inputs[0] == 7
     assert isinstance(read.inputs[1], HostArray)
-    assert from_key(read.key) == ProgramKey(Step.PLAIN, Variant.GREEDY)
-    assert from_key(to_key(ProgramKey(Step.COPY_ROW))) == ProgramKey(Step.COPY_ROW)
+    for known in (
+        ProgramKey(Step.PLAIN, Variant.GREEDY),
+        ProgramKey(Step.COPY_ROW),
+        ProgramKey(Step.SPECULATIVE, Variant.SAMPLED, 4),
+    ):
+        assert ProgramKey.parse(str(known)) == known
+    assert read.key == "plain[greedy]"
 
 
 @pytest.mark.parametrize(

@@ -129,8 +129,10 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
         state.drafting,
         decided,
         event.num_drafts,
+        block=event.block,
         finite=event.draft_finite,
-        break_even=policy.break_even.at(policy.prompt_tokens + state.fed),
+        break_even=policy.break_even,
+        position=policy.prompt_tokens + state.fed,
         fixed=policy.fixed,
     )
     died = drafting.dead and not state.drafting.dead

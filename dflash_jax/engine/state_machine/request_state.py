@@ -173,6 +173,8 @@ class Stepped(NamedTuple):
     # Of the token that leads to a tool call at the last position, see `StepOutput`; None if the
     # device does not report them.
     call_odds: float | None = None
+    # Tokens of the row's block where it drafted, which a drafter may leave without drafts; else 0.
+    block: int = 0
 
 
 class Cancelled(NamedTuple):

@@ -1,6 +1,11 @@
-"""Decide whether the next step drafts. Counts tokens, never seconds."""
+"""Decide whether the next step drafts, and how many tokens its block has.
+
+Counts tokens, never seconds. A step verifies the plan's block or a narrower one (`Plan.narrower`),
+which costs less and commits fewer tokens where many drafts are accepted.
+"""
 
 import bisect
+from collections.abc import Sequence
 from typing import NamedTuple
 
 # Notes about drafting, which go to logs, and retries to `stats.fallbacks`. Plain decoding has none
@@ -23,6 +28,12 @@ PAUSE, LONGEST_PAUSE = 64, 1024  # tokens decoded plainly between probes
 FIRST_PAUSE = 32  # tokens before the first probe where drafting is not expected to pay off
 HORIZON = 64  # rounds over which the acceptance of requests is averaged
 EXPLORE_EVERY = 16  # one of 16 requests drafts at once whatever the history, to update it
+# The acceptance at a place is a mean over about 1 / FORGETTING rounds, and of NEIGHBOUR rounds as
+# at the place before it. So a narrow block whose drafts are all accepted soon grows: nothing
+# recent is known about the places after it.
+FORGETTING, NEIGHBOUR = 0.08, 1.5
+FIRST_PLACE = 0.9  # acceptance at the first place of which nothing is known
+INHERITED = 4.0  # rounds that the acceptance of earlier requests weighs as much as
 
 
 class BreakEven(NamedTuple):
@@ -34,18 +45,60 @@ class BreakEven(NamedTuple):
     """
 
     positions: tuple[int, ...] = ()  # tokens before the step, ascending; none if nothing is known
-    lengths: tuple[float, ...] = ()  # break-even at each
+    lengths: tuple[float, ...] = ()  # break-even of the plan's block at each
+    narrower: tuple[tuple[int, tuple[float, ...]], ...] = ()  # tokens of others, and theirs
 
-    def at(self, position: int) -> float:
-        """Return the number at a position, interpolated; 0 if it is unknown."""
+    def at(self, position: int, block: int | None = None) -> float:
+        """Return the number at a position, interpolated; 0 if it is unknown.
+
+        Args:
+          block: tokens of a block; by default, and where it was not measured, the plan's.
+        """
+        lengths = dict(self.narrower).get(block or 0, self.lengths)
         after = bisect.bisect_right(self.positions, position)
         if not self.positions or after in (0, len(self.positions)):
-            return self.lengths[max(after - 1, 0)] if self.lengths else 0.0
-        (low, high), (first, last) = (x[after - 1 : after + 1] for x in self)
+            return lengths[max(after - 1, 0)] if lengths else 0.0
+        (low, high), (first, last) = (x[after - 1 : after + 1] for x in (self.positions, lengths))
         return first + (last - first) * (position - low) / (high - low)
 
 
 UNKNOWN = BreakEven()
+
+
+class Acceptance(NamedTuple):
+    """How often the draft at each place of a block was accepted lately.
+
+    A place counts as tried if all drafts before it were accepted, also where there was no draft.
+    """
+
+    tried: tuple[float, ...] = ()  # rounds by place, older ones less
+    kept: tuple[float, ...] = ()  # those in which the draft was accepted
+
+    def after_round(self, accepted: int, block: int) -> "Acceptance":
+        """Return it with a round that accepted so many drafts of a block of some tokens."""
+
+        def counted(counts: tuple[float, ...], reached: int) -> tuple[float, ...]:
+            places = (*counts, *[0.0] * (block - 1 - len(counts)))
+            return tuple(x * (1 - FORGETTING) + (i < reached) for i, x in enumerate(places))
+
+        tried = counted(self.tried, min(accepted + 1, block - 1))
+        return Acceptance(tried, counted(self.kept, accepted))
+
+    def tokens(self, block: int) -> float:
+        """Return how many tokens a round with a block of some tokens is expected to commit."""
+        total = reached = 1.0
+        rate, known = FIRST_PLACE, len(self.tried)
+        for i in range(block - 1):
+            tried, kept = (self.tried[i], self.kept[i]) if i < known else (0.0, 0.0)
+            rate = (kept + NEIGHBOUR * rate) / (tried + NEIGHBOUR)
+            reached *= rate
+            total += reached
+        return total
+
+    def weighing(self, rounds: float) -> "Acceptance":
+        """Return the same acceptance, as if known from at most so many rounds."""
+        scale = min(1.0, rounds / max([*self.tried, rounds]))
+        return Acceptance(*(tuple(x * scale for x in counts) for counts in self))
 
 
 class DraftingState(NamedTuple):
@@ -55,11 +108,15 @@ class DraftingState(NamedTuple):
     drafted: int = 0  # drafts so far
     accepted: int = 0  # of these
     bad: int = 0  # steps in a row whose draft was not finite
-    length: float = 0.0  # mean tokens per round; 0 where nothing is known
+    # Mean tokens per round; those of a narrower block count by what they would be worth in the time
+    # of the plan's. 0 where nothing is known.
+    length: float = 0.0
+    total: float = 0.0  # of all rounds, counted the same way
     evidence: int = 0  # rounds that the mean rests on
     trial: int = TRIAL  # rounds until the next decision
     pause: int = 0  # plain tokens until drafting is tried again; 0 while drafting
     pauses: int = 0  # number of pauses; each is twice as long as the last
+    acceptance: Acceptance = Acceptance()
     # No draft was accepted, in many rounds or before drafts stopped being finite; recorded even if
     # drafting must continue.
     dead: bool = False
@@ -74,16 +131,19 @@ class DraftingState(NamedTuple):
 class AcceptanceHistory(NamedTuple):
     """Acceptance of an engine's requests so far, from which later ones begin."""
 
-    length: float = 0.0  # smoothed tokens per round; 0 before the first
+    length: float = 0.0  # smoothed tokens per round, as `DraftingState.length`; 0 before the first
     requests: int = 0  # that drafted and ended
+    acceptance: Acceptance = Acceptance()  # of the last of them, mostly
 
     def after_request(self, ended: DraftingState) -> "AcceptanceHistory":
         """Return the history with the rounds of a request that ended."""
         if not ended.rounds:
             return self
-        length = 1 + ended.accepted / ended.rounds
+        length = ended.total / ended.rounds
         weight = 1 - (1 - 1 / HORIZON) ** ended.rounds if self.requests else 1.0
-        return AcceptanceHistory(self.length + weight * (length - self.length), self.requests + 1)
+        length = self.length + weight * (length - self.length)
+        acceptance = ended.acceptance.weighing(INHERITED)
+        return AcceptanceHistory(length, self.requests + 1, acceptance)
 
     def first_state(self, number: int, break_even: float) -> DraftingState:
         """Return the state in which a request begins.
@@ -96,26 +156,65 @@ class AcceptanceHistory(NamedTuple):
         """
         if not self.requests:
             return DraftingState()
+        state = DraftingState(acceptance=self.acceptance)
         if self.length < break_even and number % EXPLORE_EVERY:
-            return DraftingState(pause=FIRST_PAUSE)
+            return state._replace(pause=FIRST_PAUSE)
         length = max(self.length, break_even)
-        return DraftingState(length=length, evidence=PRIOR, trial=PROBE)
+        return state._replace(length=length, evidence=PRIOR, trial=PROBE)
 
 
 NO_HISTORY = AcceptanceHistory()
 
 
+class Drafting(NamedTuple):
+    """What the best block of a row that drafts depends on."""
+
+    acceptance: Acceptance
+    break_even: BreakEven
+    position: int
+    most: int | None = None  # tokens that its request allows
+
+    def gain(self, block: int) -> float:
+        """Return the tokens that a block is expected to commit in the time of a plain step."""
+        tokens = self.acceptance.tokens(min(block, self.most or block))
+        return tokens / self.break_even.at(self.position, block)
+
+
+def choose_block(rows: Sequence[Drafting], blocks: Sequence[int]) -> int:
+    """Return the block with which the rows of a step commit the most tokens in its time.
+
+    Args:
+      blocks: numbers of tokens to choose from; the last is the plan's, which is chosen unless the
+        costs of all are known.
+    """
+    narrower = {*blocks[:-1]}
+    if not narrower or any(narrower - dict(row.break_even.narrower).keys() for row in rows):
+        return blocks[-1]
+    return max(reversed(blocks), key=lambda block: sum(row.gain(block) for row in rows))
+
+
 def after_step(
-    state: DraftingState, decided: int, drafts: int, *, finite: bool, break_even: float, fixed: bool
+    state: DraftingState,
+    decided: int,
+    drafts: int,
+    *,
+    block: int = 0,
+    finite: bool,
+    break_even: BreakEven,
+    position: int,
+    fixed: bool,
 ) -> tuple[DraftingState, str | None]:
     """Return the state after a step, and the reason if drafting stops or pauses.
 
     Args:
       decided: number of tokens the step committed; 0 if the row had stopped.
       drafts: number of tokens drafted for the row; 0 in a plain step.
-      break_even: of the step; 0 if it is unknown.
+      block: tokens of the block if the row drafted, as some drafters propose nothing; else 0.
+      position: tokens before the step.
       fixed: see `Policy`.
     """
+    block = max(block, drafts + 1)
+    whole, own = break_even.at(position), break_even.at(position, block)
     if not finite:
         state = state._replace(bad=state.bad + 1)
         if state.bad >= BAD_DRAFTS:
@@ -125,26 +224,33 @@ def after_step(
     if state.pause:
         pause = max(state.pause - decided, 0)
         if not pause:  # drafting is tried again, as if it had paid off just so
-            state = state._replace(trial=PROBE, length=break_even, evidence=PRIOR)
+            recent = state.acceptance.weighing(PROBE)
+            state = state._replace(trial=PROBE, length=whole, evidence=PRIOR, acceptance=recent)
         return state._replace(pause=pause), None
-    if not decided or not drafts or state.off:
+    if not decided or block < 2 or state.off:
         return state, None
     evidence = state.evidence + 1
     weight = max(SMOOTHING, 1 / evidence)
-    length = state.length + weight * (decided - state.length)
+    worth = decided * whole / own if own else float(decided)
+    length = state.length + weight * (worth - state.length)
     state = state._replace(
         bad=0,
         rounds=state.rounds + 1,
         drafted=state.drafted + drafts,
         accepted=state.accepted + decided - 1,
-        length=min(length, HEADROOM * break_even) if break_even else length,
+        length=min(length, HEADROOM * whole) if whole else length,
+        total=state.total + worth,
+        acceptance=state.acceptance.after_round(decided - 1, block),
         evidence=evidence,
         trial=max(state.trial - 1, 0),
     )
     if state.drafted >= DEAD_AFTER and not state.accepted and not state.dead:
-        off = DEAD if break_even else None
+        off = DEAD if whole else None
         return state._replace(dead=True, off=off), off
-    if state.trial == 0 and state.length < break_even:
+    if state.trial == 0 and state.length < whole:
         pause = min(PAUSE << min(state.pauses, 8), LONGEST_PAUSE)
+        cheapest = min(whole, *(break_even.at(position, x) for x, _ in break_even.narrower), own)
+        if 1 < cheapest < whole:  # a probe loses less time, and may come sooner
+            pause = max(round(pause * (cheapest - 1) / (whole - 1)), PROBE)
         return state._replace(pause=pause, pauses=state.pauses + 1), "below_break_even"
     return state, None

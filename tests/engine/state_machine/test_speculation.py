@@ -18,9 +18,13 @@ from dflash_jax.engine.state_machine.speculation import (
     PROBE,
     TRIAL,
     UNKNOWN,
+    Acceptance,
     AcceptanceHistory,
     BreakEven,
+    Drafting,
     DraftingState,
+    after_step,
+    choose_block,
 )
 
 SCRIPT = range(10, 700)
@@ -188,12 +192,12 @@ def test_a_request_begins_plainly_where_earlier_ones_gained_nothing() -> None:
 
 
 def test_the_history_follows_the_requests_that_drafted() -> None:
-    seen = NO_HISTORY.after_request(DraftingState(rounds=10, accepted=10))
+    seen = NO_HISTORY.after_request(DraftingState(rounds=10, total=20))
     assert seen == NO_HISTORY.after_request(DraftingState()).after_request(
-        DraftingState(rounds=1, accepted=1)
+        DraftingState(rounds=1, total=2)
     )
     for _ in range(HORIZON):
-        seen = seen.after_request(DraftingState(rounds=4, accepted=20))
+        seen = seen.after_request(DraftingState(rounds=4, total=24))
     assert seen.length == pytest.approx(6, abs=0.1)
 
 
@@ -204,3 +208,138 @@ def test_a_drafter_that_recovers_is_used_again() -> None:
     assert seen.fallbacks == {"below_break_even": 1}
     assert seen.plain_steps == PAUSE
     assert seen.state.drafting.drafts
+
+
+# -- how many tokens a block has -------------------------------------------------------------------
+
+COSTS = BreakEven((0,), (1.6,), ((2, (1.1,)), (4, (1.3,))))
+BLOCKS = (2, 4, 8)
+
+
+def accepting(*rounds: int, block: int = 8) -> Acceptance:
+    """Return the acceptance after rounds of a block that accepted these numbers of drafts."""
+    seen = Acceptance()
+    for accepted in rounds:
+        seen = seen.after_round(accepted, block)
+    return seen
+
+
+def chosen(*rows: Acceptance, costs: BreakEven = COSTS, most: int | None = None) -> int:
+    return choose_block([Drafting(seen, costs, 40, most) for seen in rows], BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "costs", "block"),
+    [
+        ([7] * 30, (1.1, 1.3, 1.6), 8),
+        ([0] * 30, (1.1, 1.3, 1.6), 2),
+        ([1] * 30, (1.1, 1.3, 1.6), 2),
+        ([3] * 30, (1.1, 1.3, 1.6), 4),
+        ([2, 3] * 15, (1.1, 1.3, 1.6), 4),
+        ([7] * 30, (1.1, 1.3, 5.0), 4),  # a block that is too dear
+        ([3] * 30, (1.1, 2.5, 2.6), 2),
+        ([1] * 30, (1.1, 1.25, 1.4), 2),
+        ([0, 7] * 15, (1.1, 1.3, 1.6), 8),  # text that is copied at times
+        ([], (1.1, 1.3, 1.6), 8),  # nothing is known
+    ],
+)
+def test_the_block_is_the_one_that_pays_off_most(
+    rounds: list[int], costs: tuple[float, float, float], block: int
+) -> None:
+    two, four, eight = costs
+    known = BreakEven((0,), (eight,), ((2, (two,)), (4, (four,))))
+    assert chosen(accepting(*rounds), costs=known) == block
+
+
+def test_the_tokens_of_a_block_follow_from_the_acceptance_at_each_place() -> None:
+    seen = accepting(*[2] * 400)
+    assert [seen.tokens(n) for n in (1, 2, 3, 8)] == pytest.approx([1, 2, 3, 3], abs=0.2)
+    half = accepting(*[0, 1] * 200)
+    assert half.tokens(2) == pytest.approx(1.5, abs=0.1)
+    # Places that were never reached are taken to be as good as the last one before them.
+    narrow = accepting(*[1, 1, 0] * 200, block=2)
+    assert narrow.tokens(4) == pytest.approx(1 + 2 / 3 + 4 / 9 + 8 / 27, abs=0.1)
+    assert Acceptance().tokens(8) > 5
+
+
+def test_a_narrow_block_whose_drafts_are_all_accepted_grows() -> None:
+    seen = accepting(*[0] * 200)
+    used = []
+    for _ in range(40):
+        used.append(chosen(seen))
+        seen = seen.after_round(used[-1] - 1, used[-1])
+    assert used[0] == 2
+    assert used[-1] == 8
+    assert used == sorted(used)
+
+
+def test_a_wide_block_of_which_little_is_accepted_shrinks_soon() -> None:
+    seen, rounds = accepting(*[7] * 200), 0
+    while chosen(seen) > 2:
+        seen, rounds = seen.after_round(1, chosen(seen)), rounds + 1
+    assert 3 <= rounds <= 25
+
+
+def test_rows_of_a_step_share_the_block_that_pays_off_most_in_total() -> None:
+    easy, hard = accepting(*[7] * 30), accepting(*[1] * 30)
+    assert [chosen(easy), chosen(hard)] == [8, 2]
+    assert chosen(easy, easy, hard) == 8
+    assert chosen(easy, *[hard] * 30) == 2
+    assert chosen(easy, most=3) == 4  # whose requests allow fewer drafts
+
+
+def test_the_plans_block_is_used_where_costs_are_unknown() -> None:
+    hard = accepting(*[0] * 30)
+    assert chosen(hard, costs=UNKNOWN) == chosen(hard, costs=always(1.5)) == 8
+    some = [Drafting(hard, COSTS, 40), Drafting(hard, always(1.5), 40)]
+    assert choose_block(some, BLOCKS) == 8
+    assert choose_block([Drafting(hard, COSTS, 40)], (8,)) == 8
+    assert choose_block([], BLOCKS) == 8
+
+
+def test_costs_of_narrower_blocks_are_interpolated_as_well() -> None:
+    known = BreakEven((0, 100), (1.5, 2.0), ((4, (1.2, 1.4)),))
+    assert known.at(50, 4) == pytest.approx(1.3)
+    assert known.at(50) == known.at(50, 8) == known.at(50, 2) == pytest.approx(1.75)
+
+
+def stepped(state: DraftingState, decided: int, block: int, **changes: int) -> DraftingState:
+    given = {"drafts": block - 1} | changes
+    options = {"finite": True, "break_even": COSTS, "position": 9, "fixed": False}
+    return after_step(state, decided, block=block, **given, **options)[0]
+
+
+def test_a_narrow_block_is_worth_what_its_tokens_are_in_the_time_of_the_plans() -> None:
+    """So that drafting continues where any width pays off, and stops where none does."""
+    state = DraftingState()
+    for _ in range(200):
+        state = stepped(state, 2, 2)
+    assert state.drafts
+    assert state.total / state.rounds == pytest.approx(2 * 1.6 / 1.1)
+    for _ in range(60):
+        state = stepped(state, 1, 2) if state.drafts else state
+    assert state.pauses == 1
+    assert state.pause < PAUSE / 4  # as a narrow probe loses less time
+
+
+def test_a_block_without_drafts_counts_as_a_round_that_accepted_none() -> None:
+    """A drafter that copies from the text may have nothing to copy; the step costs the same."""
+    state = DraftingState()
+    for _ in range(TRIAL):
+        state = stepped(state, 1, 8, drafts=0)
+    assert state.rounds == TRIAL
+    assert state.drafted == 0
+    assert state.pauses == 1
+    assert state.acceptance.tokens(8) < 1.5
+    plain = stepped(DraftingState(), 1, 0, drafts=0)  # in a step in which other rows draft
+    assert plain == DraftingState()
+
+
+def test_later_requests_begin_with_the_block_of_earlier_ones() -> None:
+    hard = DraftingState(rounds=30, total=45.0, acceptance=accepting(*[1] * 30))
+    history = NO_HISTORY.after_request(hard)
+    first = history.first_state(1, 1.2)
+    assert chosen(first.acceptance) == 2
+    for _ in range(12):  # it weighs little
+        first = stepped(first, 8, 8)
+    assert chosen(first.acceptance) == 8
