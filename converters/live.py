@@ -16,7 +16,7 @@ from dflash_jax.converters.source import Rows, as_rows
 from dflash_jax.converters.tree_source import KINDS, TreeSource
 from dflash_jax.errors import CheckpointError
 
-Naming = Literal["huggingface", "maxtext", "maxtext_scanned", "tunix"]
+Naming = Literal["gemma", "huggingface", "maxtext", "maxtext_scanned", "tunix"]
 WHERE = "the arrays that were given"
 
 
@@ -65,7 +65,8 @@ def from_arrays(arrays: Any, config: TargetConfig, *, dtype: str = "float32") ->
 
     Args:
       arrays: arrays by Hugging Face's names; an NNX state of Tunix or MaxText, as
-        `nnx.state(model)` or `nnx.to_pure_dict` returns it; or variables of MaxText's Linen module.
+        `nnx.state(model)` or `nnx.to_pure_dict` returns it; or variables of a Linen
+        module of MaxText or Gemma's library.
       config: the target's, as in `engine.graph.config`.
       dtype: float32, bfloat16 or float16.
 
@@ -103,7 +104,8 @@ def to_arrays(params: Params, config: TargetConfig, *, naming: Naming) -> dict[s
       params: a tree of floats, in any float layout, as `engine.params["target"]`.
       naming: "huggingface" for a flat dict; "tunix" for nested ones, which
         `nnx.replace_by_pure_dict` puts into a state; "maxtext" or "maxtext_scanned" for the
-        variables of its Linen module, with single or stacked layers.
+        variables of its Linen module, with single or stacked layers; "gemma" for the parameters
+        of that of Gemma's library.
 
     Raises:
       CheckpointError: the parameters do not fit the config, or the library has no name for one.

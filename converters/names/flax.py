@@ -101,6 +101,7 @@ class FlaxLibrary:
       mark: the end of a path that only its trees have; what precedes it is their prefix.
       place: returns the place of a canonical tensor, or None if the library has none.
       scanned: the beginning of paths of stacked layers, if it has them.
+      respelt: a pattern of paths in older checkpoints, and the usual spelling.
       ignored: reasons, by a pattern of paths.
     """
 
@@ -109,6 +110,7 @@ class FlaxLibrary:
     mark: str
     place: Callable[[str, TargetConfig, bool], Place | None]
     scanned: str = "-"
+    respelt: tuple[str, str] = ("$^", "")
     ignored: tuple[tuple[str, str], ...] = ()
 
 
@@ -163,7 +165,11 @@ def target(source: TensorSource, config: TargetConfig, *, where: str) -> Canonic
         return None
     library, prefix = known
     _check_family(library, config)
-    stored = {name.removeprefix(prefix): name for name in source.names() if name.startswith(prefix)}
+    stored = {
+        re.sub(*library.respelt, name.removeprefix(prefix)): name
+        for name in source.names()
+        if name.startswith(prefix)
+    }
     scanned = any(path.startswith(library.scanned) for path in stored)
     origins: dict[str, Origin] = {}
     used, lines = set(), []
@@ -196,7 +202,8 @@ def target(source: TensorSource, config: TargetConfig, *, where: str) -> Canonic
             + "\n  ".join(lines[:MOST_LINES] + more)
         )
     rest = {short: name for short, name in stored.items() if short not in used}
-    ignored = {name: "no parameter" for name in source.names() if not name.startswith(prefix)}
+    outside = "not among the model's parameters"
+    ignored = {name: outside for name in source.names() if not name.startswith(prefix)}
     for short, name in rest.items():
         why = next((why for what, why in library.ignored if re.search(what, short)), None)
         if why:
@@ -359,7 +366,55 @@ def _tunix(name: str, config: TargetConfig, scanned: bool) -> Place | None:
     return None
 
 
+# Gemma
+GEMMA = {
+    TABLE: "embedder/input_embedding",
+    "norm.weight": "final_norm/scale",
+    "input_layernorm": "pre_attention_norm/scale",
+    "post_attention_layernorm": "post_attention_norm/scale",
+    "pre_feedforward_layernorm": "pre_ffw_norm/scale",
+    "post_feedforward_layernorm": "post_ffw_norm/scale",
+    "self_attn.q_norm": "attn/_query_norm/scale",
+    "self_attn.k_norm": "attn/_key_norm/scale",
+    "self_attn.o_proj": "attn/attn_vec_einsum/w",
+    "mlp.gate_proj": "mlp/gating_einsum",
+    "mlp.up_proj": "mlp/gating_einsum",
+    "mlp.down_proj": "mlp/linear",
+}
+
+
+def _gemma(name: str, config: TargetConfig, scanned: bool) -> Place | None:
+    found = IN_LAYER.fullmatch(name)
+    if not found:
+        return Place(GEMMA[name], _axes(name)) if name in GEMMA else None
+    layer, what, leaf = found.groups()
+    if leaf == "bias":
+        return None
+    if what in GEMMA:
+        place = Place(f"layer_{layer}/{GEMMA[what]}", _axes(name))
+        halves = {"mlp.gate_proj": (0, 2), "mlp.up_proj": (1, 2)}
+        if what in halves:
+            return dataclasses.replace(place, axes=(0, 1), part=halves[what])
+        return place
+    kind, together = PROJECTED.search(name), config.num_heads == config.num_kv_heads
+    if kind is None:
+        return None
+    if kind[1] == "q" and not together:
+        return Place(f"layer_{layer}/attn/q_einsum/w", (0, 2, 1))
+    names = "qkv" if together else "kv"
+    part = (names.index(kind[1]), len(names))
+    return Place(f"layer_{layer}/attn/{names}_einsum/w", (0, 2, 1), part=part)
+
+
 LIBRARIES = {
+    "gemma": FlaxLibrary(
+        "Gemma",
+        ("gemma3",),
+        "final_norm/scale",
+        _gemma,
+        respelt=(r"(/mlp/(gating_einsum|linear))/w$", r"\1"),
+        ignored=((r"^(vision_encoder/|embedder/mm_)", "vision: only text is run"),),
+    ),
     "maxtext": FlaxLibrary(
         "MaxText",
         ("llama", "mistral", "qwen2", "qwen3", "gemma3"),

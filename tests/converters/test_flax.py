@@ -1,4 +1,4 @@
-"""Checkpoints and parameters of MaxText, against its own forward passes."""
+"""Checkpoints and parameters of MaxText and of Gemma's library, against their own logits."""
 
 import functools
 import json
@@ -57,15 +57,18 @@ SCALED = {
     "original_max_position_embeddings": 8192,
 }
 FIELDS: dict[str, dict[str, Any]] = {
-    "llama3": LLAMA,
-    "llama3_scanned": LLAMA,
-    "llama3_1_scanned": LLAMA | {"rope_scaling": SCALED},
-    "mistral_scanned": SIZES | {"model_type": "mistral", "rope_theta": 1e6, "sliding_window": None},
-    "qwen2": SIZES | {"model_type": "qwen2", "rope_theta": 1e4},
-    "qwen3": QWEN3,
-    "qwen3_scanned": QWEN3,
-    "gemma3": GEMMA3,
-    "gemma3_scanned": GEMMA3,
+    "maxtext/llama3": LLAMA,
+    "maxtext/llama3_scanned": LLAMA,
+    "maxtext/llama3_1_scanned": LLAMA | {"rope_scaling": SCALED},
+    "maxtext/mistral_scanned": SIZES
+    | {"model_type": "mistral", "rope_theta": 1e6, "sliding_window": None},
+    "maxtext/qwen2": SIZES | {"model_type": "qwen2", "rope_theta": 1e4},
+    "maxtext/qwen3": QWEN3,
+    "maxtext/qwen3_scanned": QWEN3,
+    "maxtext/gemma3": GEMMA3,
+    "maxtext/gemma3_scanned": GEMMA3,
+    "gemma/gemma3": GEMMA3,
+    "gemma/gemma3_all_heads": GEMMA3 | {"num_key_value_heads": 4},
 }
 CONFIGS = {name: target_config(dict(fields)) for name, fields in FIELDS.items()}
 
@@ -77,8 +80,8 @@ def named(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def arrays(named: str, oracle: Path) -> dict[str, np.ndarray]:
-    """Parameters by path, tokens and logits, as MaxText wrote them."""
-    return load_file(oracle / "maxtext" / f"{named}.safetensors")
+    """Parameters by path, tokens and logits, as the library wrote them."""
+    return load_file(oracle / f"{named}.safetensors")
 
 
 def nested(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -92,26 +95,27 @@ def nested(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     return root
 
 
-def test_logits_equal_those_of_maxtext(named: str, arrays: dict[str, np.ndarray]) -> None:
+def test_logits_equal_those_of_the_library(named: str, arrays: dict[str, np.ndarray]) -> None:
     config, tokens, logits = CONFIGS[named], arrays.pop("tokens"), arrays.pop("logits")
     variables = nested(arrays)
     state = {"params": variables, "opt_state": [{"mu": variables}, None], "step": 3}
-    for given in (variables, variables["params"], state):
+    for given in (variables, variables.get("params", variables), state):
         params = live.from_arrays(given, config)
         found = TargetModel(config, params, "float32").forward(tokens).logits
         np.testing.assert_allclose(found, logits, rtol=0, atol=1e-4)
 
 
 def test_both_directions_are_inverse(named: str, arrays: dict[str, np.ndarray]) -> None:
-    config, variables = CONFIGS[named], nested(arrays)
-    variables = {"params": variables["params"]}
+    config, library = CONFIGS[named], named.partition("/")[0]
+    del arrays["tokens"], arrays["logits"]
+    variables = nested(arrays)
     params = live.from_arrays(variables, config)
-    own = "maxtext_scanned" if named.endswith("scanned") else "maxtext"
+    own: Any = f"{library}_scanned" if named.endswith("scanned") else library
     back = live.to_arrays(params, config, naming=own)
     assert jax.tree.structure(back) == jax.tree.structure(variables)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
     jax.tree.map(close, back, variables)
-    other = live.to_arrays(params, config, naming="maxtext")
+    other = live.to_arrays(params, config, naming="maxtext_scanned")
     jax.tree.map(close, live.from_arrays(other, config), params)
 
 
@@ -120,7 +124,7 @@ def folder(tmp_path: Path, oracle: Path) -> Path:
     """A checkpoint that MaxText's manager wrote, with the configuration of its model."""
     place = tmp_path / "checkpoint"
     shutil.copytree(oracle / "maxtext" / "checkpoint", place)
-    (place / "config.json").write_text(json.dumps(FIELDS["llama3_scanned"]))
+    (place / "config.json").write_text(json.dumps(FIELDS["maxtext/llama3_scanned"]))
     return place
 
 
@@ -157,6 +161,33 @@ def test_a_checkpoint_of_maxtext_is_converted_without_change(folder: Path, tmp_p
     assert "params/params/decoder/layers/mlp/wo/kernel" in names
 
 
+def test_a_published_checkpoint_of_gemma_loads(tmp_path: Path, oracle: Path) -> None:
+    """They are flat, with the path of a module in one name."""
+    fields = FIELDS["gemma/gemma3_all_heads"]
+    place = tmp_path / "checkpoint"
+    shutil.copytree(oracle / "gemma" / "checkpoint", place)
+    (place / "config.json").write_text(json.dumps(fields))
+    vectors = load_file(oracle / "gemma" / "gemma3_all_heads.safetensors")
+    assert open_model(place).layout == "Gemma (orbax)"
+    target = dj.load_target(place)
+    found = target.forward(vectors["tokens"]).logits
+    np.testing.assert_allclose(found, vectors["logits"], rtol=0, atol=1e-4)
+    convert(open_model(place), tmp_path / "hf")
+    again = open_model(tmp_path / "hf").load("float32")
+    jax.tree.map(np.testing.assert_array_equal, again, target.params)
+    for changes, message in (
+        ({"num_hidden_layers": 9}, "missing: transformer/layer_8/attn/qkv_einsum/w"),
+        ({"num_hidden_layers": 7}, "left over: layer_7/attn/qkv_einsum/w"),
+        ({"num_key_value_heads": 2}, "missing: transformer/layer_0/attn/q_einsum/w"),
+        ({"vocab_size": 64}, r"input_embedding is \[61, 16\], expected \[64, 16\]"),
+        ({"model_type": "gemma2"}, "model_type 'gemma2' is not a target"),
+    ):
+        (place / "config.json").write_text(json.dumps(fields | changes))
+        with pytest.raises(DFlashError, match=message):
+            convert(open_model(place), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_last_of_several_steps_is_read_and_named(folder: Path) -> None:
     shutil.copytree(folder / "0", folder / "12")
     shutil.copytree(folder / "0", folder / "3.orbax-checkpoint-tmp")
@@ -172,9 +203,9 @@ def test_what_a_training_run_adds_is_left_out(folder: Path, oracle: Path) -> Non
     moments = {("opt_state", "mu", *path): np.full_like(x, np.nan) for path, x in leaves.items()}
     write_arrays(items, {**leaves, **moments, ("step",): np.int32(7)})
     model = open_model(folder)
-    assert set(model.tensors.ignored.values()) == {"no parameter"}
+    assert set(model.tensors.ignored.values()) == {"not among the model's parameters"}
     params = model.load("float32")
-    found = TargetModel(CONFIGS["llama3_scanned"], params, "float32").forward(tokens).logits
+    found = TargetModel(CONFIGS["maxtext/llama3_scanned"], params, "float32").forward(tokens).logits
     np.testing.assert_allclose(found, logits, rtol=0, atol=1e-4)
 
 
@@ -195,7 +226,7 @@ def test_what_a_training_run_adds_is_left_out(folder: Path, oracle: Path) -> Non
 def test_a_configuration_that_does_not_fit_is_refused(
     folder: Path, tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
-    (folder / "config.json").write_text(json.dumps(FIELDS["llama3_scanned"] | fields))
+    (folder / "config.json").write_text(json.dumps(FIELDS["maxtext/llama3_scanned"] | fields))
     with pytest.raises(DFlashError, match=message):
         convert(open_model(folder), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -207,7 +238,7 @@ def test_damaged_and_unknown_checkpoints_are_refused(folder: Path, tmp_path: Pat
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"without its configuration; put the\s+model's"):
         open_model(folder)
-    (folder / "config.json").write_text(json.dumps(FIELDS["llama3_scanned"]))
+    (folder / "config.json").write_text(json.dumps(FIELDS["maxtext/llama3_scanned"]))
     data = max((folder / "0" / "items").rglob("*"), key=lambda p: p.is_file() * p.stat().st_size)
     data.write_bytes(b"x" + data.read_bytes()[1:-9])
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -215,13 +246,13 @@ def test_damaged_and_unknown_checkpoints_are_refused(folder: Path, tmp_path: Pat
     assert not (tmp_path / "out").exists()
     shutil.rmtree(folder / "0")
     write_arrays(folder / "items", {("encoder", "w"): np.ones(3, np.float32)})
-    with pytest.raises(CheckpointError, match=r"none of MaxText.*: it holds encoder/w"):
+    with pytest.raises(CheckpointError, match=r"none of Gemma, MaxText, Tunix: it holds encoder/w"):
         open_model(folder)
 
 
 def test_arrays_of_another_type_are_refused(oracle: Path) -> None:
     arrays = load_file(oracle / "maxtext" / "qwen3.safetensors")
-    config, path = CONFIGS["qwen3"], "params/decoder/layers_1/mlp/wo/kernel"
+    config, path = CONFIGS["maxtext/qwen3"], "params/decoder/layers_1/mlp/wo/kernel"
     arrays = {name: x for name, x in arrays.items() if name not in ("tokens", "logits")}
     with pytest.raises(CheckpointError, match=r"wrong type: layers\.1\.mlp\.\S+ holds int8"):
         live.from_arrays(nested(arrays | {path: arrays[path].astype(np.int8)}), config)
