@@ -10,6 +10,7 @@ from typing import Any
 
 from dflash_jax.checkpoint import is_checkpoint, open_checkpoint
 from dflash_jax.config import is_gguf
+from dflash_jax.converters import orbax_folder
 from dflash_jax.converters.gguf import GgufFile, open_gguf
 from dflash_jax.converters.gguf.file import GgufArray
 from dflash_jax.converters.hf import open_directory
@@ -93,6 +94,8 @@ def open_any(path: Path) -> TensorSource:
         return open_safetensors(path)
     if is_checkpoint(path):
         return CheckpointSource(open_checkpoint(path))
+    if arrays := orbax_folder.find(path):
+        return orbax_folder.OrbaxSource(path, arrays)
     if path.is_dir():
         return open_directory(path)
     raise CheckpointError(f"{path} is neither a folder nor a .gguf or .safetensors file")

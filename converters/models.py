@@ -18,7 +18,7 @@ from dflash_jax.config import (
 )
 from dflash_jax.config.base import id_tuple
 from dflash_jax.config.fields import has_file
-from dflash_jax.converters import adapter, families
+from dflash_jax.converters import adapter, families, orbax_folder
 from dflash_jax.converters.canonical import Canonical, Origin, check
 from dflash_jax.converters.gguf import GgufFile, drafter, open_gguf, target
 from dflash_jax.converters.gguf.tokenizer import stop_ids, tokenizer_files
@@ -32,7 +32,7 @@ from dflash_jax.converters.hf import (
     quantization,
 )
 from dflash_jax.converters.load import Params, Progress, load
-from dflash_jax.converters.names import huggingface, published
+from dflash_jax.converters.names import flax, huggingface, published
 from dflash_jax.converters.packed import stored_specs, unpacked_kinds
 from dflash_jax.converters.taps import AUTO
 from dflash_jax.converters.tree_source import CheckpointSource
@@ -138,7 +138,9 @@ def companions(folder: Path) -> dict[str, str | Path]:
 def open_model(
     path: str | Path, *, role: Role | None = None, taps: str = AUTO, lora: Path | None = None
 ) -> StoredModel:
-    """Open a Hugging Face folder, a speculators folder, a checkpoint or a .gguf file.
+    """Open a Hugging Face or speculators folder, a checkpoint or a .gguf file.
+
+    Checkpoints are those of dflash_jax, and those of Flax libraries that orbax wrote.
 
     Args:
       role: the expected role; None accepts both.
@@ -193,6 +195,8 @@ def _from_checkpoint(path: Path) -> StoredModel:
 
 def _from_folder(path: Path, taps: str) -> StoredModel:
     where = str(path / "config.json")
+    if arrays := orbax_folder.find(path):
+        return _from_orbax(path, arrays)
     files = []
     if path.is_dir() and not (path / "config.json").is_file():
         files = sorted(p.name for p in path.iterdir() if is_gguf(p))
@@ -224,6 +228,24 @@ def _from_folder(path: Path, taps: str) -> StoredModel:
         found = replace(found, tie_embeddings=False)
         notes = (*notes, "head: the file's own, though tie_word_embeddings is true: they differ")
     return StoredModel(path, "target", "Hugging Face", found, tensors, notes)
+
+
+def _from_orbax(path: Path, folder: Path) -> StoredModel:
+    source = orbax_folder.OrbaxSource(path, folder)
+    if not has_file(path / "config.json"):
+        raise CheckpointError(
+            f"{path} holds a checkpoint of {source.library.name} without its configuration; put the"
+            " model's config.json, as Hugging Face spells it, and its tokenizer's files into it"
+        )
+    fields = read_json(path / "config.json")
+    fields["eos_token_id"] = _stop_ids(fields, path)
+    config = target_config(fields, str(path / "config.json"))
+    tensors = flax.target(source, config, where=str(path))
+    assert tensors is not None  # the source has a library
+    found = orbax_folder.steps(path)
+    steps = f"step {found[-1]}, the last of {len(found)}" if len(found) > 1 else ""
+    layout = f"{source.library.name} (orbax)"
+    return StoredModel(path, "target", layout, config, tensors, (steps,) if steps else ())
 
 
 def _stop_ids(fields: dict[str, Any], path: Path) -> list[int]:

@@ -54,6 +54,23 @@ def as_rows(array: np.ndarray) -> np.ndarray:
     return array.reshape(array.size // width if width else 0, width)
 
 
+def rows_of_view(view: np.ndarray, shape: tuple[int, ...], rows: Rows) -> np.ndarray:
+    """Return chosen rows of an array of `shape` as [rows, last axis].
+
+    Args:
+      view: an array in any memory order that has these elements when it is flattened. A slice
+        copies only the part along its first axis that holds the rows.
+    """
+    width = shape[-1] if len(shape) > 1 else 1
+    each, rest = divmod(view.size // view.shape[0], width)
+    if not isinstance(rows, slice) or rest:
+        return as_rows(np.ascontiguousarray(view).reshape(shape))[rows]
+    first, last, _ = rows.indices(view.size // width)
+    part = np.ascontiguousarray(view[first // each : -(-last // each)]).reshape(-1, width)
+    start = first - first // each * each
+    return part[start : start + max(last - first, 0)]
+
+
 def map_file(path: Path) -> mmap.mmap:
     """Map a file read-only.
 

@@ -11,7 +11,7 @@ from dflash_jax.checkpoint import Checkpoint, Keys, Leaf, Params
 from dflash_jax.config import AttentionConfig
 from dflash_jax.converters import families
 from dflash_jax.converters.names.slots import TensorPart
-from dflash_jax.converters.source import Rows, as_rows
+from dflash_jax.converters.source import Rows, rows_of_view
 from dflash_jax.errors import CheckpointError
 
 KINDS = {
@@ -75,15 +75,7 @@ class TreeSource:
 
     def read_rows(self, name: str, rows: Rows) -> np.ndarray:
         """Return chosen rows as [rows, last axis]."""
-        view, shape = self._view(name), self.shape(name)
-        width = shape[-1] if len(shape) > 1 else 1
-        each, rest = divmod(view.size // view.shape[0], width)
-        if not isinstance(rows, slice) or rest:
-            return as_rows(self.read(name))[rows]
-        first, last, _ = rows.indices(view.size // width)  # copies only what holds these rows
-        part = np.ascontiguousarray(view[first // each : -(-last // each)]).reshape(-1, width)
-        start = first - first // each * each
-        return part[start : start + max(last - first, 0)]
+        return rows_of_view(self._view(name), self.shape(name), rows)
 
     def _view(self, name: str) -> np.ndarray:
         part, path = self._parts[name]

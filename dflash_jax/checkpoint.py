@@ -8,6 +8,7 @@ A parameter tree consists of nested dicts of NumPy or JAX arrays. Orbax, and wit
 imported only when weights are written or read.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -241,31 +242,70 @@ def _save(folder: Path, arrays: Mapping[Keys, np.ndarray]) -> None:
     alone = _this_process()
     # Compressing weights takes longer than writing them, and saves little.
     handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=alone)
-    log = logging.getLogger("absl")  # to which orbax logs errors that it also raises
-    before, log.disabled = log.disabled, True
     try:
-        with ocp.Checkpointer(handler, multiprocessing_options=alone) as writer:
+        with _quiet(), ocp.Checkpointer(handler, multiprocessing_options=alone) as writer:
             writer.save(folder.resolve(), args=ocp.args.PyTreeSave(_nested(arrays)))
     except ValueError as error:  # from tensorstore, with the error code of the system
         code = re.search(r"os_error_code='(\d+)'", str(error))
         if code is None:
             raise
         raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
-    finally:
-        log.disabled = before
 
 
-def read_arrays(folder: Path, dtypes: Mapping[Keys, np.dtype | None]) -> Params:
-    """Return arrays of `write_arrays` as a tree; a dtype of None keeps the stored one."""
+def read_arrays(
+    folder: Path, dtypes: Mapping[Keys, np.dtype | None], *, partial: bool = False
+) -> Params:
+    """Return arrays that orbax wrote as a tree; a dtype of None keeps the stored one.
+
+    Args:
+      dtypes: of the arrays by path, which are all of the folder unless `partial`.
+    """
     import orbax.checkpoint as ocp
 
     arguments = _nested(
         {k: ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype) for k, dtype in dtypes.items()}
     )
+    wanted = _nested(dict.fromkeys(dtypes, 0)) if partial else None
+    options = ocp.args.PyTreeRestore(wanted, restore_args=arguments, partial_restore=partial)
+    with _reader() as reader:
+        return reader.restore(folder.resolve(), args=options)
+
+
+def read_leaves(folder: Path) -> dict[Keys, Leaf]:
+    """Return the shapes and dtypes of arrays that orbax wrote, by path."""
+    import jax
+
+    with _reader() as reader:
+        tree = reader.metadata(folder.resolve()).item_metadata.tree
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        tuple(str(getattr(key, "key", getattr(key, "idx", key))) for key in keys): Leaf(
+            tuple(leaf.shape), np.dtype(leaf.dtype)
+        )
+        for keys, leaf in leaves
+        if hasattr(leaf, "shape")
+    }
+
+
+@contextlib.contextmanager
+def _reader() -> Iterator[Any]:
+    import orbax.checkpoint as ocp
+
     alone = _this_process()
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
-    with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
-        return reader.restore(folder.resolve(), args=ocp.args.PyTreeRestore(restore_args=arguments))
+    with _quiet(), ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
+        yield reader
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence absl's log, to which orbax also logs errors that it raises."""
+    log = logging.getLogger("absl")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _this_process() -> Any:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NNX = ("test_live.py", "test_update_params.py", "write.py")  # states of other libraries
+# Those that read states of other libraries' modules.
+NNX = ("rollouts.py", "test_live.py", "test_rollouts.py", "test_update_params.py", "write.py")
 TRACED = ("nn", "models", "graph/steps")
 
 
@@ -165,7 +166,7 @@ def test_converters_are_imported_inside_functions_of_loading_and_the_commands_al
             importing.add(path.relative_to(ROOT / "dflash_jax").parts[0])
         top = imports(path, inside_functions=False)
         assert not [n for n in top if under(n, "dflash_jax.converters")], path
-    assert importing <= {"loading.py", "cli", "train", "testing.py"}
+    assert importing <= {"loading.py", "rollouts.py", "cli", "train", "testing.py"}
     assert {"loading.py", "cli"} <= importing
 
 

@@ -93,7 +93,11 @@ def test_arrays_that_do_not_fit_are_refused_by_name(model: Any) -> None:
     mlp = state["layers"][1]["mlp"]
     for key, change, message in (
         ("up_proj", {}, r"layers\.1\.mlp\.up_proj\.weight"),
-        ("up_proj", {"kernel": mlp["up_proj"]["kernel"][:-1]}, r"layers\.1\.mlp\.up_proj\.weight"),
+        (
+            "up_proj",
+            {"kernel": mlp["up_proj"]["kernel"][:-1]},
+            r"layers/1/mlp/up_proj/kernel is \[15, 24\], expected \[16, 24\]",
+        ),
         ("more", {"kernel": mlp["up_proj"]["kernel"]}, "layers/1/mlp/more/kernel"),
         ("up_proj", {"kernel": "x"}, "up_proj/kernel is no array; give arrays by name"),
     ):

@@ -190,8 +190,11 @@ def test_rollouts_of_a_trained_policy_equal_those_of_new_engines() -> None:
         options: dict[str, Any] = {"temperature": 1.0, "seed": len(seen), "ignore_eos": True}
         return engine.generate_many([PROMPT], n=4, max_tokens=16, **options)
 
+    compiled: dict[str, Any] = {}
     for _ in range(3):
         answers = [result.token_ids for result in rollouts(engine)]
+        compiled = compiled or dict(engine.core.runner.executables)
+        assert engine.core.runner.executables == compiled
         fresh = Engine(engine.graph, engine.graph.place_params(engine.params | {"target": policy}))
         fresh.share_programs(engine)
         assert answers == [result.token_ids for result in rollouts(fresh)]

@@ -1,0 +1,121 @@
+"""Orbax checkpoints of MaxText and other Flax libraries, as sources of tensors.
+
+The user puts config.json and the tokenizer's files, as Hugging Face spells them, into the folder of
+the checkpoint: these libraries keep neither with the weights.
+"""
+
+import math
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.checkpoint import Keys, Leaf, read_arrays, read_leaves
+from dflash_jax.converters.names import flax
+from dflash_jax.converters.source import Rows, as_rows
+from dflash_jax.converters.tree_source import KINDS, leaf
+from dflash_jax.errors import CheckpointError
+
+METADATA = "_METADATA"  # in every folder of arrays that orbax wrote
+ITEMS = ("", "items", "default", "params", "state")  # where checkpoint managers put arrays
+
+
+def find(path: Path) -> Path | None:
+    """Return the folder of arrays at or below a path: that of the last step, if it has several.
+
+    Folders with safetensors files have none.
+    """
+    if any(path.glob("*.safetensors")):
+        return None
+    for folder in (path, *(path / str(step) for step in reversed(steps(path)))):
+        for item in ITEMS:
+            if (folder / item / METADATA).is_file():
+                return folder / item
+    return None
+
+
+def steps(path: Path) -> list[int]:
+    """Return the numbers of the steps whose checkpoints are in a folder."""
+    if not path.is_dir():
+        return []
+    return sorted(int(p.name) for p in path.iterdir() if p.name.isdecimal() and p.is_dir())
+
+
+class OrbaxSource:
+    """A `TensorSource` over the arrays of a folder, by path.
+
+    Reading the first parameter reads all of them; the state of an optimizer is left out.
+    """
+
+    def __init__(self, path: Path, folder: Path):
+        self.path = path
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._arrays: dict[str, np.ndarray] = {}
+        try:
+            leaves = read_leaves(folder)
+        except Exception as error:  # orbax and tensorstore raise many kinds
+            raise _unreadable(folder, error) from error
+        self._keys: dict[str, Keys] = {"/".join(keys): keys for keys in leaves}
+        self._leaves: Mapping[str, Leaf] = {"/".join(keys): x for keys, x in leaves.items()}
+        known = flax.library_of(self._leaves)
+        if known is None:
+            names = ", ".join(library.name for library in flax.LIBRARIES.values())
+            held = ", ".join(list(self._leaves)[:4])
+            raise CheckpointError(
+                f"{path} is an orbax checkpoint of none of {names}: it holds {held}, ..."
+            )
+        self.library, self._prefix = known
+
+    def names(self) -> tuple[str, ...]:
+        """Return all tensor names, in file order."""
+        return tuple(self._leaves)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self._leaves[name].shape
+
+    def dtype(self, name: str) -> np.dtype:
+        """Return the dtype of `read`."""
+        return self._leaves[name].dtype
+
+    def kind(self, name: str) -> str:
+        """Return the stored type, as safetensors spells it."""
+        return KINDS.get(self.dtype(name).name, self.dtype(name).name)
+
+    def nbytes(self, name: str) -> int:
+        """Return the number of bytes."""
+        return math.prod(self.shape(name)) * self.dtype(name).itemsize
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a whole tensor.
+
+        Raises:
+          CheckpointError: the files are damaged.
+        """
+        with self._lock:
+            if name not in self._arrays:
+                alike = name.startswith(self._prefix)
+                self._arrays |= self._read(
+                    [x for x in self._keys if x.startswith(self._prefix) == alike]
+                )
+        return self._arrays[name]
+
+    def read_rows(self, name: str, rows: Rows) -> np.ndarray:
+        """Return chosen rows as [rows, last axis]."""
+        return as_rows(self.read(name))[rows]
+
+    def _read(self, names: list[str]) -> dict[str, np.ndarray]:
+        try:
+            wanted = {self._keys[name]: None for name in names}
+            tree: Any = read_arrays(self._folder, wanted, partial=True)
+        except Exception as error:
+            raise _unreadable(self._folder, error) from error
+        return {name: np.asarray(leaf(tree, self._keys[name])) for name in names}
+
+
+def _unreadable(folder: Path, error: Exception) -> CheckpointError:
+    reason = str(error).partition("\n")[0][:200]
+    return CheckpointError(f"{folder} cannot be read ({reason}); copy the checkpoint again")
