@@ -196,7 +196,7 @@ def test_a_full_disk_costs_only_the_entry(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     engine = opened(tiny, tmp_path)
-    monkeypatch.setattr(prefix_disk.files, "write_arrays", full)
+    monkeypatch.setattr(prefix_disk, "write_arrays", full)
     assert engine.generate(PROMPT, **SAMPLED).token_ids == truth
     engine.close()
     assert disk(engine).counters.failed == 1
@@ -360,7 +360,7 @@ SEGMENTS = {end: [np.full((2, 8), end, np.float32)] for end in range(CHUNK, len(
 def test_engines_of_a_process_may_write_the_same_prompt_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write, together = prefix_disk.files.write_arrays, threading.Barrier(2)
+    write, together = prefix_disk.write_arrays, threading.Barrier(2)
 
     def both(*given: Any) -> Any:
         together.wait(60)
@@ -368,7 +368,7 @@ def test_engines_of_a_process_may_write_the_same_prompt_at_once(
         together.wait(60)
         return found
 
-    monkeypatch.setattr(prefix_disk.files, "write_arrays", both)
+    monkeypatch.setattr(prefix_disk, "write_arrays", both)
     disks = [shared_disk(tmp_path) for _ in range(2)]
     for one in disks:
         one.keep(PROMPT, SEGMENTS)
@@ -403,7 +403,7 @@ def test_a_failed_write_logs_one_line(
     def fail(*_: Any) -> None:
         raise ValueError("no\n" + "and many more lines\n" * 50)
 
-    monkeypatch.setattr(prefix_disk.files, "write_arrays", fail)
+    monkeypatch.setattr(prefix_disk, "write_arrays", fail)
     one = shared_disk(tmp_path)
     one.keep(PROMPT, SEGMENTS)
     one.flush()
