@@ -121,10 +121,10 @@ class BreakEvenMeter:
 
     @property
     def outdated(self) -> bool:
-        """Whether narrower blocks, which requests may need, were compiled since it was measured."""
-        if not self.doubted or (variant := self._variant) is None:
-            return False
-        return len(self._runner.blocks(variant)) - 1 > len(self.value.narrower)
+        """Whether narrower blocks were compiled since it was measured."""
+        variant = self._variant
+        blocks = self._runner.blocks(variant)[:-1] if variant else []
+        return len(blocks) > len(self.value.narrower)
 
     @property
     def _variant(self) -> Variant | None:

@@ -106,7 +106,7 @@ class EngineCore:
     def _measure(self) -> None:
         """Measure what each width of a block gains if that is in doubt for a request."""
         running, block = self.scheduler.running, self._plan.block
-        outdated = self.meter.outdated
+        outdated = self.meter.doubted and self.meter.outdated
         places = [
             x.num_tokens
             for x in running

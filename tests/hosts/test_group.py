@@ -77,9 +77,9 @@ def test_programs_are_compiled_when_all_workers_say_so(start: Any) -> None:
         worker.send(messages.Compiled(entry.number, error))
 
     group, _ = start(compiled)
-    group.wait(group.compile([("plain", "greedy")], parallel=False), 10)
+    group.wait(group.compile(["plain[greedy]"], parallel=False), 10)
     with pytest.raises(ComputeError, match="host 1: no memory"):
-        group.wait(group.compile([("plain", "greedy")], parallel=False), 10)
+        group.wait(group.compile(["plain[greedy]"], parallel=False), 10)
     assert group.error is None
 
 
@@ -104,8 +104,8 @@ def ends_with(group: HostGroup, workers: list[ScriptedWorker], reason: str) -> N
 )
 def test_a_lost_worker_ends_all_waits_by_name(start: Any, harm: Any, reason: str) -> None:
     group, workers = start()
-    waiting, compiling = array(group), group.compile([("plain", "greedy")], parallel=True)
-    compiled = group.compile([("plain", "")], parallel=True)
+    waiting, compiling = array(group), group.compile(["plain[greedy]"], parallel=True)
+    compiled = group.compile(["plain"], parallel=True)
     waiting.copy_to_host_async()
     if "answer" in reason:  # not while programs are compiled
         for worker in workers:
@@ -130,7 +130,7 @@ def test_another_process_that_ended_is_named_before_the_errors_it_caused(start: 
 
 def test_workers_that_compile_may_answer_late(start: Any) -> None:
     group, workers = start()
-    compiled = group.compile([("plain", "greedy")], parallel=True)
+    compiled = group.compile(["plain[greedy]"], parallel=True)
     workers[0].silent = True
     until(lambda: group._links[0].missed > 2 * group_module.MISSED)
     assert group.error is None
