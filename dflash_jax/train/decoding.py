@@ -42,7 +42,7 @@ class EnginePool:
       tokenizer: for requests with stop texts.
       most: engines that decode concurrently.
       weights: format of the target's matrices while decoding; int8 is faster on a CPU, and has
-        int8 caches unless taps are recorded.
+        int8 caches where requests sample.
     """
 
     def __init__(
@@ -108,13 +108,14 @@ class EnginePool:
     def _graph(self, bucket: Bucket) -> Graph:
         config = self._model.config
         length = min(bucket.length, config.max_length)
+        sampled = self._variant == Variant.SAMPLED
         plan = Plan(
             rows=bucket.rows,
             max_length=length,
             dtype=self._model.dtype,
             weights=self._weights,
             exact=False,
-            kv_dtype="int8" if self._weights == INT8 and not self._pair.drafter else "auto",
+            kv_dtype="int8" if self._weights == INT8 and sampled else "auto",
             block=2 if self._pair.drafter else 0,
             chunk=self._chunk,
             prefix_cache=PREFIXES if self._chunk else 0,

@@ -19,7 +19,7 @@ from dflash_jax.train.groups import StageProgress, in_threads, results, stored
 from dflash_jax.train.recipes import Bucket
 from dflash_jax.train.rows import Document
 
-TURNS = 8  # prompts per group, in multiples of the rows; a finished group is saved
+TURNS = 4  # prompts per group, in multiples of the rows; a finished group is saved
 
 
 @dataclasses.dataclass(frozen=True)

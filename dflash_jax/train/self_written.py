@@ -34,7 +34,7 @@ from dflash_jax.train.recipes import Bucket, Recipe
 FILE, REPORT = "turns.jsonl", "turns.json"
 FILES = "turns*.json*"  # all of them
 MOST_TRIES = 4  # turns written for each that is wanted, at most
-GROUP = 8  # turns of a group, in multiples of the rows; a finished group is saved
+GROUP = 4  # turns of a group, in multiples of the rows; a finished group is saved
 CHUNK = 8  # tokens of a prefill: short, since all but the last few tokens are a cached prefix
 WORDS = "dflashuserwords"  # stands for the user's words in the template
 FEWEST_CHARACTERS = 8

@@ -122,26 +122,20 @@ def cached_features(
     recipe: Recipe,
     batches: Batches,
     report: Report,
-) -> features.FeatureCache | None:
-    """Return the features of all rows; None if the recipe computes them online.
+) -> features.FeatureCache | features.FeatureReader | None:
+    """Return the features of all rows; None if the training step computes them.
 
-    Host 0 computes those that are missing, before the other hosts read them.
+    Host 0 computes those that are missing, before the other hosts read them. Without a store they
+    are read by native kernels in each step, if there are some for the target's weights.
     """
+    keep = objective.wants_distribution(recipe)
+    how: dict[str, Any] = {"weights": recipe.target_weights, "dtype": recipe.dtype, "keep": keep}
     if store is None:
-        return None
+        return features.quantised_reader(pair, model, batches.rows, **how)
     group = exchange.current()
     if not group.first:
         group.exchange("features")
-    cache = features.fill_cache(
-        store,
-        pair,
-        model,
-        batches.rows,
-        weights=recipe.target_weights,
-        dtype=recipe.dtype,
-        keep=objective.wants_distribution(recipe),
-        report=report,
-    )
+    cache = features.fill_cache(store, pair, model, batches.rows, **how, report=report)
     if group.first:
         group.exchange("features")
     return cache
