@@ -179,15 +179,6 @@ def fit(
     place = Placement(recipe.devices)
     store = feature_store(out, model, config, recipe)
     cache = cached_features(store, pair, model, recipe, batches, report)
-    if store is None:
-        cache = features.quantised_reader(
-            pair,
-            model,
-            batches.rows,
-            weights=recipe.target_weights,
-            dtype=recipe.dtype,
-            keep=objective.wants_distribution(recipe),
-        )
     maker = optimizer.build(recipe.schedule, decay=recipe.weight_decay, kind=recipe.optimizer)
     advanced = drafter.step(pair, recipe, maker)
     program = jit(advanced, donate=(0,), static_argnums=(5,), out_shardings=place.everywhere)
