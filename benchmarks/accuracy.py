@@ -174,7 +174,7 @@ def measure(model: str, settings: Sequence[Setting]) -> dict[str, Any]:
 
 def measure_folder(folder: Path) -> dict[str, Any]:
     """Return the scores of our modes of a model in a folder, on random ids."""
-    from dflash_jax.cli.options import describe
+    from dflash_jax.cli.describe import describe
 
     config, _ = describe(folder, None)
     rng = np.random.default_rng(0)

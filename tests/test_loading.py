@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 import dflash_jax as dj
 from dflash_jax import device
 from dflash_jax.cli import parser
-from dflash_jax.cli.options import describe
+from dflash_jax.cli.describe import describe
 from dflash_jax.device import free_memory
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError, RequestError
 from dflash_jax.graph.ngram import NGram

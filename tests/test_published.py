@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.cli.options import describe
+from dflash_jax.cli.describe import describe
 from dflash_jax.errors import CheckpointError
 from dflash_jax.testing import tiny_target
 from dflash_jax.utils import sources
-from dflash_jax.utils.sources import DRAFTERS, PublishedDrafter, by_name
+from dflash_jax.utils.sources import DRAFTERS, PublishedDrafter, published_for
 
 DRAFTER = "somebody/Made-DFlash"
 PAGE = Path(__file__).parents[1] / "docs" / "drafters.md"
@@ -85,13 +85,13 @@ def test_auto_is_the_own_drafter_of_the_shipped_target() -> None:
 )
 def test_targets_are_recognised_however_they_are_stored(source: str) -> None:
     config = tiny_target(hidden_size=4096, num_layers=36, vocab_size=151936)
-    assert by_name(source, config)[0].drafter == "z-lab/Qwen3-8B-DFlash-b16"
+    assert published_for(source, config)[0].drafter == "z-lab/Qwen3-8B-DFlash-b16"
 
 
 @pytest.mark.parametrize("source", ["Qwen/Qwen3-8B-Base", "Qwen/Qwen3-4B", "x/Coder-Qwen3-8B"])
 def test_other_models_of_a_shape_are_not_taken_for_it(source: str) -> None:
     config = tiny_target(hidden_size=4096, num_layers=36, vocab_size=151936)
-    assert not by_name(source, config)
+    assert not published_for(source, config)
 
 
 def test_the_page_lists_the_published_drafters() -> None:

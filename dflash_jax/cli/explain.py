@@ -90,7 +90,7 @@ def _tools_note(target: str) -> str | None:
 
 def _graph(options: argparse.Namespace) -> Any:
     """Return the graph that the options describe."""
-    from dflash_jax.cli.options import describe, have_weights
+    from dflash_jax.cli.describe import describe, have_weights
     from dflash_jax.graph import Graph
     from dflash_jax.graph.memory import DEVICES
 

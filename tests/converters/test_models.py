@@ -7,7 +7,7 @@ import safetensors.numpy
 from gguf_models import write_drafter, write_target
 from weight_files import ORACLE
 
-from dflash_jax.cli.options import describe
+from dflash_jax.cli.describe import describe
 from dflash_jax.config import read_drafter_config, read_target_config
 from dflash_jax.converters.cli import main
 from dflash_jax.converters.models import open_model
