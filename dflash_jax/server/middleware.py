@@ -1,4 +1,4 @@
-"""Checks around every route (hosts, origins, API keys, limits), and responses of errors."""
+"""Checks around every route (hosts, API keys, limits), and conversion of errors to responses."""
 
 import asyncio
 import dataclasses
