@@ -18,7 +18,6 @@ from dflash_jax.config import AttentionConfig
 from dflash_jax.converters.names import published
 from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.engine.engine import Engine
-from dflash_jax.models.scripted import ScriptedConfig
 
 SURE = 1e4  # added to the logit of a scripted token
 
@@ -32,8 +31,6 @@ class Official:
         package._cuda_time = self._clock
         self._busy: list[float] = []
         config, drafter = _config(engine.graph.config), engine.graph.drafter_config
-        if isinstance(drafter, ScriptedConfig):
-            drafter = drafter.overruled
         torch.set_default_dtype(kind)
         with torch.device(device):
             self.target = Qwen3ForCausalLM(config).to(kind).eval()

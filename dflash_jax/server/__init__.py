@@ -4,7 +4,7 @@
 request passes the modules in this order:
 
 1. `http_connection`: HTTP, timeouts, bounds on connections and on the log lines that clients
-   cause. `middleware`: hosts and origins, API keys, limits.
+   cause. `middleware`: API keys, limits, and hosts and origins (`access`).
 2. `app`: the routes that generate. `information` has the others, among them the page for
    browsers, whose files are in the folder `page`; `metrics` has the Prometheus page. `background`
    runs slow work in threads.

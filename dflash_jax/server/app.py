@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from dflash_jax.engine.sampling_params import SamplingParams
+from dflash_jax.server.access import allowed_hosts
 from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_messages
 from dflash_jax.server.background import by_size, in_thread, read_body
 from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat
@@ -29,7 +30,7 @@ from dflash_jax.server.connection import (
 from dflash_jax.server.generation import Generation, ReplyEvents, prepare, sampling_params
 from dflash_jax.server.information import InfoRoutes, Reader, StoredRoutes, WebPage
 from dflash_jax.server.metrics import Metrics
-from dflash_jax.server.middleware import Handler, Middleware, Settings, allowed_hosts, log_error
+from dflash_jax.server.middleware import Handler, Middleware, Settings, log_error
 from dflash_jax.server.output_grammar import usable_tools
 from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest, Problem

@@ -22,13 +22,13 @@ def normalized(options: ServeOptions) -> ServeOptions:
       CheckpointError: a model or tokenizer does not exist.
       RequestError: a value is wrong.
     """
-    from dflash_jax.server import middleware
+    from dflash_jax.server import access
 
     options.check_files()
     return dataclasses.replace(
         options,
-        allowed_host=tuple(map(middleware.allowed_host, options.allowed_host)),
-        cors_origin=tuple(map(middleware.cors_origin, options.cors_origin)),
+        allowed_host=tuple(map(access.allowed_host, options.allowed_host)),
+        cors_origin=tuple(map(access.cors_origin, options.cors_origin)),
     )
 
 

@@ -13,13 +13,8 @@ from benchmarks.audit.server import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES,
 from dflash_jax.cli import main
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
-from dflash_jax.server.middleware import (
-    Settings,
-    allowed_host,
-    allowed_hosts,
-    cors_origin,
-    host_name,
-)
+from dflash_jax.server.access import allowed_host, allowed_hosts, cors_origin, host_name
+from dflash_jax.server.middleware import Settings
 from dflash_jax.server.run import ServerConfig
 from tests.server.conftest import LiveServer, run_server, twin
 
