@@ -115,7 +115,7 @@ def test_the_owner_s_own_group_may_write(tmp_path: Path, monkeypatch: pytest.Mon
         else:
             assert prepare(folder) == folder
     monkeypatch.undo()
-    grp = pytest.importorskip("grp")
+    grp = pytest.importorskip("grp", reason="this system has no groups of users")
     shared_groups = [g.gr_gid for g in grp.getgrall() if g.gr_mem]
     assert all(private_folder._is_shared(os.geteuid(), gid) for gid in [*shared_groups, 2**31 - 9])
 

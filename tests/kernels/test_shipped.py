@@ -46,7 +46,7 @@ def names(path: Path) -> set[str]:
     ("needs", "tag"), [("GLIBC_2.2.5 GLIBC_2.28 GLIBC_2.9", "manylinux_2_28"), ("", "linux")]
 )
 def test_the_build_hook_adds_a_library_for_each_level(tmp_path: Path, needs: str, tag: str) -> None:
-    pytest.importorskip("hatchling")
+    pytest.importorskip("hatchling", reason="hatchling is not installed: pip install '.[dev]'")
     fake = compiler(tmp_path / "cxx", WRITES.replace("echo made", f"echo {needs or 'nothing'}"))
     built = wheel(tmp_path, CXX=fake)
     assert built.name.endswith(f"-py3-none-{tag}_x86_64.whl")
@@ -63,7 +63,7 @@ def test_the_build_hook_adds_a_library_for_each_level(tmp_path: Path, needs: str
 
 @pytest.mark.parametrize("text", ["exit 1", None], ids=["one that fails", "none"])
 def test_without_a_compiler_the_wheel_is_pure(tmp_path: Path, text: str | None) -> None:
-    pytest.importorskip("hatchling")
+    pytest.importorskip("hatchling", reason="hatchling is not installed: pip install '.[dev]'")
     fake = compiler(tmp_path / "cxx", text) if text else str(tmp_path / "absent")
     built = wheel(tmp_path, CXX=fake)
     assert built.name.endswith("-py3-none-any.whl")

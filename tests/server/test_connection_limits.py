@@ -267,7 +267,7 @@ def test_invalid_http_after_a_request_is_answered_once_and_without_a_traceback(
 def test_the_bound_is_below_the_limit_of_descriptors(
     monkeypatch: pytest.MonkeyPatch, limit: int, most: int
 ) -> None:
-    resource = pytest.importorskip("resource")
+    resource = pytest.importorskip("resource", reason="this system has no limits of descriptors")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     found = most_connections()
     assert found == most or (limit == 256 and 16 <= found <= 256 - http_connection.RESERVE)
