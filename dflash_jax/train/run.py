@@ -91,8 +91,9 @@ def prepare(
     begun = begin(target, source, out, recipe, report=report)
     model, config, rows = begun.model, begun.config, answered_rows(begun)
     batches, _ = make_batches(rows, recipe, report)
-    store, pair = feature_store(out, model, config, recipe), build_pair(model.config, config)
-    cached_features(store, pair, model, recipe, batches, report)
+    if store := feature_store(out, model, config, recipe):
+        pair = build_pair(model.config, config)
+        cached_features(store, pair, model, recipe, batches, report)
 
 
 def answered_rows(begun: BegunRun, *, decoder: regenerate.Decoder | None = None) -> list[TokenRows]:

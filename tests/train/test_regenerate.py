@@ -5,6 +5,7 @@ import dataclasses
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -48,6 +49,22 @@ def answers_of(
         path, local_decoder(model), prompts, BUCKETS, report=lambda line: None, **options
     )
     return [document.ids.tolist() for document in found]
+
+
+@pytest.mark.parametrize(
+    ("variant", "weights", "caches"),
+    [
+        (Variant.GREEDY, "int8", "auto"),
+        (Variant.SAMPLED, "float", "auto"),
+        (Variant.SAMPLED, "int8", "int8"),
+    ],
+)
+def test_caches_are_rounded_where_matrices_are_and_requests_sample(
+    model: TargetModel, variant: Variant, weights: Any, caches: str
+) -> None:
+    pool = decoding.EnginePool(model, variant, weights=weights)
+    with pool.engine(BUCKETS[0]) as engine:
+        assert engine.plan.kv_dtype == caches
 
 
 def test_concurrent_engines_give_the_answers_of_one(
