@@ -75,7 +75,7 @@ def from_arrays(arrays: Any, config: TargetConfig, *, dtype: str = "float32") ->
       ConfigError: the dtype is unknown, or the library has no such family.
     """
     leaves = dict(_leaves(arrays))
-    if known := flax.library_of(leaves):
+    if known := flax.find_library(leaves):
         leaves = {name: leaf for name, leaf in leaves.items() if name.startswith(known[1])}
     if wrong := [name for name, leaf in leaves.items() if not hasattr(leaf, "dtype")]:
         raise CheckpointError(f"{wrong[0]} is no array; give arrays by name, or an NNX state")
@@ -115,12 +115,17 @@ def to_arrays(params: Params, config: TargetConfig, *, naming: Naming) -> dict[s
     if naming == "huggingface":
         outside = ("lm_head.weight",)
         return {x if x in outside else f"model.{x}": source.read(x) for x in source.names()}
-    arrays = flax.arrays_of(source, config, naming)
-    root: dict[Any, Any] = {}
-    for name, array in arrays.items():
-        *path, last = (int(key) if key.isdigit() else key for key in name.split("/"))
-        node = root
-        for key in path:
-            node = node.setdefault(key, {})
-        node[last] = array
+    root = nested(flax.arrays_of(source, config, naming))
     return {"params": root} if naming.startswith("maxtext") else root
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return the tree of leaves by paths like "layers/0/attn/w"; keys of digits are numbers."""
+    root: dict[Any, Any] = {}
+    for path, leaf in leaves.items():
+        *keys, last = (int(key) if key.isdigit() else key for key in path.split("/"))
+        node = root
+        for key in keys:
+            node = node.setdefault(key, {})
+        node[last] = leaf
+    return root

@@ -234,8 +234,8 @@ def _from_orbax(path: Path, folder: Path) -> StoredModel:
     source = orbax_folder.OrbaxSource(path, folder)
     if not has_file(path / "config.json"):
         raise CheckpointError(
-            f"{path} holds a checkpoint of {source.library.name} without its configuration; put the"
-            " model's config.json, as Hugging Face spells it, and its tokenizer's files into it"
+            f"{path} holds a checkpoint of {source.written_by.name} without its configuration; put"
+            " the model's config.json, as Hugging Face spells it, and its tokenizer's files into it"
         )
     fields = read_json(path / "config.json")
     fields["eos_token_id"] = _stop_ids(fields, path)
@@ -244,7 +244,7 @@ def _from_orbax(path: Path, folder: Path) -> StoredModel:
     assert tensors is not None  # the source has a library
     found = orbax_folder.steps(path)
     steps = f"step {found[-1]}, the last of {len(found)}" if len(found) > 1 else ""
-    layout = f"{source.library.name} (orbax)"
+    layout = f"{source.written_by.name} (orbax)"
     return StoredModel(path, "target", layout, config, tensors, (steps,) if steps else ())
 
 

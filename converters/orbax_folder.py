@@ -60,14 +60,14 @@ class OrbaxSource:
             raise _unreadable(folder, error) from error
         self._keys: dict[str, Keys] = {"/".join(keys): keys for keys in leaves}
         self._leaves: Mapping[str, Leaf] = {"/".join(keys): x for keys, x in leaves.items()}
-        known = flax.library_of(self._leaves)
+        known = flax.find_library(self._leaves)
         if known is None:
             names = ", ".join(library.name for library in flax.LIBRARIES.values())
             held = ", ".join(list(self._leaves)[:4])
             raise CheckpointError(
                 f"{path} is an orbax checkpoint of none of {names}: it holds {held}, ..."
             )
-        self.library, self._prefix = known
+        self.written_by, self._prefix = known
 
     def names(self) -> tuple[str, ...]:
         """Return all tensor names, in file order."""

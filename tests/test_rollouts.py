@@ -13,29 +13,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dflash_jax import CheckpointError, ConfigError, Plan, RequestError, TargetConfig, TargetModel
-from dflash_jax.config.rope import RopeConfig
+from dflash_jax import CheckpointError, ConfigError, Plan, RequestError, TargetModel
 from dflash_jax.converters import live
 from dflash_jax.engine.engine import Engine
 from dflash_jax.graph import Graph, Pair
 from dflash_jax.graph.ngram import NGram
 from dflash_jax.rollouts import Sampler
 from dflash_jax.testing import random_engine
+from tests.tunix import CONFIGS
 
-CONFIG = TargetConfig(
-    model_type="qwen3",
-    vocab_size=61,
-    hidden_size=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=24,
-    windows=(None, None),
-    rms_norm_eps=1e-5,
-    qk_norm=True,
-    rope=RopeConfig(theta=1e6),
-)
+CONFIG = CONFIGS["qwen3"]
 PAD, START, END = 0, 1, 2
 LONG = "abcabcabcabcabc"
 
@@ -79,18 +66,12 @@ def states() -> list[Any]:
     path = Path(__file__).parent / "oracle" / "tunix" / "qwen3.safetensors"
     arrays = {k: x for k, x in load_file(path).items() if k not in ("tokens", "logits")}
     others = {k: x + 0.3 * np.sin(np.arange(x.size)).reshape(x.shape) for k, x in arrays.items()}
-    return [nested(arrays), nested(others)]
+    return [parameters(arrays), parameters(others)]
 
 
-def nested(arrays: dict[str, np.ndarray]) -> Any:
-    state: dict[Any, Any] = {}
-    for path, array in arrays.items():
-        *keys, last = (int(key) if key.isdigit() else key for key in path.split("/"))
-        node = state
-        for key in keys:
-            node = node.setdefault(key, {})
-        node[last] = nnx.Param(jnp.asarray(array, jnp.float32))
-    return nnx.State(state)
+def parameters(arrays: dict[str, np.ndarray]) -> Any:
+    leaves = {path: nnx.Param(jnp.asarray(x, jnp.float32)) for path, x in arrays.items()}
+    return nnx.State(live.nested(leaves))
 
 
 def new_engine() -> Engine:

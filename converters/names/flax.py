@@ -136,7 +136,7 @@ class Viewed(Origin):
         return found if self.values is None else self.values(found.astype(self.dtype(source)))
 
 
-def library_of(paths: Iterable[str]) -> tuple[FlaxLibrary, str] | None:
+def find_library(paths: Iterable[str]) -> tuple[FlaxLibrary, str] | None:
     """Return the library whose parameters have these paths, and their common prefix.
 
     Copies in the state of an optimizer have the same paths below a longer prefix.
@@ -160,7 +160,7 @@ def target(source: TensorSource, config: TargetConfig, *, where: str) -> Canonic
       CheckpointError: an array has another shape or depth than the configuration asks for.
       ConfigError: the library has no such family.
     """
-    known = library_of(source.names())
+    known = find_library(source.names())
     if known is None:
         return None
     library, prefix = known

@@ -84,20 +84,9 @@ def arrays(named: str, oracle: Path) -> dict[str, np.ndarray]:
     return load_file(oracle / f"{named}.safetensors")
 
 
-def nested(arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    root: dict[str, Any] = {}
-    for path, array in arrays.items():
-        *keys, last = path.split("/")
-        node = root
-        for key in keys:
-            node = node.setdefault(key, {})
-        node[last] = array
-    return root
-
-
 def test_logits_equal_those_of_the_library(named: str, arrays: dict[str, np.ndarray]) -> None:
     config, tokens, logits = CONFIGS[named], arrays.pop("tokens"), arrays.pop("logits")
-    variables = nested(arrays)
+    variables = live.nested(arrays)
     state = {"params": variables, "opt_state": [{"mu": variables}, None], "step": 3}
     for given in (variables, variables.get("params", variables), state):
         params = live.from_arrays(given, config)
@@ -108,7 +97,7 @@ def test_logits_equal_those_of_the_library(named: str, arrays: dict[str, np.ndar
 def test_both_directions_are_inverse(named: str, arrays: dict[str, np.ndarray]) -> None:
     config, library = CONFIGS[named], named.partition("/")[0]
     del arrays["tokens"], arrays["logits"]
-    variables = nested(arrays)
+    variables = live.nested(arrays)
     params = live.from_arrays(variables, config)
     own: Any = f"{library}_scanned" if named.endswith("scanned") else library
     back = live.to_arrays(params, config, naming=own)
@@ -255,12 +244,12 @@ def test_arrays_of_another_type_are_refused(oracle: Path) -> None:
     config, path = CONFIGS["maxtext/qwen3"], "params/decoder/layers_1/mlp/wo/kernel"
     arrays = {name: x for name, x in arrays.items() if name not in ("tokens", "logits")}
     with pytest.raises(CheckpointError, match=r"wrong type: layers\.1\.mlp\.\S+ holds int8"):
-        live.from_arrays(nested(arrays | {path: arrays[path].astype(np.int8)}), config)
+        live.from_arrays(live.nested(arrays | {path: arrays[path].astype(np.int8)}), config)
     without = {name: x for name, x in arrays.items() if name != path}
     with pytest.raises(CheckpointError, match=f"missing: {path}, which is layers.1.mlp.down_proj"):
-        live.from_arrays(nested(without), config)
+        live.from_arrays(live.nested(without), config)
     more = arrays | {path.replace("layers_1", "layers_2"): arrays[path]}
     with pytest.raises(CheckpointError, match="left over: decoder/layers_2/mlp/wo/kernel"):
-        live.from_arrays(nested(more), config)
+        live.from_arrays(live.nested(more), config)
     with pytest.raises(ConfigError, match="float64"):
-        live.from_arrays(nested(arrays), config, dtype="float64")
+        live.from_arrays(live.nested(arrays), config, dtype="float64")

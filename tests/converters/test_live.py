@@ -11,28 +11,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from dflash_jax import CheckpointError, Plan, TargetConfig, TargetModel
-from dflash_jax.config.rope import RopeConfig
 from dflash_jax.converters import live
 from dflash_jax.testing import random_engine
+from tests.tunix import CONFIGS
 
-CONFIGS = {
-    name: TargetConfig(
-        model_type=name,
-        vocab_size=61,
-        hidden_size=16,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        intermediate_size=24,
-        windows=(None, None),
-        rms_norm_eps=1e-5,
-        qk_norm=name == "qwen3",
-        tie_embeddings=name == "llama",
-        rope=RopeConfig(theta=1e6),  # whatever Tunix's configs say
-    )
-    for name in ("qwen3", "llama")
-}
 FILES = {"qwen3": "qwen3", "llama": "llama3"}
 
 
@@ -42,14 +24,7 @@ def model(request: pytest.FixtureRequest, oracle: Path) -> Any:
     name = request.param
     arrays = load_file(oracle / "tunix" / f"{FILES[name]}.safetensors")
     tokens, logits = arrays.pop("tokens"), arrays.pop("logits")
-    state: dict[Any, Any] = {}
-    for path, array in arrays.items():
-        *keys, last = (int(key) if key.isdigit() else key for key in path.split("/"))
-        node = state
-        for key in keys:
-            node = node.setdefault(key, {})
-        node[last] = array
-    return CONFIGS[name], state, tokens, logits
+    return CONFIGS[name], live.nested(arrays), tokens, logits
 
 
 def test_logits_equal_those_of_tunix(model: Any) -> None:
