@@ -26,7 +26,7 @@ from dflash_jax.graph.resolve import resolve_here, wide_block
 from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.kernels.products import set_weight_layout, with_kernel
 from dflash_jax.models import build_pair
-from dflash_jax.plan import Dtype, Plan
+from dflash_jax.plan import LEAST, Dtype, Plan, ResolvedPlan
 from dflash_jax.quant.layouts import LAID_OUT, STACK, Spec
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
@@ -184,14 +184,14 @@ class OpenPair:
             return self._engine(plan or Plan(), progress=progress)
 
     def _engine(self, plan: Plan, *, progress: bool) -> Engine:
-        plan = self.planned(plan)
-        graph, params = Graph(self.pair, plan), self.weights(plan)
+        graph = Graph(self.pair, self.planned(plan))
+        plan, params = graph.plan, self.weights(graph.plan)
         mesh = device_mesh(plan)
         where = None if mesh is None else param_shardings(mesh, params, graph.model_axes)
         params = params if plan.two_devices else place(params, where)
         return Engine(graph, params, tokenizer=self.tokenizer, progress=progress)
 
-    def planned(self, plan: Plan) -> Plan:
+    def planned(self, plan: Plan) -> ResolvedPlan:
         """Return the plan, completed for these models and the default device.
 
         Quantised matrices that are to be unpacked are reported, unless the plan asks for that.
@@ -204,7 +204,7 @@ class OpenPair:
             self.report(note)
         return made
 
-    def weights(self, plan: Plan) -> dict[str, Any]:
+    def weights(self, plan: ResolvedPlan) -> dict[str, Any]:
         """Return the weights of both models by role, as a completed plan stores them."""
         native = plan.weight_layout == "interleaved"
         params: dict[str, Any] = {"drafter": {}} if self.ngram else {}
@@ -226,12 +226,12 @@ class OpenPair:
         }
         return dataclasses.replace(plan, stored=tuple(sorted(stored.items())))
 
-    def _specs(self, plan: Plan, role: str) -> dict[str, Spec]:
+    def _specs(self, plan: ResolvedPlan, role: str) -> dict[str, Spec]:
         """Return how a completed plan packs the parameters of one model, by path."""
         specs, start = PlannedPair(self.pair, plan).specs.items(), role + "/"
         return {path.removeprefix(start): how for path, how in specs if path.startswith(start)}
 
-    def _unpacked(self, plan: Plan) -> str:
+    def _unpacked(self, plan: ResolvedPlan) -> str:
         """Return a note about quantised matrices that are unpacked, or nothing."""
         notes = []
         for role, model in self._models.items():
@@ -242,7 +242,7 @@ class OpenPair:
 
     @functools.cached_property
     def _forms(self) -> dict[str, str]:
-        return PlannedPair(self.pair, Plan()).forms
+        return PlannedPair(self.pair, LEAST).forms
 
     def _paths(self, role: str, forms: Collection[str]) -> frozenset[str]:
         """Return the paths of a model's weights that are declared to have one of the forms."""

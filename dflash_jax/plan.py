@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from dflash_jax.declared import Field, documentation, plain_value, tuples
 from dflash_jax.errors import PlanError
@@ -294,7 +294,7 @@ class Plan:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> "Plan":
+    def from_json(cls, text: str) -> Self:
         """Return the plan that `to_json` wrote.
 
         Raises:
@@ -331,16 +331,29 @@ class Plan:
         )
 
     @property
-    def resolved(self) -> bool:
-        """Whether no choice is left to `graph.resolve`."""
-        return all(
-            getattr(self, name) not in (0, "auto") for name, f in FIELDS.items() if f.automatic
-        )
-
-    @property
     def two_devices(self) -> bool:
         """Whether target and drafter have a device each."""
         return self.devices[0] != self.devices[1]
+
+
+FIELDS: Mapping[str, PlanField] = {f.name: f.metadata["plan"] for f in dataclasses.fields(Plan)}
+
+Plan.__doc__ = documentation(Plan.__doc__ or "", FIELDS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResolvedPlan(Plan):
+    """A plan that leaves no choice open; made and checked by `graph.resolve`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if left := [
+            n for n, f in FIELDS.items() if f.automatic and getattr(self, n) in (0, "auto")
+        ]:
+            raise PlanError(
+                f"{left[0]} is {getattr(self, left[0])!r}, a choice left open; expected"
+                " a value, or a dj.Plan"
+            )
 
     @property
     def widest(self) -> int:
@@ -384,6 +397,18 @@ class Plan:
         return slots if slots < self.slots else None
 
 
-FIELDS: Mapping[str, PlanField] = {f.name: f.metadata["plan"] for f in dataclasses.fields(Plan)}
-
-Plan.__doc__ = documentation(Plan.__doc__ or "", FIELDS)
+# The least that a plan can ask for, to make caches or parameters outside an engine.
+LEAST = ResolvedPlan(
+    max_length=2,
+    block=2,
+    chunk=1,
+    dtype="float32",
+    weights="float",
+    weight_layout="row_major",
+    kernels="xla",
+    activations="float",
+    plain_width=1,
+    rings=False,
+    steps_per_call=1,
+    memory_limit=1,
+)

@@ -22,7 +22,7 @@ from dflash_jax.graph import Graph, Pair
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.kernels.products import set_weight_layout, with_kernel
 from dflash_jax.models import build_graph
-from dflash_jax.plan import Plan
+from dflash_jax.plan import LEAST, Plan
 from dflash_jax.quant.layouts import pack_tree
 
 Folder = str | os.PathLike[str]
@@ -82,7 +82,7 @@ def engine(graph: Graph, *, seed: int = 0) -> Engine:
 
 def random_params(pair: Pair, *, dtype: str = "float32", seed: int = 0) -> dict[str, Any]:
     """Return random weights as NumPy arrays, large enough that every term affects the output."""
-    shapes = PlannedPair(pair, Plan(max_length=2, block=2, chunk=1, dtype="float32")).params
+    shapes = PlannedPair(pair, LEAST).params
     rng = np.random.default_rng(seed)
 
     def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> np.ndarray:

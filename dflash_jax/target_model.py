@@ -14,7 +14,7 @@ from dflash_jax.errors import RequestError
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.build import jit
 from dflash_jax.models import build_pair
-from dflash_jax.plan import Dtype, Plan
+from dflash_jax.plan import LEAST, Dtype
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.forking import check_not_forked
 from dflash_jax.utils.progress import announced
@@ -102,7 +102,7 @@ def _forward(
 ) -> ForwardOutput:
     rows, width = tokens.shape
     config = dataclasses.replace(config, rope=config.rope.for_length(width))
-    plan = Plan(rows=rows, max_length=max(width, 2), block=2, chunk=1, dtype=dtype, rings=False)
+    plan = dataclasses.replace(LEAST, rows=rows, max_length=max(width, 2), dtype=dtype)
     pair = build_pair(config)
     state = PlannedPair(pair, plan).empty_state()
     every = tuple(range(config.num_layers + 1))

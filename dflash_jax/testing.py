@@ -24,7 +24,7 @@ from dflash_jax.graph.resolve import resolve
 from dflash_jax.loading import OpenModel, expect
 from dflash_jax.models import build_pair
 from dflash_jax.models.scripted import Scripted
-from dflash_jax.plan import Plan
+from dflash_jax.plan import FIELDS, LEAST, Plan
 from dflash_jax.quant.formats import KINDS, Spec
 from dflash_jax.quant.layouts import LAID_OUT
 from dflash_jax.random_weights import random_params as random_params
@@ -199,8 +199,13 @@ def stored(model: OpenModel) -> dict[str, Spec]:
 
 
 def planned(target: TargetConfig, drafter: DrafterConfig | None, plan: Plan) -> PlannedPair:
-    """Return the modules of both configs under a plan, of which no choice is made or checked."""
-    return PlannedPair(build_pair(target, drafter), plan)
+    """Return the modules of both configs under a plan; nothing is checked.
+
+    Choices that the plan leaves open are those of `plan.LEAST`.
+    """
+    given = {name: getattr(plan, name) for name in FIELDS}
+    made = {n: v for n, v in given.items() if not (FIELDS[n].automatic and v in (0, "auto"))}
+    return PlannedPair(build_pair(target, drafter), dataclasses.replace(LEAST, **made))
 
 
 def random_engine(

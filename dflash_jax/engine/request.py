@@ -15,7 +15,7 @@ from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.engine.state_machine.words import NO_WORDS, Words
 from dflash_jax.engine.vocabulary import words_of
 from dflash_jax.errors import RequestError
-from dflash_jax.plan import Plan
+from dflash_jax.plan import ResolvedPlan
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers.tool_schema import Tool, tools_of
 
@@ -78,7 +78,7 @@ def make_requests(
     prompt: Prompt,
     params: SamplingParams,
     n: int,
-    plan: Plan,
+    plan: ResolvedPlan,
     target: TargetConfig,
     tokenizer: Tokenizer | None,
     *,
@@ -127,7 +127,7 @@ def make_requests(
     return [dataclasses.replace(first, seed=(seed + i) % SEEDS) for i in range(n)]
 
 
-def check_fits(request: Request, plan: Plan, target: TargetConfig) -> None:
+def check_fits(request: Request, plan: ResolvedPlan, target: TargetConfig) -> None:
     """Raise RequestError for a request the plan has no room for."""
     block, most = request.params.block_size, request.max_tokens
     if request.max_length > plan.max_length:

@@ -15,7 +15,7 @@ from dflash_jax.engine.state_machine import OFF
 from dflash_jax.engine.state_machine.speculation import choose_block
 from dflash_jax.graph.keys import LOGITS_VARIANTS, STEP_VARIANTS, Variant
 from dflash_jax.graph.state import RowRules, idle_arrays
-from dflash_jax.plan import Plan
+from dflash_jax.plan import ResolvedPlan
 
 _ROW_OPTIONS = OPTIONS.keys() & RowRules.__dataclass_fields__.keys() - {"seed"}
 BURST = 0.1  # seconds between two results that a reader does not notice as a pause
@@ -74,7 +74,7 @@ class Scheduler:
       put: puts an array on the device, see `Executor`.
     """
 
-    def __init__(self, plan: Plan, put: Callable[[Any], Any] = jax.device_put):
+    def __init__(self, plan: ResolvedPlan, put: Callable[[Any], Any] = jax.device_put):
         self._plan, self._put = plan, put
         self.waiting: collections.deque[RunningRequest] = collections.deque()  # the oldest first
         self.rows: list[RunningRequest | None] = [None] * plan.rows
@@ -190,7 +190,7 @@ def variants_of(sequence: RunningRequest) -> list[Variant]:
 
 
 def make_rules(
-    plan: Plan,
+    plan: ResolvedPlan,
     rows: Sequence[tuple[RowSettings | None, bool]],
     columns: dict[str, tuple[np.ndarray, Any]],
     put: Callable[[Any], Any] = jax.device_put,

@@ -16,7 +16,7 @@ from dflash_jax.graph.steps.drafting import RowDraftSampler
 from dflash_jax.graph.steps.pair import Pair, Params
 from dflash_jax.kernels.caches import LayerCache, RecurrentCache, empty_cache, empty_recurrent
 from dflash_jax.kernels.products import abstract, abstract_layout
-from dflash_jax.plan import Plan
+from dflash_jax.plan import LEAST, ResolvedPlan
 from dflash_jax.quant.layouts import FLOAT, LAID_OUT, Spec, spec
 
 # Fields of a plan that are static options of steps.
@@ -41,7 +41,7 @@ def by_path(tree: Any, *kept: type) -> dict[str, Any]:
 class PlanCacheMaker:
     """Makes the empty caches of a plan, one per layer (a `protocols.CacheMaker`)."""
 
-    plan: Plan
+    plan: ResolvedPlan
 
     @property
     def rows(self) -> int:
@@ -78,7 +78,7 @@ class PlannedPair:
     """
 
     pair: Pair
-    plan: Plan
+    plan: ResolvedPlan
 
     def __post_init__(self) -> None:
         """Set the static options of steps."""
@@ -192,7 +192,7 @@ class PlannedPair:
         return {role: variables.get(kind, {}) for role, variables in found.items()}
 
 
-def drafter_caches(pair: Pair, plan: Plan) -> PlanCacheMaker:
+def drafter_caches(pair: Pair, plan: ResolvedPlan) -> PlanCacheMaker:
     """Return the maker of a drafter's caches.
 
     A drafter may read longer blocks than are verified, and the tokens of several steps.
@@ -217,9 +217,6 @@ def _variables(target: Any, drafter: Any) -> dict[str, Any]:
     return jax.eval_shape(lambda: _initial(target, drafter, jax.random.key(0)))
 
 
-_LEAST = Plan(max_length=2, block=2, chunk=1, dtype="float32", rings=False)
-
-
 def _initial(target: Any, drafter: Any, key: jax.Array) -> dict[str, Any]:
     """Return the variables of the target, or of its drafter if that is given."""
     model = target if drafter is None else drafter
@@ -228,17 +225,17 @@ def _initial(target: Any, drafter: Any, key: jax.Array) -> dict[str, Any]:
         return {} if init is None else {"params": init(key)}
     tokens, start = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32)
     if drafter is None:
-        caches = target.empty_caches(PlanCacheMaker(_LEAST))
+        caches = target.empty_caches(PlanCacheMaker(LEAST))
         return dict(model.init(key, tokens, caches, start, method=_all_of_target))
     c = target.config
-    state = drafter.empty(drafter_caches(Pair(target, drafter), _LEAST))
+    state = drafter.empty(drafter_caches(Pair(target, drafter), LEAST))
     taps = [jnp.zeros((1, 1, c.hidden_size), jnp.float32)] * len(drafter.taps)
     shared = SharedLayers(
         lambda tokens: jnp.zeros((*tokens.shape, c.hidden_size), jnp.float32),
         lambda hidden: jnp.zeros((*hidden.shape[:-1], c.vocab_size), jnp.float32),
     )
     size = c.vocab_size
-    sampler = RowDraftSampler(idle_rules(_LEAST), start, start, 1, sampled=False, vocab_size=size)
+    sampler = RowDraftSampler(idle_rules(LEAST), start, start, 1, sampled=False, vocab_size=size)
     given = (state, tokens, taps, start, shared, sampler)
     return dict(model.init(key, *given, method=_all_of_drafter))
 

@@ -31,7 +31,7 @@ from dflash_jax.graph.programs import Program, declare
 from dflash_jax.graph.resolve import wide_block
 from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.kernels.native.build import library
-from dflash_jax.plan import Plan
+from dflash_jax.plan import ResolvedPlan
 from dflash_jax.quant.layouts import FLOAT, Interleaved, Joined, Packed, StructuredWeight
 from dflash_jax.show import table_html
 
@@ -215,7 +215,7 @@ def _config_json(config: Any) -> Any:
     return dataclasses.asdict(config) if dataclasses.is_dataclass(config) else repr(config)
 
 
-def _about_kernels(plan: Plan, device: Device) -> str:
+def _about_kernels(plan: ResolvedPlan, device: Device) -> str:
     """Return which kernels a CPU uses, and why it has no native ones."""
     if plan.kernels == "native":
         alike = ", one token wide in plain steps" if plan.exact and plan.plain_width == 1 else ""
@@ -255,7 +255,7 @@ def _stored_as(leaf: Any) -> str:
     return str(jax.tree.leaves(leaf)[0].dtype)
 
 
-def _shared_layers(target: TargetConfig, drafter: DrafterConfig, plan: Plan) -> str:
+def _shared_layers(target: TargetConfig, drafter: DrafterConfig, plan: ResolvedPlan) -> str:
     """Return the scale of the block's embeddings and the softcap of its logits, as text."""
     scale, cap = drafter.input_embedding_scale or 1.0, drafter.final_logit_softcapping or 0.0
     pairs = ((scale, target.embedding_scale, 1), (cap, target.final_softcap or 0, 0))

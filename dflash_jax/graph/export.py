@@ -35,7 +35,7 @@ from dflash_jax.graph.steps import inputs
 from dflash_jax.graph.steps.logits_processing import LogitsState
 from dflash_jax.graph.steps.rows import Segment
 from dflash_jax.kernels.products import set_weight_layout
-from dflash_jax.plan import Plan
+from dflash_jax.plan import ResolvedPlan
 from dflash_jax.quant.layouts import StructuredWeight
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.atomic import new_path
@@ -177,7 +177,7 @@ def _read(archive: zipfile.ZipFile, path: str) -> "ExportedGraph":
             data = np.frombuffer(archive.read(f"params/{i}"), jnp.dtype(dtype))
             stored[name] = data.reshape(shape)
     vocab, ends = manifest["config"]
-    config, plan = ExportedConfig(vocab, tuple(ends)), Plan.from_json(manifest["plan"])
+    config, plan = ExportedConfig(vocab, tuple(ends)), ResolvedPlan.from_json(manifest["plan"])
     return ExportedGraph(plan, config, exported, manifest, stored if manifest["stored"] else None)
 
 
@@ -196,7 +196,7 @@ class ExportedGraph:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ResolvedPlan,
         config: ExportedConfig,
         programs: Mapping[ProgramKey, Program],
         manifest: Mapping[str, Any],
@@ -306,7 +306,7 @@ def _kind(leaf: Any) -> tuple[list[int], str]:
 
 
 def _fitting(
-    expected: Mapping[str, Any], given: Any, plan: Plan, forms: Mapping[str, str]
+    expected: Mapping[str, Any], given: Any, plan: ResolvedPlan, forms: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return arrays by path, laid out and cast as programs expect them."""
     if wrong := [name for name, x in by_path(given).items() if not hasattr(x, "dtype")]:

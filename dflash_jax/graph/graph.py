@@ -24,7 +24,7 @@ from dflash_jax.graph.state import RowRules, StepOutput, idle_rules, read_output
 from dflash_jax.graph.steps.acceptance import frozen
 from dflash_jax.graph.steps.inputs import DecodeInputs, PrefillInputs
 from dflash_jax.graph.steps.pair import Pair, Params
-from dflash_jax.plan import Plan
+from dflash_jax.plan import Plan, ResolvedPlan
 from dflash_jax.quant.layouts import StructuredWeight
 
 NAMES = ("prefill", "plain", "speculative")
@@ -60,11 +60,11 @@ class Graph(PlannedPair):
             raise PlanError(f"got {pair!r} and {plan!r}; expected a dj.Pair and a dj.Plan")
         if device and device not in DEVICES:
             raise PlanError(f"device is {device!r}; expected one of {', '.join(DEVICES)}")
-        if device and not plan.resolved:
+        if device and not isinstance(plan, ResolvedPlan):
             found = DEVICES[device]
             platform = "cpu" if device == "CPU" else "gpu"
             plan = resolve(plan, pair, platform=platform, memory=found.memory)
-        elif not plan.resolved:
+        elif not isinstance(plan, ResolvedPlan):
             plan = resolve_here(plan, pair)
         super().__init__(pair, plan)
         object.__setattr__(self, "_device", device)

@@ -23,7 +23,7 @@ from dflash_jax.graph.state import DecodeState
 from dflash_jax.graph.steps.pair import Params
 from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.kernels.products import set_weight_layout, with_kernel
-from dflash_jax.plan import Plan
+from dflash_jax.plan import ResolvedPlan
 from dflash_jax.quant.layouts import (
     QUANTISED,
     Interleaved,
@@ -172,7 +172,7 @@ def place(tree: Any, places: Any) -> Any:
     return jax.tree.map(put, tree, places)
 
 
-def device_mesh(plan: Plan) -> Mesh | None:
+def device_mesh(plan: ResolvedPlan) -> Mesh | None:
     """Return the plan's mesh over the first devices; None for a plan of one device.
 
     Raises:

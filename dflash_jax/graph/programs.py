@@ -32,7 +32,7 @@ from dflash_jax.graph.steps.multi_step import multi_step, plain_multi_step
 from dflash_jax.graph.steps.pair import Observed, Pair
 from dflash_jax.kernels.caches import zero_rows
 from dflash_jax.kernels.selection import using_kernels
-from dflash_jax.plan import Plan
+from dflash_jax.plan import ResolvedPlan
 
 Call = Callable[..., Any]
 STATES = (1, 2)  # arguments that are donated: state and logits state
@@ -55,7 +55,7 @@ class Program:
     call: Call | None = None  # called with the compiled parts and the arguments
 
 
-def is_multi_step(plan: Plan, variant: Variant) -> bool:
+def is_multi_step(plan: ResolvedPlan, variant: Variant) -> bool:
     """Return whether a variant's decode programs run more than one step per call."""
     return plan.steps_per_call > 1 and variant not in LOGITS_VARIANTS
 
@@ -100,7 +100,7 @@ _int32, _float32, _flags = (
 class _Declaration:
     """Programs of one device, or of one mesh."""
 
-    def __init__(self, plan: Plan, pair: Pair, params: Any, state: DecodeState):
+    def __init__(self, plan: ResolvedPlan, pair: Pair, params: Any, state: DecodeState):
         self.plan, self.pair, self.params, self.state = plan, pair, params, state
         self.rules = jax.eval_shape(lambda: idle_rules(plan))
         self.vocab: int = pair.target.config.vocab_size

@@ -13,7 +13,7 @@ from dflash_jax.graph.protocols import ModelConfig
 from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.kernels.caches import has_caches
 from dflash_jax.kernels.native.build import library
-from dflash_jax.plan import Dtype, Plan, WeightLayout
+from dflash_jax.plan import Dtype, Plan, ResolvedPlan, WeightLayout
 from dflash_jax.quant.layouts import MAX_TILED_TOKENS
 from dflash_jax.utils.processor import widest_vectors
 
@@ -24,7 +24,7 @@ DEFAULT_BLOCK = 8  # where a drafter advises none
 CPU_STEPS_PER_CALL = 4  # dispatching a call costs about a millisecond there
 
 
-def resolve(plan: Plan, pair: Pair, *, platform: str, memory: int) -> Plan:
+def resolve(plan: Plan, pair: Pair, *, platform: str, memory: int) -> ResolvedPlan:
     """Return the plan with every automatic choice made, checked against models and memory.
 
     Args:
@@ -34,15 +34,18 @@ def resolve(plan: Plan, pair: Pair, *, platform: str, memory: int) -> Plan:
     Raises:
       PlanError: the plan does not fit the models or the memory.
     """
-    plan = _completed(plan, pair, platform, memory)
-    if problem := _problem(plan, pair) or _kernel_problem(plan, platform):
+    completed = _completed(plan, pair, platform, memory)
+    resolved = ResolvedPlan(
+        **{f.name: getattr(completed, f.name) for f in dataclasses.fields(Plan)}
+    )
+    if problem := _problem(resolved, pair) or _kernel_problem(resolved, platform):
         raise PlanError(problem)
-    if plan.two_devices:
+    if resolved.two_devices:
         pair = dataclasses.replace(pair, drafter=None)  # the models of the target's device
-    need = budget(PlannedPair(pair, plan))
-    if need.total > plan.memory_limit:
-        raise PlanError(_does_not_fit(plan, pair, need))
-    return plan
+    need = budget(PlannedPair(pair, resolved))
+    if need.total > resolved.memory_limit:
+        raise PlanError(_does_not_fit(resolved, pair, need))
+    return resolved
 
 
 def _completed(plan: Plan, pair: Pair, platform: str, memory: int) -> Plan:
@@ -115,7 +118,7 @@ def max_length_of(target: Any) -> int:
     return getattr(target, "max_length", ModelConfig.max_length)
 
 
-def _problem(plan: Plan, pair: Pair) -> str | None:
+def _problem(plan: ResolvedPlan, pair: Pair) -> str | None:
     """Return why a completed plan cannot be used with these models, or None."""
     target, drafter = pair.target.config, pair.drafter
     if plan.max_length > max_length_of(target):
@@ -183,7 +186,7 @@ def _problem(plan: Plan, pair: Pair) -> str | None:
     return None
 
 
-def _kernel_problem(plan: Plan, platform: str) -> str | None:
+def _kernel_problem(plan: ResolvedPlan, platform: str) -> str | None:
     """Return why the native kernels that a plan asks for cannot be used, or None."""
     native, quantised = plan.kernels == "native", plan.weights != "float"
     if plan.activations == "int8" and not (native and quantised):
@@ -225,7 +228,7 @@ def wide_block(block: int, trained: int | None) -> str | None:
     )
 
 
-def resolve_here(plan: Plan, pair: Pair) -> Plan:
+def resolve_here(plan: Plan, pair: Pair) -> ResolvedPlan:
     """Return the plan, completed and checked for the default device.
 
     Raises:
@@ -244,7 +247,7 @@ def _fastest_layout(dtype: Dtype, width: int, tokens: int) -> WeightLayout:
     return "tiled" if dtype == "float32" and tokens <= MAX_TILED_TOKENS else "row_major"
 
 
-def _does_not_fit(plan: Plan, pair: Pair, need: Budget) -> str:
+def _does_not_fit(plan: ResolvedPlan, pair: Pair, need: Budget) -> str:
     """Return an error message with the required memory and the longest max_length that fits."""
 
     def bytes_for(length: int) -> int:

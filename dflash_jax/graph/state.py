@@ -16,7 +16,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.kernels.caches import Update
-from dflash_jax.plan import Plan
+from dflash_jax.plan import ResolvedPlan
 
 Logits = Float[Array, "B T V"]
 RowInts = Int[Array, " B"]  # an integer for each row
@@ -60,7 +60,7 @@ class RowRules:
 CHOICES = 256
 
 
-def idle_arrays(plan: Plan) -> dict[str, np.ndarray]:
+def idle_arrays(plan: ResolvedPlan) -> dict[str, np.ndarray]:
     """Return the fields of rules under which every row is frozen, on the host."""
     b = plan.rows
     arrays = {
@@ -77,7 +77,7 @@ def idle_arrays(plan: Plan) -> dict[str, np.ndarray]:
     return arrays | ({"opening": np.full(b, -1, np.int32)} if plan.call_odds else {})
 
 
-def idle_rules(plan: Plan) -> RowRules:
+def idle_rules(plan: ResolvedPlan) -> RowRules:
     """Return rules under which every row is frozen."""
     return RowRules(**{name: jnp.asarray(array) for name, array in idle_arrays(plan).items()})
 

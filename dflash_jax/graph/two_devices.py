@@ -20,7 +20,7 @@ from dflash_jax.graph.state import DecodeState, RowRules
 from dflash_jax.graph.steps.inputs import DecodeInputs, UpdateDrafterInputs
 from dflash_jax.graph.steps.pair import Params
 from dflash_jax.graph.steps.rows import Segment
-from dflash_jax.plan import Plan
+from dflash_jax.plan import ResolvedPlan
 
 Call = Callable[..., Any]
 Parts = tuple[Call, ...]
@@ -39,7 +39,7 @@ def split(state: DecodeState) -> TwoDeviceState:
     return TwoDeviceState(target, drafter)
 
 
-def devices(plan: Plan) -> tuple[jax.Device, jax.Device]:
+def devices(plan: ResolvedPlan) -> tuple[jax.Device, jax.Device]:
     """Return the target's and the drafter's device.
 
     Raises:
@@ -56,7 +56,7 @@ def devices(plan: Plan) -> tuple[jax.Device, jax.Device]:
     return found[plan.devices[0]], found[plan.devices[1]]
 
 
-def place_state(plan: Plan, state: DecodeState) -> TwoDeviceState:
+def place_state(plan: ResolvedPlan, state: DecodeState) -> TwoDeviceState:
     """Return the state on its devices."""
     return TwoDeviceState(*map(jax.device_put, split(state), devices(plan)))
 
@@ -69,7 +69,7 @@ def lent(target: Any) -> tuple[Any, tuple[str, ...] | None]:
     return target.shared_layers() if hasattr(target, "shared_layers") else (target, None)
 
 
-def place_params(plan: Plan, params: Params, target: Any) -> Params:
+def place_params(plan: ResolvedPlan, params: Params, target: Any) -> Params:
     """Return each model's parameters on its device, and copies of those the drafter shares."""
     target, drafter = map(jax.device_put, split_params(params, target), devices(plan))
     return {**target, "drafter": drafter["drafter"], "shared": drafter["target"]}
@@ -89,7 +89,7 @@ def split_params(params: Params, target: Any = None) -> tuple[Params, Params]:
 
 
 def join(
-    plan: Plan, target: Iterable[Any], drafter: Iterable[Any], updates: Mapping[int, Any]
+    plan: ResolvedPlan, target: Iterable[Any], drafter: Iterable[Any], updates: Mapping[int, Any]
 ) -> dict[ProgramKey, Any]:
     """Return the programs of a plan, made of those of its two devices.
 

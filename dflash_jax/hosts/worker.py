@@ -32,7 +32,7 @@ from dflash_jax.hosts.launch import LOOPBACK, TOKEN
 from dflash_jax.hosts.messages import pack, unpack
 from dflash_jax.loading import open_pair
 from dflash_jax.models import build_graph
-from dflash_jax.plan import Plan
+from dflash_jax.plan import ResolvedPlan
 from dflash_jax.version import __version__
 
 CONNECT_S = 30.0  # seconds in which a worker has to connect
@@ -138,7 +138,7 @@ class HostWorker:
 
     def _load(self, entry: messages.Load) -> None:
         use_compilation_cache()
-        plan = Plan.from_json(entry.plan)
+        plan = ResolvedPlan.from_json(entry.plan)
         sources = entry.sources
         pair = open_pair(
             sources["target"] or "",

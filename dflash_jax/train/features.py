@@ -30,7 +30,7 @@ from dflash_jax.graph.memory import gibi
 from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.kernels.vocabulary import argmax
 from dflash_jax.models import build_graph
-from dflash_jax.plan import Plan, Weights
+from dflash_jax.plan import LEAST, Plan, Weights
 from dflash_jax.target_model import TargetModel
 from dflash_jax.train.decoding import packed_params, parallel_calls
 from dflash_jax.train.files import saved_as, sound
@@ -234,7 +234,7 @@ def target_features(
     rows, length = tokens.shape
     width = min(length, CHUNK)
     count = -(-length // width)
-    plan = Plan(rows=rows, max_length=count * width, block=2, chunk=width, dtype=dtype, rings=False)
+    plan = dataclasses.replace(LEAST, rows=rows, max_length=count * width, chunk=width, dtype=dtype)
     chunks = jnp.pad(tokens, ((0, 0), (0, count * width - length)))
     chunks = jnp.moveaxis(chunks.reshape(rows, count, width), 1, 0)
     caches = pair.target.empty_caches(PlanCacheMaker(plan))

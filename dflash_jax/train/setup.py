@@ -19,7 +19,7 @@ from dflash_jax.config import DrafterConfig, TargetConfig, check_pair
 from dflash_jax.errors import ConfigError, HostError
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.models import build_pair
-from dflash_jax.plan import Plan, Weights
+from dflash_jax.plan import LEAST, Weights
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
@@ -188,7 +188,7 @@ def rounded(model: TargetModel, weights: Weights) -> TargetModel:
     """Return the target with the values of its matrices after rounding to a format."""
     if weights == FLOAT:
         return model
-    plan = Plan(weights=weights)
+    plan = dataclasses.replace(LEAST, weights=weights)
     specs = PlannedPair(build_pair(model.config), plan).specs
     own = {path.removeprefix("target/"): how for path, how in specs.items()}
     exact = jax.tree.map(lambda x: np.asarray(x, np.float32), jax.device_get(model.params))

@@ -35,7 +35,7 @@ from dflash_jax.errors import (
 )
 from dflash_jax.graph import Graph
 from dflash_jax.models import build_graph
-from dflash_jax.plan import WeightLayout
+from dflash_jax.plan import ResolvedPlan, WeightLayout
 from dflash_jax.quant.layouts import ColumnMajor, Tiled
 from dflash_jax.testing import AMPLE, force_acceptance, set_script
 from dflash_jax.tokenizer import Tokenizer
@@ -88,14 +88,18 @@ def text(ids: list[int]) -> str:
 def test_an_engine_made_by_hand_completes_its_plan(tiny: Engine, truth: list[int]) -> None:
     plan = Plan(max_length=128, chunk=16, block=4)
     made = twin(tiny, plan=plan)
-    assert not plan.resolved
-    assert made.plan.resolved
+    assert isinstance(made.plan, ResolvedPlan)
     assert made.plan == dataclasses.replace(tiny.plan, memory_limit=made.plan.memory_limit)
     assert made.generate(PROMPT, max_tokens=9).token_ids == truth[:9]
     default = Engine(build_graph(tiny.graph.config, tiny.graph.drafter_config), tiny.params)
     assert default.plan.max_length == min(1024, tiny.graph.config.max_length)
     with pytest.raises(PlanError, match="max_length is 9999, but the target was made for"):
         twin(tiny, plan=Plan(max_length=9999))
+    choices = json.loads(made.plan.to_json()) | {"max_length": 9999}  # a file may make them all
+    with pytest.raises(PlanError, match="max_length is 9999, but the target was made for"):
+        twin(tiny, plan=Plan(**choices))
+    with pytest.raises(PlanError, match="block is 0, a choice left open"):
+        dataclasses.replace(made.plan, block=0)
 
 
 def test_engines_and_results_are_shown_in_one_line(spoken: Engine, tiny: Engine) -> None:

@@ -272,7 +272,7 @@ def test_made_choices_stay() -> None:
         made: dict[str, Any] = {"dtype": "float16", "activations": "float"} | shape
         made["weights"] = "float"
         plan = Plan(memory_limit=10**9, weight_layout=layout, **made)
-        assert complete(plan, memory=1) == plan
+        assert complete(plan, memory=1).to_json() == plan.to_json()
 
 
 def test_float_matrices_are_laid_out_for_blocks_where_vectors_are_256_bits(

@@ -16,6 +16,7 @@ from dflash_jax.hosts import messages
 from dflash_jax.hosts.group import HostGroup
 from dflash_jax.hosts.messages import HostDevices, pack
 from dflash_jax.hosts.remote import RemoteArray, RemoteExecutable, RemoteTree, completed
+from dflash_jax.plan import ResolvedPlan
 from dflash_jax.testing import AMPLE, tiny_target
 from tests.hosts.conftest import ScriptedWorker
 
@@ -196,7 +197,8 @@ def test_the_mesh_is_over_all_devices_of_the_hosts() -> None:
     eight = [HostDevices("cpu", 4, AMPLE)] * 2
     assert completed(plan, eight, target, None).mesh == (2, 4)
     assert completed(Plan(rows=3), eight, target, None).mesh == (1, 8)
-    assert completed(Plan(rows=2, mesh=(2, 2)), joined, target, None).resolved
+    made = completed(Plan(rows=2, mesh=(2, 2)), joined, target, None)
+    assert isinstance(made, ResolvedPlan)
     with pytest.raises(PlanError, match=r"mesh is 1 x 2, but 2 hosts have 4 devices, 2 each"):
         completed(Plan(rows=2, mesh=(1, 2)), joined, target, None)
     with pytest.raises(PlanError, match=r"but only 2\.0 B are allowed"):

@@ -16,7 +16,7 @@ from dflash_jax.graph.programs import Program
 from dflash_jax.graph.state import DecodeState
 from dflash_jax.graph.steps.inputs import SegmentInputs
 from dflash_jax.graph.steps.rows import Segment
-from dflash_jax.plan import Plan
+from dflash_jax.plan import ResolvedPlan
 
 Ids = tuple[int, ...]
 TAKE, PUT = ProgramKey(Step.TAKE_SEGMENT), ProgramKey(Step.PUT_SEGMENT)
@@ -34,7 +34,10 @@ class PrefixStore:
     """
 
     def __init__(
-        self, plan: Plan, programs: Mapping[ProgramKey, Program], identity: Callable[[], str]
+        self,
+        plan: ResolvedPlan,
+        programs: Mapping[ProgramKey, Program],
+        identity: Callable[[], str],
     ):
         self._expected: Segment = programs[PUT].arguments[3].segment
         self._slots, budget = plan.slots, plan.prefix_cache
@@ -162,7 +165,7 @@ class PrefixStore:
                 )
 
 
-def _open_disk(plan: Plan, identity: Callable[[], str], kinds: Kinds) -> PrefixDisk:
+def _open_disk(plan: ResolvedPlan, identity: Callable[[], str], kinds: Kinds) -> PrefixDisk:
     if jax.process_count() > 1:
         raise PlanError(
             "prefix_folder was given, but hosts that read different prefixes would make different"
