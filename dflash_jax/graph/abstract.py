@@ -156,15 +156,24 @@ class PlannedPair:
 
     @functools.cached_property
     def specs(self) -> dict[str, Spec]:
-        """How each packed parameter is packed, by its path with the role in front."""
-        if self.plan.weights == "packed":
-            return dict(self.plan.stored)
-        if self.plan.weights == "float":
+        """How each packed parameter is packed, by its path with the role in front.
+
+        A file's blocks stay as they are. Beside packed ones native kernels read a drafter's other
+        matrices in int8, as it decides nothing: in float32 they took half of a drafted step.
+        """
+        plan = self.plan
+        if plan.weights == "float":
             return {}
-        leaves, found = by_path(self._variables("params")), {}
+        packed = plan.weights == "packed"
+        found: dict[str, Spec] = dict(plan.stored) if packed else {}
+        rounded = ("drafter",) * (plan.kernels == "native") if packed else ("target", "drafter")
+        leaves = by_path(self._variables("params"))
         for path, form in self.forms.items():
             role = path.split("/")[0]
-            if chosen := spec(self.plan.weights, role, form, leaves[path].shape):
+            if path in found or role not in rounded:
+                continue
+            weights = "int8" if packed else plan.weights
+            if chosen := spec(weights, role, form, leaves[path].shape):
                 found[path] = chosen
         return found
 
