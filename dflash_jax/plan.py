@@ -94,7 +94,8 @@ class Plan:
         " packed (as in the file: Q8_0, Q4_0, Q4_1, Q4_K, Q6_K, AWQ, GPTQ, compressed-tensors);"
         " by default packed where the file has such blocks and there are kernels, else float",
         "cache",
-        details="With int4, head and drafter are int8. Packed ones are never unpacked in memory.",
+        details="With int4, head and drafter are int8; with packed ones and native kernels, the"
+        " drafter. Packed ones are never unpacked in memory.",
         automatic=True,
     )
     stored: Stored = plan_field((), "formats of packed matrices; filled in by `load`", "cache")

@@ -159,7 +159,7 @@ class PlannedPair:
         """How each packed parameter is packed, by its path with the role in front.
 
         A file's blocks stay as they are. Beside packed ones native kernels read a drafter's other
-        matrices in int8, as it decides nothing: in float32 they took half of a drafted step.
+        matrices in int8, as it decides nothing: in float32 they took a third of a drafted step.
         """
         plan = self.plan
         if plan.weights == "float":

@@ -29,7 +29,7 @@ from dflash_jax.loading import OpenPair, open_pair
 from dflash_jax.models import build_pair
 from dflash_jax.quant import layouts
 from dflash_jax.quant.layouts import Joined, Packed
-from dflash_jax.testing import planned, stored
+from dflash_jax.testing import planned, stored, tiny_drafter, tiny_target
 
 Q = gguf.GGMLQuantizationType
 CONFIG = {
@@ -296,6 +296,32 @@ def test_blocks_stay_packed_by_default_where_there_are_kernels(mixed: Path, kern
     assert resolved(pair, "gpu").weights == "packed"
     assert resolved(pair, "tpu").weights == "float"
     assert resolved(open_pair("tiny", None)).weights == "float"
+
+
+def test_a_drafter_beside_packed_blocks_is_int8_with_native_kernels() -> None:
+    """It decides nothing; its own blocks stay, and so do matrices that the file keeps as floats."""
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    blocks = (("target/layers_0/mlp/down", (1, (("Q8_0", 64),))),)
+
+    def kinds(**choices: Any) -> dict[str, str]:
+        stored = choices.pop("stored", blocks)
+        plan = dj.Plan(weights="packed", stored=stored, max_length=64, **choices)
+        specs = planned(target, drafter, plan).specs
+        return {path: how[1][0][0] for path, how in specs.items()}
+
+    native = kinds(kernels="native", weight_layout="interleaved")
+    of_target = {path for path in native if path.startswith("target")}
+    assert of_target == {blocks[0][0]}
+    assert native[blocks[0][0]] == "Q8_0"
+    int8 = planned(target, drafter, dj.Plan(weights="int8", max_length=64)).specs
+    expected = {path for path in int8 if path.startswith("drafter")}
+    assert set(native) - of_target == expected
+    assert {native[path] for path in expected} == {"int8"}
+    own = ("drafter/fc", (1, (("Q4_0", 64),)))
+    options = {"kernels": "native", "weight_layout": "interleaved"}
+    assert kinds(stored=(*blocks, own), **options)["drafter/fc"] == "Q4_0"
+    assert set(kinds(kernels="pallas")) == of_target
 
 
 @pytest.mark.parametrize(
