@@ -97,7 +97,7 @@ def parts() -> Iterator[Any]:
     from dflash_jax.graph.programs import Program
     from dflash_jax.kernels.caches import empty_cache
     from dflash_jax.kernels.pallas_attention import attend_kernel
-    from dflash_jax.kernels.products import abstract, contract
+    from dflash_jax.kernels.products import abstract, choose_products, contract
     from dflash_jax.nn.attention import attend_whole
     from dflash_jax.quant.layouts import KINDS
 
@@ -106,8 +106,9 @@ def parts() -> Iterator[Any]:
     x = jax.ShapeDtypeStruct((16, depth), half)
     for kind in KINDS:
         for kernel in (True, False) if kind != "int8" else (False,):
-            w = abstract((depth, columns), (1, ((kind, columns),)), half, kernel=kernel)
             how = "pallas" if kernel else "xla"
+            w = abstract((depth, columns), (1, ((kind, columns),)), half)
+            w = choose_products(w, how, "float")
             name = f"product 16 x {depth} x {columns}, {kind} by {how}"
             yield Program(ProgramKey(name), contract, (x, w))
     for dtype in (half, jnp.dtype("int8")):

@@ -24,7 +24,7 @@ from dflash_jax.graph.ngram import NGram
 from dflash_jax.graph.placement import device_mesh, param_shardings, place
 from dflash_jax.graph.resolve import resolve_here, wide_block
 from dflash_jax.graph.settings import isolated_jax_config
-from dflash_jax.kernels.products import set_weight_layout, with_kernel
+from dflash_jax.kernels.products import set_weight_layout
 from dflash_jax.models import build_pair
 from dflash_jax.plan import LEAST, Dtype, Plan, ResolvedPlan
 from dflash_jax.quant.layouts import LAID_OUT, STACK, Spec
@@ -213,7 +213,7 @@ class OpenPair:
             for role, model in self._models.items()
         }
         set_weight_layout(params, plan.weight_layout, self._forms)
-        return with_kernel(params, plan.kernels != "xla")
+        return params
 
     def with_stored(self, plan: Plan) -> Plan:
         """Return the plan, with the files' block formats if it may keep packed weights."""

@@ -20,7 +20,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
 from dflash_jax.graph import Graph, Pair
 from dflash_jax.graph.abstract import PlannedPair
-from dflash_jax.kernels.products import set_weight_layout, with_kernel
+from dflash_jax.kernels.products import set_weight_layout
 from dflash_jax.models import build_graph
 from dflash_jax.plan import LEAST, Plan
 from dflash_jax.quant.layouts import pack_tree
@@ -76,8 +76,7 @@ def engine(graph: Graph, *, seed: int = 0) -> Engine:
     plan = graph.plan
     packed = pack_tree(random_params(graph.pair, dtype=plan.dtype, seed=seed), graph.specs)
     set_weight_layout(packed, plan.weight_layout, graph.forms)
-    params = with_kernel(packed, plan.kernels != "xla")
-    return Engine(graph, jax.device_put(params))
+    return Engine(graph, jax.device_put(packed))
 
 
 def random_params(pair: Pair, *, dtype: str = "float32", seed: int = 0) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.graph import Graph
 from dflash_jax.graph.keys import Variant
 from dflash_jax.graph.resolve import resolve
-from dflash_jax.kernels.products import with_kernel
 from dflash_jax.models import build_graph, build_pair
 from dflash_jax.plan import Plan
 from dflash_jax.quant.layouts import HEAD, KINDS, MATRIX, STORED, Packed, Spec, fits, pack_tree
@@ -326,10 +325,8 @@ def _random_engine(setup: Setup, plan: Plan) -> Engine:
         params = _with_blocks(params, dict(plan.stored), setup.weights_seed)
     else:
         params = pack_tree(params, planned(target, drafter, plan).specs)
-    params = jax.device_put(with_kernel(params, plan.kernels != "xla"))
-    return Engine(
-        build_graph(target, drafter, plan), params, tokenizer=make_tokenizer(setup.syntax)
-    )
+    graph = build_graph(target, drafter, plan)
+    return Engine(graph, jax.device_put(params), tokenizer=make_tokenizer(setup.syntax))
 
 
 def _configs(setup: Setup) -> tuple[TargetConfig, DrafterConfig]:

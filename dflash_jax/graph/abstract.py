@@ -15,15 +15,12 @@ from dflash_jax.graph.state import DecodeState, idle_rules
 from dflash_jax.graph.steps.drafting import RowDraftSampler
 from dflash_jax.graph.steps.pair import Pair, Params
 from dflash_jax.kernels.caches import LayerCache, RecurrentCache, empty_cache, empty_recurrent
-from dflash_jax.kernels.products import abstract, abstract_layout
+from dflash_jax.kernels.products import abstract, abstract_layout, choose_products
 from dflash_jax.plan import LEAST, ResolvedPlan
 from dflash_jax.quant.layouts import FLOAT, LAID_OUT, Spec, spec
 
 # Fields of a plan that are static options of steps.
-OPTIONS = (
-    *("exact", "block", "kernels", "activations"),
-    *("min_survival", "draft_window", "ngram", "report_drafts"),
-)
+OPTIONS = ("exact", "block", "kernels", "min_survival", "draft_window", "ngram", "report_drafts")
 
 
 def path_name(path: Any) -> str:
@@ -138,12 +135,12 @@ class PlannedPair:
         """
         plan, forms, specs = self.plan, self.forms, self.specs
         roles = {path.split("/")[0] for path in forms}  # whose models declare their weights
-        dtype, kernel = jnp.dtype(plan.dtype), plan.kernels != "xla"
+        dtype = jnp.dtype(plan.dtype)
 
         def planned(path: Any, x: jax.ShapeDtypeStruct) -> Any:
             name, key = path_name(path), str(getattr(path[-1], "key", ""))
             if name in specs:
-                packed = abstract(x.shape, specs[name], dtype, kernel=kernel)
+                packed = abstract(x.shape, specs[name], dtype)
                 return abstract_layout(packed, plan.weight_layout)
             kept = not jnp.issubdtype(x.dtype, jnp.floating) or key in ALWAYS_FLOAT32
             form = forms.get(name, FLOAT)
@@ -152,7 +149,8 @@ class PlannedPair:
             stored = jax.ShapeDtypeStruct(x.shape, x.dtype if kept else chosen)
             return abstract_layout(stored, plan.weight_layout) if form in LAID_OUT else stored
 
-        return jax.tree_util.tree_map_with_path(planned, self._variables("params"))
+        shapes = jax.tree_util.tree_map_with_path(planned, self._variables("params"))
+        return choose_products(shapes, plan.kernels, plan.activations)
 
     @functools.cached_property
     def specs(self) -> dict[str, Spec]:
@@ -195,9 +193,11 @@ class PlannedPair:
 
     def _variables(self, kind: str) -> dict[str, Any]:
         """Return shapes of the variables of a kind, by role."""
-        found = {"target": _variables(self.pair.target, None)}
-        if self.pair.drafter is not None:
-            found["drafter"] = _variables(self.pair.target, self.pair.drafter)
+        # By the kernels of a plain `Pair`, so that they are traced once for all plans.
+        pair = Pair(self.pair.target, self.pair.drafter)
+        found = {"target": _variables(pair.target, None)}
+        if pair.drafter is not None:
+            found["drafter"] = _variables(pair.target, pair.drafter)
         return {role: variables.get(kind, {}) for role, variables in found.items()}
 
 
@@ -243,8 +243,9 @@ def _initial(target: Any, drafter: Any, key: jax.Array) -> dict[str, Any]:
         lambda tokens: jnp.zeros((*tokens.shape, c.hidden_size), jnp.float32),
         lambda hidden: jnp.zeros((*hidden.shape[:-1], c.vocab_size), jnp.float32),
     )
-    size = c.vocab_size
-    sampler = RowDraftSampler(idle_rules(LEAST), start, start, 1, sampled=False, vocab_size=size)
+    sampler = RowDraftSampler(
+        idle_rules(LEAST), start, start, 1, sampled=False, vocab_size=c.vocab_size, kernels="xla"
+    )
     given = (state, tokens, taps, start, shared, sampler)
     return dict(model.init(key, *given, method=_all_of_drafter))
 

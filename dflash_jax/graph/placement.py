@@ -22,7 +22,7 @@ from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.graph.state import DecodeState
 from dflash_jax.graph.steps.pair import Params
 from dflash_jax.kernels.caches import LayerCache
-from dflash_jax.kernels.products import set_weight_layout, with_kernel
+from dflash_jax.kernels.products import choose_products, set_weight_layout
 from dflash_jax.plan import ResolvedPlan
 from dflash_jax.quant.layouts import (
     QUANTISED,
@@ -46,6 +46,7 @@ def place_params(planned: PlannedPair, params: Params) -> Params:
     params = jax.tree.map(lambda x: x, params, is_leaf=lambda x: isinstance(x, StructuredWeight))
     # In the copy of the tree.
     set_weight_layout(params, plan.weight_layout, planned.forms)
+    params = choose_products(params, plan.kernels, plan.activations)
     if plan.two_devices and pair.drafter is not None:
         return two_devices.place_params(plan, params, pair.target)
     mesh = device_mesh(plan)
@@ -65,7 +66,7 @@ def updated_params(planned: PlannedPair, given: Any, present: Params) -> Params:
     Raises:
       CheckpointError: parameters are missing or unknown, or have another shape or type.
     """
-    plan = planned.plan
+    plan, products = planned.plan, (planned.plan.kernels, planned.plan.activations)
     unpacked: dict[str, Any] = {"weights": "float", "stored": (), "kernels": "xla"}
     unpacked["weight_layout"] = "row_major"
     wanted = PlannedPair(planned.pair, dataclasses.replace(plan, **unpacked)).params
@@ -78,7 +79,10 @@ def updated_params(planned: PlannedPair, given: Any, present: Params) -> Params:
     replaced = {role: tree for role, tree in wanted.items() if role in given}
     expected, found = by_path(replaced), by_path(given, StructuredWeight)
     # A variable of Flax NNX is a node, whose leaf is its value.
-    found = {x if x in expected else x.removesuffix("/value"): leaf for x, leaf in found.items()}
+    found = {
+        x if x in expected else x.removesuffix("/value"): choose_products(leaf, *products)
+        for x, leaf in found.items()
+    }
     problems = [f"{name} is unknown" for name in found if name not in expected]
     for name, x in expected.items():
         if problem := _misfit(found.get(name), x, old[name], planned.specs.get(name)):
@@ -105,7 +109,6 @@ def updated_params(planned: PlannedPair, given: Any, present: Params) -> Params:
         return np.asarray(leaf).astype(x.dtype)
 
     made = jax.tree_util.tree_map_with_path(make, replaced)
-    made = with_kernel(made, plan.kernels != "xla")
     placed = place_params(planned, {role: made.get(role, present[role]) for role in wanted})
     return jax.device_put(placed, jax.tree.map(lambda leaf: leaf.sharding, present))
 

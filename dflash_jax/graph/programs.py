@@ -31,7 +31,6 @@ from dflash_jax.graph.steps.logits_processing import mask_words, neutral_logits_
 from dflash_jax.graph.steps.multi_step import multi_step, plain_multi_step
 from dflash_jax.graph.steps.pair import Observed, Pair
 from dflash_jax.kernels.caches import zero_rows
-from dflash_jax.kernels.selection import using_kernels
 from dflash_jax.plan import ResolvedPlan
 
 Call = Callable[..., Any]
@@ -216,7 +215,7 @@ class _Declaration:
         pair = dataclasses.replace(self.pair, sampled=sampled, **options)
         processed = variant in LOGITS_VARIANTS and step != Step.DRAFT
         arguments = (self.params, self.state, self.logits_state if processed else None, inputs)
-        function = functools.partial(_run_model, pair, function)
+        function = functools.partial(function, pair)
         return Program(ProgramKey(step, variant), function, arguments, STATES)
 
     def _rows(self, step: Step, function: Call, inputs: Any) -> Program:
@@ -228,11 +227,6 @@ class _Declaration:
 def _wrapped(program: Program, wrapper: Call, **static: Any) -> Program:
     function = functools.partial(wrapper, program.function, **static)
     return dataclasses.replace(program, function=function)
-
-
-def _run_model(pair: Pair, function: Call, *arguments: Any) -> Any:
-    with using_kernels(pair.kernels, pair.activations):
-        return function(pair, *arguments)
 
 
 def _change_rows(function: Call, params: None, state: Any, logits_state: None, inputs: Any) -> Any:

@@ -106,6 +106,7 @@ class Target(Protocol):
         parameters; a drafter on a device of its own needs a copy of these. By default of all.
       any_width: whether a token has the same bits in calls of every width, so that plain steps of
         exact plans may be one token wide. By default they are as wide as blocks.
+      kernels: a field of a Linen module, which `Pair` sets to `Plan.kernels`.
     """
 
     @property
@@ -254,6 +255,7 @@ class Drafter(Protocol):
         `LayerCache`s need neither; other drafters do not know tokens that come from the cache.
       windowed(window): a drafter with the same parameters that sees no more than the last `window`
         positions of a row (`Plan.draft_window`).
+      kernels: as of a target.
       describe(): one line for reports.
     """
 
@@ -300,6 +302,13 @@ class Drafter(Protocol):
 
 
 # -- calls of members, and what is done where optional ones are absent -----------------------------
+
+
+def with_kernels(model: Any, kernels: str) -> Any:
+    """Return a Linen module with a value of its field `kernels`, any other model as it is."""
+    if not isinstance(model, nn.Module) or "kernels" not in model.__dataclass_fields__:
+        return model
+    return model.clone(kernels=kernels)
 
 
 def call(model: Any, params: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:

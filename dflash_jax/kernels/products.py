@@ -41,7 +41,9 @@ jax.tree_util.register_dataclass(
     Packed, data_fields=["arrays"], meta_fields=["kind", "shape", "kernel"]
 )
 jax.tree_util.register_dataclass(Joined, data_fields=["parts"], meta_fields=["axis", "shape"])
-jax.tree_util.register_dataclass(Interleaved, data_fields=["arrays"], meta_fields=["kind", "shape"])
+jax.tree_util.register_dataclass(
+    Interleaved, data_fields=["arrays"], meta_fields=["kind", "shape", "by_floats"]
+)
 jax.tree_util.register_dataclass(ColumnMajor, data_fields=["array"], meta_fields=[])
 jax.tree_util.register_dataclass(Tiled, data_fields=["row_major", "tiles"], meta_fields=[])
 
@@ -99,14 +101,11 @@ def gather(w: Weight, ids: Int[Array, "*places"], dtype: jnp.dtype) -> Array:
     return table.T.astype(dtype).reshape(*ids.shape, w.shape[0])
 
 
-def abstract(
-    shape: tuple[int, ...], spec: Spec, dtype: jnp.dtype, *, kernel: bool = False
-) -> Packed | Joined:
+def abstract(shape: tuple[int, ...], spec: Spec, dtype: jnp.dtype) -> Packed | Joined:
     """Return the shapes of a weight [D, ...] packed by a specification.
 
     Args:
       dtype: dtype of the parts that are not packed.
-      kernel: whether a GPU multiplies by the Pallas kernel.
     """
     axis, parts = spec
     shapes: list[Any] = []
@@ -121,7 +120,7 @@ def abstract(
             name: jax.ShapeDtypeStruct((rows, count), jnp.dtype(stored))
             for name, (rows, stored) in KINDS[kind].arrays(shape[0]).items()
         }
-        shapes.append(Packed(arrays, kind, part, kernel))
+        shapes.append(Packed(arrays, kind, part))
     return shapes[0] if len(shapes) == 1 else Joined(tuple(shapes), axis, shape)
 
 
@@ -244,13 +243,17 @@ def _dot(
     )
 
 
-def with_kernel(params: Any, kernel: bool) -> Any:
-    """Return a parameter tree whose packed weights use the Pallas kernel, or do not."""
+def choose_products(params: Any, kernels: str, activations: str) -> Any:
+    """Return a parameter tree whose packed weights are multiplied as these fields of a plan say."""
 
     def choose(leaf: Any) -> Any:
-        return dataclasses.replace(leaf, kernel=kernel) if isinstance(leaf, Packed) else leaf
+        if isinstance(leaf, Packed):
+            return dataclasses.replace(leaf, kernel=kernels != "xla")
+        if isinstance(leaf, Interleaved) and leaf.kind == "int8":
+            return dataclasses.replace(leaf, by_floats=activations == "float")
+        return leaf
 
-    return jax.tree.map(choose, params, is_leaf=lambda leaf: isinstance(leaf, Packed))
+    return jax.tree.map(choose, params, is_leaf=lambda leaf: isinstance(leaf, Packed | Interleaved))
 
 
 def set_weight_layout(

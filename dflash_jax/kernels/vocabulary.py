@@ -5,14 +5,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.kernels.native.layers import largest
-from dflash_jax.kernels.selection import kernels
 
 CHUNK = 128  # values that are skipped together if their maximum is too small
 
 Ranked = tuple[Float[Array, "*places N"], Int[Array, "*places N"]]  # values and indices
 
 
-def argmax(scores: Float[Array, "*places N"]) -> Int[Array, "*places"]:
+def argmax(scores: Float[Array, "*places N"], kernels: str) -> Int[Array, "*places"]:
     """Return the index of the largest score of each place, the first of equal ones.
 
     A place with NaN gets an undefined index within range. By XLA as two reductions: that of
@@ -20,7 +19,7 @@ def argmax(scores: Float[Array, "*places N"]) -> Int[Array, "*places"]:
     both reductions read the same numbers: fused into each of them, the computation of the scores
     might round differently, and no score would equal the largest.
     """
-    if kernels() == "native":
+    if kernels == "native":
         return largest(scores)[0]
     scores = jax.lax.optimization_barrier(scores)
     last = scores.shape[-1] - 1
@@ -28,9 +27,9 @@ def argmax(scores: Float[Array, "*places N"]) -> Int[Array, "*places"]:
     return jnp.where(is_best, jnp.arange(last + 1, dtype=jnp.int32), last).min(axis=-1)
 
 
-def all_finite(x: Float[Array, "*places N"]) -> Bool[Array, "*places"]:
+def all_finite(x: Float[Array, "*places N"], kernels: str) -> Bool[Array, "*places"]:
     """Return whether all numbers of each place are finite."""
-    if kernels() == "native":
+    if kernels == "native":
         return largest(x)[1]
     return jnp.isfinite(x).all(axis=-1)
 

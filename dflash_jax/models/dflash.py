@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DrafterConfig
-from dflash_jax.graph.protocols import CacheMaker, Draft, DraftSampler, SharedLayers
+from dflash_jax.graph.protocols import CacheMaker, Draft, DraftSampler, SharedLayers, with_kernels
 from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.nn.attention import (
     attend,
@@ -60,6 +60,7 @@ class DrafterAttention(nn.Module):
     config: DrafterConfig
     window: int | None
     causal: bool
+    kernels: str
 
     def setup(self) -> None:
         """Declare the weights."""
@@ -84,8 +85,8 @@ class DrafterAttention(nn.Module):
             q += self.q_bias[None, None]
         groups = c.num_heads // c.num_kv_heads
         q = q.reshape(*x.shape[:2], c.num_kv_heads, groups, c.head_dim)
-        q = rms_norm(q, self.q_norm, c.rms_norm_eps)
-        return rotate(q, *rope_tables(c.rope, c.head_dim, positions))
+        q = rms_norm(q, self.q_norm, c.rms_norm_eps, self.kernels)
+        return rotate(q, *rope_tables(c.rope, c.head_dim, positions), self.kernels)
 
     def keys_values(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"]
@@ -96,8 +97,8 @@ class DrafterAttention(nn.Module):
         if c.attention_bias:
             kv += self.kv_bias[None, None]
         k, v = halves(kv)
-        k = rms_norm(k, self.k_norm, c.rms_norm_eps)
-        return rotate(k, *rope_tables(c.rope, c.head_dim, positions)), v
+        k = rms_norm(k, self.k_norm, c.rms_norm_eps, self.kernels)
+        return rotate(k, *rope_tables(c.rope, c.head_dim, positions), self.kernels), v
 
     def output(self, heads: Float[Array, "B T N*H"]) -> Float[Array, "B T D"]:
         """Apply the output projection."""
@@ -110,7 +111,8 @@ class DrafterAttention(nn.Module):
         cache = write_finite(cache, *self.keys_values(x, positions), positions[:, 0])
         keys = slot_positions(positions[:, -1] + 1, cache.slots)
         seen = visible(positions, keys, causal=self.causal, window=self.window)
-        return self.output(attend(self.queries(x, positions), cache, seen)), cache
+        heads = attend(self.queries(x, positions), cache, seen, self.kernels)
+        return self.output(heads), cache
 
 
 def write_finite(
@@ -130,12 +132,13 @@ class DrafterLayer(nn.Module):
     config: DrafterConfig
     window: int | None
     causal: bool
+    kernels: str = "xla"
 
     def setup(self) -> None:
         """Declare the weights."""
         c = self.config
         self.input_norm = norm_weight(self, "input_norm", c.hidden_size)
-        self.attention = DrafterAttention(c, self.window, self.causal)
+        self.attention = DrafterAttention(c, self.window, self.causal, self.kernels)
         self.post_attention_norm = norm_weight(self, "post_attention_norm", c.hidden_size)
         self.mlp = GatedMLP(c.hidden_size, c.intermediate_size)
 
@@ -150,10 +153,10 @@ class DrafterLayer(nn.Module):
         """Apply the layer with a given attention: x + attend(norm(x)), then x + mlp(norm(x))."""
         eps = self.config.rms_norm_eps
         with jax.named_scope("attention"):
-            h, kept = attend(rms_norm(x, self.input_norm, eps))
+            h, kept = attend(rms_norm(x, self.input_norm, eps, self.kernels))
             x = x + h
         with jax.named_scope("mlp"):
-            return x + self.mlp(rms_norm(x, self.post_attention_norm, eps)), kept
+            return x + self.mlp(rms_norm(x, self.post_attention_norm, eps, self.kernels)), kept
 
 
 class DFlash(nn.Module):
@@ -163,10 +166,12 @@ class DFlash(nn.Module):
 
     Attributes:
       layer: makes a layer from the config, its window, and whether it is causal in the block.
+      kernels: of norms, rotations, attention and largest numbers, as `Plan.kernels`.
     """
 
     config: DrafterConfig
     layer: Callable[..., Any] = DrafterLayer
+    kernels: str = "xla"
 
     def setup(self) -> None:
         """Declare the weights."""
@@ -174,7 +179,7 @@ class DFlash(nn.Module):
         self.fc = matrix(self, "fc", (len(c.target_layer_ids) * c.hidden_size, c.hidden_size))
         self.hidden_norm = norm_weight(self, "hidden_norm", c.hidden_size)
         self.layers = [
-            self.layer(c, window, causal)
+            with_kernels(self.layer(c, window, causal), self.kernels)
             for window, causal in zip(c.windows, c.causal, strict=True)
         ]
         self.norm = norm_weight(self, "norm", c.hidden_size)
@@ -225,7 +230,7 @@ class DFlash(nn.Module):
     def fuse(self, taps: Sequence[Float[Array, "B T D"]]) -> Float[Array, "B T D"]:
         """Return c = norm(fc(taps)), with the taps concatenated in config order."""
         c = dot(jnp.concatenate(taps, axis=-1), self.fc)
-        return rms_norm(c, self.hidden_norm, self.config.rms_norm_eps)
+        return rms_norm(c, self.hidden_norm, self.config.rms_norm_eps, self.kernels)
 
     def observe(
         self,
@@ -264,7 +269,7 @@ class DFlash(nn.Module):
         for layer, cache in zip(self.layers, caches, strict=True):
             x, cache = layer(x, cache, positions)
             written.append(cache)
-        return rms_norm(x, self.norm, self.config.rms_norm_eps), tuple(written)
+        return rms_norm(x, self.norm, self.config.rms_norm_eps, self.kernels), tuple(written)
 
     def predict(
         self,

@@ -49,7 +49,7 @@ class DynamicConvolution(nn.Module):
         self.base = declare(self, "base", identity, shape)
         self.kernel = weight(self, "kernel", (c.hidden_size, 2 * c.conv_kernel_size * groups), 0.0)
 
-    def kernels(self, x: Float[Array, "B T D"]) -> Float[Array, "B T 2 taps groups"]:
+    def dynamic(self, x: Float[Array, "B T D"]) -> Float[Array, "B T 2 taps groups"]:
         """Return the dynamic kernels of both sides at every position."""
         c = self.config
         return dot(x, self.kernel).reshape(*x.shape[:2], 2, c.conv_kernel_size, -1)
@@ -74,13 +74,14 @@ class ConvolvedLayer(nn.Module):
     config: DFlash2Config
     window: int | None
     causal: bool
+    kernels: str = "xla"
 
     def setup(self) -> None:
         """Declare the weights."""
         c = self.config
         self.input_norm = norm_weight(self, "input_norm", c.hidden_size)
         self.attention_conv = DynamicConvolution(c)
-        self.attention = DrafterAttention(c, self.window, self.causal)
+        self.attention = DrafterAttention(c, self.window, self.causal, self.kernels)
         self.post_attention_norm = norm_weight(self, "post_attention_norm", c.hidden_size)
         self.mlp_conv = DynamicConvolution(c)
         self.mlp = GatedMLP(c.hidden_size, c.intermediate_size)
@@ -96,14 +97,14 @@ class ConvolvedLayer(nn.Module):
         """As in `DrafterLayer`, with inputs and outputs of attention and MLP convolved."""
         eps, conv = self.config.rms_norm_eps, self.attention_conv
         with jax.named_scope("attention"):
-            h = rms_norm(x, self.input_norm, eps)
-            kernels = conv.kernels(h)
+            h = rms_norm(x, self.input_norm, eps, self.kernels)
+            kernels = conv.dynamic(h)
             h, kept = attend(conv(h, kernels, 0))
             x = x + conv(h, kernels, 1)
         conv = self.mlp_conv
         with jax.named_scope("mlp"):
-            h = rms_norm(x, self.post_attention_norm, eps)
-            kernels = conv.kernels(h)
+            h = rms_norm(x, self.post_attention_norm, eps, self.kernels)
+            kernels = conv.dynamic(h)
             return x + conv(self.mlp(conv(h, kernels, 0)), kernels, 1), kept
 
 
@@ -131,7 +132,7 @@ class DFlash2(DFlash):
     ) -> tuple[Draft, tuple[LayerCache, ...]]:
         """Draft along the selector's path."""
         hidden, logits, caches = self.predict(caches, anchor, start, shared, sampler.places)
-        finite = all_finite(logits).all(axis=1)
+        finite = all_finite(logits, self.kernels).all(axis=1)
         with jax.named_scope("selector"):
             unary, index = top_k(logits, self.config.selector_top_k)
             ids = self.token(index)

@@ -80,7 +80,7 @@ class DSpark(DFlash):
         caches: tuple[LayerCache, ...],
         sampler: DraftSampler,
     ) -> tuple[Draft, tuple[LayerCache, ...]]:
-        token, finite = anchor, all_finite(logits).all(axis=1)
+        token, finite = anchor, all_finite(logits, self.kernels).all(axis=1)
         state = jnp.zeros((anchor.shape[0], self.config.markov_rank), hidden.dtype)
         path, read = [], []
         for i in range(logits.shape[1]):

@@ -4,6 +4,7 @@ Full layers have other head widths and numbers, and may use their raw keys as va
 layers may have no keys: they read the cache of an earlier layer.
 """
 
+import functools
 from collections.abc import Sequence
 
 import flax.linen as nn
@@ -48,6 +49,7 @@ class Gemma4Attention(nn.Module):
 
     config: Gemma4Config
     layer: int
+    kernels: str
 
     @nn.compact
     def __call__(
@@ -61,16 +63,17 @@ class Gemma4Attention(nn.Module):
         if c.attention_bias:
             qkv += weight(self, "qkv_bias", shape, split=0)[None, None]
         turn = rope_tables(c.full_rope if window is None else c.rope, width, positions)
+        norm = functools.partial(rms_norm_wide, eps=c.rms_norm_eps, kernels=self.kernels)
         q_norm = norm_weight(self, "q_norm", width)
-        q = rotate(rms_norm_wide(qkv[..., :groups, :], q_norm, c.rms_norm_eps), *turn)
+        q = rotate(norm(qkv[..., :groups, :], q_norm), *turn, self.kernels)
         if own:
             k_norm = norm_weight(self, "k_norm", width)
-            k = rotate(rms_norm_wide(qkv[..., groups, :], k_norm, c.rms_norm_eps), *turn)
-            v = rms_norm_wide(qkv[..., -1, :], None, c.rms_norm_eps)
+            k = rotate(norm(qkv[..., groups, :], k_norm), *turn, self.kernels)
+            v = norm(qkv[..., -1, :], None)
             cache = write_keys_values(cache, k, v, positions[:, 0])
         keys = slot_positions(positions[:, -1] + 1, cache.slots)
         seen = visible(positions, keys, causal=True, window=window)
-        heads = attend(q, cache, seen, scale=SCALE)
+        heads = attend(q, cache, seen, self.kernels, scale=SCALE)
         out = dot(heads, matrix(self, "o", (c.num_heads * width, c.hidden_size), split=0))
         if c.attention_bias:
             out += weight(self, "o_bias", (c.hidden_size,))[None, None]
@@ -89,13 +92,15 @@ class Experts(nn.Module):
     """
 
     config: Gemma4Config
+    kernels: str
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Route by x and apply the experts to h."""
         c = self.config
         scale = norm_weight(self, "router_scale", c.hidden_size)[None, None]
-        seen = times(rms_norm_wide(x, None, c.rms_norm_eps) * scale, c.hidden_size**-0.5)
+        normed = rms_norm_wide(x, None, c.rms_norm_eps, self.kernels)
+        seen = times(normed * scale, c.hidden_size**-0.5)
         logits = dot(seen, weight(self, "router", (c.hidden_size, c.num_experts)))
         ids, shares = softmax_then_top(logits, c.experts_per_token, normalise=True)
         of_each = norm_weight(self, "expert_scale", c.num_experts).astype(jnp.float32)
@@ -108,13 +113,15 @@ class PerLayerInput(nn.Module):
     """norm(project(gelu(gate(x)) · p)), where p is the token's vector for this layer."""
 
     config: Gemma4Config
+    kernels: str
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], p: Float[Array, "B T P"]) -> Float[Array, "B T D"]:
         c = self.config
         gate = gelu_tanh(dot(x, weight(self, "gate", (c.hidden_size, c.per_layer_size))))
         h = dot(gate * p, weight(self, "project", (c.per_layer_size, c.hidden_size)))
-        return rms_norm_wide(h, norm_weight(self, "norm", c.hidden_size), c.rms_norm_eps)
+        w = norm_weight(self, "norm", c.hidden_size)
+        return rms_norm_wide(h, w, c.rms_norm_eps, self.kernels)
 
 
 class Gemma4Layer(nn.Module):
@@ -122,6 +129,7 @@ class Gemma4Layer(nn.Module):
 
     config: Gemma4Config
     layer: int
+    kernels: str = "xla"
 
     @nn.compact
     def __call__(
@@ -135,21 +143,22 @@ class Gemma4Layer(nn.Module):
         c = self.config
 
         def norm(name: str, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-            return rms_norm_wide(h, norm_weight(self, name, c.hidden_size), c.rms_norm_eps)
+            w = norm_weight(self, name, c.hidden_size)
+            return rms_norm_wide(h, w, c.rms_norm_eps, self.kernels)
 
         with jax.named_scope("attention"):
-            attention = Gemma4Attention(c, self.layer, name="attention")
+            attention = Gemma4Attention(c, self.layer, self.kernels, name="attention")
             h, cache = attention(norm("input_norm", x), cache, positions)
             x = x + norm("post_attention_norm", h)
         with jax.named_scope("mlp"):
             mlp = GatedMLP(c.hidden_size, c.mlp_size(self.layer), gelu_tanh, name="mlp")
             h = mlp(norm("pre_mlp_norm", x))
             if c.num_experts:
-                routed = Experts(c, name="routed")(x, norm("pre_experts_norm", x))
+                routed = Experts(c, self.kernels, name="routed")(x, norm("pre_experts_norm", x))
                 h = norm("post_dense_norm", h) + norm("post_experts_norm", routed)
             early = x = x + norm("post_mlp_norm", h)
         if p is not None:
-            x = x + PerLayerInput(c, name="per_layer")(x, p)
+            x = x + PerLayerInput(c, self.kernels, name="per_layer")(x, p)
         return x * norm_weight(self, "scalar", 1)[None, None], early, cache
 
 
@@ -194,7 +203,7 @@ class Gemma4(Decoder):
             p = None if vectors is None else vectors[:, :, i]
             x, early, written[at] = layer(x, written[at], positions, p)
             states.append(early if taps_at == EARLY else x)
-        hidden = self.final_norm(x, self.norm, self.config.rms_norm_eps)
+        hidden = self.final_norm(x, self.norm, self.config.rms_norm_eps, self.kernels)
         if taps_at == UPSTREAM:
             states[-1] = hidden
         kept = tuple(states[i] for i in taps)
@@ -214,7 +223,7 @@ class Gemma4(Decoder):
         own = jnp.take(self.layer_embedding, tokens, axis=0, mode="clip")
         own *= jnp.asarray(c.per_layer_size**0.5, own.dtype)
         seen = times(dot(x, self.layer_projection), c.hidden_size**-0.5)
-        seen = rms_norm_wide(seen, self.layer_norm, c.rms_norm_eps)
+        seen = rms_norm_wide(seen, self.layer_norm, c.rms_norm_eps, self.kernels)
         return times(seen + own, 0.5**0.5)
 
 

@@ -49,6 +49,7 @@ class GatedAttention(nn.Module):
     """
 
     config: HybridConfig
+    kernels: str
 
     @nn.compact
     def __call__(
@@ -63,13 +64,15 @@ class GatedAttention(nn.Module):
         pairs = fused[..., : 2 * groups, :].reshape(*fused.shape[:3], groups, 2, c.head_dim)
         q, gate = pairs[..., 0, :], pairs[..., 1, :]  # [B, T, K, G, H]
         k, v = fused[..., 2 * groups, :], fused[..., 2 * groups + 1, :]
-        q = rms_norm_from_one(q, norm_weight(self, "q_norm", c.head_dim), c.rms_norm_eps)
-        k = rms_norm_from_one(k, norm_weight(self, "k_norm", c.head_dim), c.rms_norm_eps)
+        eps = c.rms_norm_eps
+        q = rms_norm_from_one(q, norm_weight(self, "q_norm", c.head_dim), eps, self.kernels)
+        k = rms_norm_from_one(k, norm_weight(self, "k_norm", c.head_dim), eps, self.kernels)
         turn = rope_tables(c.rope, c.rotary_dim, positions)
-        q, k = (rotate_leading(a, *turn) for a in (q, k))
+        q, k = (rotate_leading(a, *turn, self.kernels) for a in (q, k))
         cache = write_keys_values(cache, k, v, positions[:, 0])
         keys = slot_positions(positions[:, -1] + 1, cache.slots)
-        out = attend(q, cache, visible(positions, keys, causal=True, window=None))
+        seen = visible(positions, keys, causal=True, window=None)
+        out = attend(q, cache, seen, self.kernels)
         out = out * jax.nn.sigmoid(gate).reshape(out.shape)
         out = dot(out, matrix(self, "o", (c.num_heads * c.head_dim, c.hidden_size), split=0))
         if c.attention_bias:
@@ -81,6 +84,7 @@ class GatedDelta(nn.Module):
     """A Gated DeltaNet mixer: convolution, gated delta rule and gated norm."""
 
     config: HybridConfig
+    kernels: str
 
     def setup(self) -> None:
         """Declare the weights."""
@@ -129,9 +133,9 @@ class GatedDelta(nn.Module):
         self, o: Float[Array, "B T N Q"], z: Float[Array, "B T N*Q"]
     ) -> Float[Array, "B T N*Q"]:
         """Apply the norm of each head, then its gate."""
-        normed = rms_norm(o, self.norm, self.config.rms_norm_eps).astype(jnp.float32)
+        normed = rms_norm(o, self.norm, self.config.rms_norm_eps, self.kernels)
         gate = jax.nn.silu(z.astype(jnp.float32))
-        return (normed.reshape(z.shape) * gate).astype(o.dtype)
+        return (normed.astype(jnp.float32).reshape(z.shape) * gate).astype(o.dtype)
 
 
 class SharedExperts(nn.Module):
@@ -155,6 +159,7 @@ class HybridLayer(nn.Module):
 
     config: HybridConfig
     recurrent: bool
+    kernels: str = "xla"
 
     @nn.compact
     def __call__(
@@ -168,15 +173,17 @@ class HybridLayer(nn.Module):
         c = self.config
         with jax.named_scope("delta" if self.recurrent else "attention"):
             scale = norm_weight(self, "input_norm", c.hidden_size)
-            h = rms_norm_from_one(x, scale, c.rms_norm_eps)
+            h = rms_norm_from_one(x, scale, c.rms_norm_eps, self.kernels)
             if isinstance(cache, RecurrentCache):
-                h, update = GatedDelta(c, name="delta")(h, cache, chunked=chunked)
+                delta = GatedDelta(c, self.kernels, name="delta")
+                h, update = delta(h, cache, chunked=chunked)
             else:
-                h, update = GatedAttention(c, name="attention")(h, cache, positions)
+                attention = GatedAttention(c, self.kernels, name="attention")
+                h, update = attention(h, cache, positions)
             x = x + h
         with jax.named_scope("mlp"):
             scale = norm_weight(self, "post_attention_norm", c.hidden_size)
-            h = rms_norm_from_one(x, scale, c.rms_norm_eps)
+            h = rms_norm_from_one(x, scale, c.rms_norm_eps, self.kernels)
             if c.num_experts:
                 return x + SharedExperts(c, name="mlp")(h), update
             return x + GatedMLP(c.hidden_size, c.intermediate_size, name="mlp")(h), update

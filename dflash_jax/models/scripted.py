@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.graph.protocols import CacheMaker, Draft, DraftSampler, SharedLayers
+from dflash_jax.graph.protocols import CacheMaker, Draft, DraftSampler, SharedLayers, with_kernels
 from dflash_jax.nn.layers import declare
 
 
@@ -36,6 +36,7 @@ class Scripted(nn.Module):
     overruled: Any
     rows: int = 1
     length: int = 64
+    kernels: str = "xla"
 
     config = _of_overruled("config")
     taps = _of_overruled("taps")
@@ -46,7 +47,8 @@ class Scripted(nn.Module):
 
     def setup(self) -> None:
         """Declare the weights."""
-        nn.share_scope(self, self.overruled)
+        self.drafter = with_kernels(self.overruled, self.kernels)
+        nn.share_scope(self, self.drafter)
         shape = (self.rows, self.length, 2)
         self.script = declare(self, "script", nn.initializers.zeros, shape)
 
@@ -62,7 +64,7 @@ class Scripted(nn.Module):
         start: Int[Array, " B"],
     ) -> Any:
         """As the replaced drafter."""
-        return self.overruled.observe(state, tokens, taps, start)
+        return self.drafter.observe(state, tokens, taps, start)
 
     def propose(
         self,
@@ -73,7 +75,7 @@ class Scripted(nn.Module):
         sampler: DraftSampler,
     ) -> tuple[Draft, Any]:
         """Replace each scripted token of the drafter's proposal, with probability 1."""
-        found, state = self.overruled.propose(state, anchor, start, shared, sampler)
+        found, state = self.drafter.propose(state, anchor, start, shared, sampler)
         assert found.finite is not None
         at = start[:, None] + jnp.arange(1, found.block.shape[1])[None, :]
         digits = self.script[: len(anchor)].astype(jnp.float32)

@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Float, Int, Int8, Num
 from dflash_jax.config import RopeConfig
 from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.kernels.native.layers import attend_native, rotate_pairs
-from dflash_jax.kernels.selection import kernels
 from dflash_jax.nn.layers import product
 
 # Rotary position embeddings with half-split pairs, absolute positions and float32 angles.
@@ -83,6 +82,7 @@ def rotate_leading(
     x: Float[Array, "B T *heads H"],
     cos: Float[Array, "B T half"],
     sin: Float[Array, "B T half"],
+    kernels: str,
     *,
     neighbours: bool = False,
 ) -> Float[Array, "B T *heads H"]:
@@ -97,15 +97,18 @@ def rotate_leading(
     if neighbours:
         pairs = first.reshape(*first.shape[:-1], size // 2, 2)
         first = jnp.swapaxes(pairs, -1, -2).reshape(first.shape)
-    turned = rotate(first, cos, sin)
+    turned = rotate(first, cos, sin, kernels)
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
 def rotate(
-    x: Float[Array, "B T *heads H"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
+    x: Float[Array, "B T *heads H"],
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    kernels: str,
 ) -> Float[Array, "B T *heads H"]:
     """Rotate pairs (m, m + H/2) of x; cos and sin are rounded to x's dtype first."""
-    if kernels() == "native":
+    if kernels == "native":
         return rotate_pairs(x, cos.astype(x.dtype), sin.astype(x.dtype)).astype(x.dtype)
     shape = (*cos.shape[:2], *(1,) * (x.ndim - 3), 1, cos.shape[2])
     cos, sin = (t.astype(x.dtype).reshape(shape) for t in (cos, sin))
@@ -205,25 +208,27 @@ def attend(
     q: Float[Array, "B T K G H"],
     cache: LayerCache,
     seen: Bool[Array, "B T S"],
+    kernels: str,
     *,
     scale: float | None = None,
     sinks: Float[Array, "K G"] | None = None,
 ) -> Float[Array, "B T N*H"]:
     """Return softmax(scale q · k) · v over the live slots, for grouped heads, softmax in float32.
 
-    Native and Pallas kernels (`using_kernels`) read only slots that are seen. A CPU without them
-    reads a large buffer in pieces up to the last slot that any row sees, a GPU all slots at once.
+    Native and Pallas kernels read only slots that are seen. A CPU without them reads a large buffer
+    in pieces up to the last slot that any row sees, a GPU all slots at once.
 
     Args:
+      kernels: as `Plan.kernels`.
       scale: 1 / sqrt(H) by default.
       sinks: a logit per head that is part of the softmax and has no value (gpt-oss).
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     whole, pieces = (functools.partial(f, scale=scale) for f in (attend_whole, attend_pieces))
-    if kernels() == "native":
+    if kernels == "native":
         return attend_native(q, cache, seen, sinks, scale=scale)
     forms = {}
-    if kernels() == "pallas":
+    if kernels == "pallas":
         from dflash_jax.kernels.pallas_attention import attend_kernel, fits  # Pallas
 
         if fits(q.shape[1], cache):

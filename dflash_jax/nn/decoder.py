@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import LATE, UPSTREAM, TargetConfig, family_of
 from dflash_jax.config.family import target_families
-from dflash_jax.graph.protocols import CacheMaker, TargetOutput
+from dflash_jax.graph.protocols import CacheMaker, TargetOutput, with_kernels
 from dflash_jax.kernels.caches import Cache, LayerCache
 from dflash_jax.nn.attention import (
     attend,
@@ -34,19 +34,22 @@ from dflash_jax.nn.layers import (
 )
 from dflash_jax.quant.layouts import HEAD, TABLE
 
+Norm = Callable[[Array, Array, float, str], Array]  # (x, weight, eps, kernels)
+
 
 class Attention(nn.Module):
     """Grouped-query attention. Per kv head, the fused weight has G queries, a key and a value.
 
     Attributes:
-      norm: function of (x, weight, eps) for queries and keys.
+      norm: for queries and keys.
       layer: its number, which the rotary embedding may depend on.
     """
 
     config: TargetConfig
     window: int | None
+    kernels: str
     sinks: bool = False
-    norm: Callable[[Array, Array, float], Array] = rms_norm
+    norm: Norm = rms_norm
     layer: int = 0
 
     @nn.compact
@@ -63,20 +66,21 @@ class Attention(nn.Module):
         if c.qk_norm:
             q_norm = norm_weight(self, "q_norm", c.head_dim)
             k_norm = norm_weight(self, "k_norm", c.head_dim)
-            qk = self.norm(qk, jnp.stack([*[q_norm] * groups, k_norm]), c.rms_norm_eps)
+            scale = jnp.stack([*[q_norm] * groups, k_norm])
+            qk = self.norm(qk, scale, c.rms_norm_eps, self.kernels)
         elif c.joint_norm:
             qk = self.over_heads(qk)
         start, end = positions[:, 0], positions[:, -1] + 1
         if (rope := c.layer_rope(self.layer)) is not None:
             turn = rope_tables(rope, c.rotated or c.head_dim, positions)
-            qk = rotate_leading(qk, *turn, neighbours=c.rotated_neighbours)
+            qk = rotate_leading(qk, *turn, self.kernels, neighbours=c.rotated_neighbours)
         q, k = qk[..., :groups, :], qk[..., groups, :]
         cache = write_keys_values(cache, k, v, start)
         keys = slot_positions(end, cache.slots)
         seen = visible(positions, keys, causal=True, window=self.window)
         sinks = weight(self, "sinks", (c.num_kv_heads, groups), split=0) if self.sinks else None
         out = dot(
-            attend(q, cache, seen, scale=c.score_scale, sinks=sinks),
+            attend(q, cache, seen, self.kernels, scale=c.score_scale, sinks=sinks),
             matrix(self, "o", (c.num_heads * c.head_dim, c.hidden_size), split=0),
         )
         if c.attention_bias:
@@ -90,7 +94,8 @@ class Attention(nn.Module):
         for name, x in (("q_norm", qk[..., :-1, :]), ("k_norm", qk[..., -1:, :])):
             flat = x.reshape(*x.shape[:2], -1)
             w = norm_weight(self, name, flat.shape[-1])
-            parts.append(self.norm(flat, w, c.rms_norm_eps).reshape(x.shape))
+            normed = self.norm(flat, w, c.rms_norm_eps, self.kernels)
+            parts.append(normed.reshape(x.shape))
         return jnp.concatenate(parts, axis=-2)
 
 
@@ -105,7 +110,7 @@ class Layer(nn.Module):
 
     Attributes:
       make_mlp: makes the second half from the config; called inside the layer.
-      norm: function of (x, weight, eps) for all norms.
+      norm: for all norms.
       sinks: whether each head has an attention sink.
       layer: its number, which the rotary embedding may depend on.
     """
@@ -113,9 +118,10 @@ class Layer(nn.Module):
     config: TargetConfig
     window: int | None
     make_mlp: Callable[[Any], nn.Module] = dense_mlp
-    norm: Callable[[Array, Array, float], Array] = rms_norm
+    norm: Norm = rms_norm
     sinks: bool = False
     layer: int = 0
+    kernels: str = "xla"
 
     @nn.compact
     def __call__(
@@ -130,7 +136,7 @@ class Layer(nn.Module):
         with jax.named_scope("attention"):
             h = self.normed("input_norm", x) if c.norm_before else x
             attention = Attention(
-                c, self.window, self.sinks, self.norm, self.layer, name="attention"
+                c, self.window, self.kernels, self.sinks, self.norm, self.layer, name="attention"
             )
             h, cache = attention(h, cache, positions)
             x = x + self.added("attention_output_norm", h)
@@ -143,7 +149,8 @@ class Layer(nn.Module):
     def normed(self, name: str, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Apply the norm of this name."""
         c = self.config
-        return self.norm(x, norm_weight(self, name, c.hidden_size), c.rms_norm_eps)
+        w = norm_weight(self, name, c.hidden_size)
+        return self.norm(x, w, c.rms_norm_eps, self.kernels)
 
     @nn.nowrap
     def added(self, name: str, h: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -166,11 +173,15 @@ class Decoder(nn.Module):
 
     The layer loop is unrolled over per-layer parameters: slices of stacked weights would be copied
     in every call.
+
+    Attributes:
+      kernels: of norms, rotations and attention, as `Plan.kernels`.
     """
 
     config: TargetConfig
     make_layer: Callable[[Any, int], nn.Module] = dense_layer
-    final_norm: Callable[[Array, Array, float], Array] = rms_norm
+    final_norm: Norm = rms_norm
+    kernels: str = "xla"
 
     @property
     def any_width(self) -> bool:
@@ -187,7 +198,8 @@ class Decoder(nn.Module):
         c = self.config
         if not c.tie_embeddings:
             self.embedding = matrix(self, "embed", (c.hidden_size, c.vocab_size), form=TABLE)
-        self.layers = [self.make_layer(c, i) for i in range(c.num_layers)]
+        made = (self.make_layer(c, i) for i in range(c.num_layers))
+        self.layers = [with_kernels(layer, self.kernels) for layer in made]
         self.norm = norm_weight(self, "norm", c.hidden_size)
         self.head = matrix(self, "head", (c.hidden_size, c.vocab_size), split=1, form=HEAD)
 
@@ -216,7 +228,7 @@ class Decoder(nn.Module):
             x, cache = layer(x, cache, positions, chunked=chunked)
             states.append(x)
             written.append(cache)
-        hidden = self.final_norm(x, self.norm, self.config.rms_norm_eps)
+        hidden = self.final_norm(x, self.norm, self.config.rms_norm_eps, self.kernels)
         if taps_at == UPSTREAM:
             states[-1] = hidden
         tapped = tuple(states[i] for i in taps)

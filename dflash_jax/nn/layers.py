@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.graph.protocols import WEIGHTS, WeightInfo
 from dflash_jax.kernels.native.layers import normalise
 from dflash_jax.kernels.products import Weight, contract, gather
-from dflash_jax.kernels.selection import kernels
 from dflash_jax.quant.layouts import FLOAT, MATRIX, StructuredWeight
 
 
@@ -174,33 +173,33 @@ def precision(x: Array) -> jax.lax.Precision:
 
 
 def rms_norm(
-    x: Float[Array, "... D"], w: Float[Array, "*over D"], eps: float
+    x: Float[Array, "... D"], w: Float[Array, "*over D"], eps: float, kernels: str
 ) -> Float[Array, "... D"]:
     """Return x / rms(x), rounded to x's dtype, times w, as Llama, Qwen3 and DFlash round."""
     if x.dtype == jnp.float32:
-        return _normalised(x, w, eps)
-    return _normalised(x, None, eps).astype(x.dtype) * _beside(w, x)
+        return _normalised(x, w, eps, kernels)
+    return _normalised(x, None, eps, kernels).astype(x.dtype) * _beside(w, x)
 
 
 def rms_norm_from_one(
-    x: Float[Array, "... D"], w: Float[Array, " D"], eps: float
+    x: Float[Array, "... D"], w: Float[Array, " D"], eps: float, kernels: str
 ) -> Float[Array, "... D"]:
     """Return x / rms(x) times 1 + w, computed in float32 and rounded once, as in Qwen3.5."""
-    return _normalised(x, 1.0 + w.astype(jnp.float32), eps).astype(x.dtype)
+    return _normalised(x, 1.0 + w.astype(jnp.float32), eps, kernels).astype(x.dtype)
 
 
 def rms_norm_wide(
-    x: Float[Array, "... D"], w: Float[Array, "*over D"] | None, eps: float
+    x: Float[Array, "... D"], w: Float[Array, "*over D"] | None, eps: float, kernels: str
 ) -> Float[Array, "... D"]:
     """Return x / rms(x) times w, computed in float32 and rounded once, as in Gemma 4."""
-    return _normalised(x, w, eps).astype(x.dtype)
+    return _normalised(x, w, eps, kernels).astype(x.dtype)
 
 
 def _normalised(
-    x: Float[Array, "... D"], w: Float[Array, "*over D"] | None, eps: float
+    x: Float[Array, "... D"], w: Float[Array, "*over D"] | None, eps: float, kernels: str
 ) -> Float[Array, "... D"]:
     """Return x / rms(x) times w in float32."""
-    if kernels() == "native":
+    if kernels == "native":
         return normalise(x, jnp.ones(x.shape[-1:]) if w is None else w, eps)
     x32 = x.astype(jnp.float32)
     sums = jnp.expand_dims(jax.lax.reduce_sum(x32 * x32, (x.ndim - 1,)), -1)

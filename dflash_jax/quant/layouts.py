@@ -47,6 +47,7 @@ class Interleaved:
     arrays: Arrays
     kind: str  # FLOAT if it is not packed
     shape: tuple[int, ...]  # of the weight
+    by_floats: bool = False  # whether int8 codes are multiplied by activations in float
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Return a float weight [D, ...]."""

@@ -18,7 +18,7 @@ from dflash_jax.graph import Graph, Pair
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.build import jit
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
-from dflash_jax.kernels.products import set_weight_layout, with_kernel
+from dflash_jax.graph.placement import place_params
 from dflash_jax.models import build_target
 from dflash_jax.models.recorder import recorded, recorder
 from dflash_jax.plan import Plan, Weights
@@ -130,9 +130,7 @@ def packed_params(model: TargetModel, graph: PlannedPair) -> dict[str, Any]:
         return model.params
     exact = {"target": jax.device_get(model.params)}
     planned = PlannedPair(Pair(graph.pair.target), plan)
-    packed = pack_tree(exact, planned.specs)
-    set_weight_layout(packed, plan.weight_layout, planned.forms)
-    return jax.device_put(with_kernel(packed, plan.kernels != "xla"))["target"]
+    return place_params(planned, pack_tree(exact, planned.specs))["target"]
 
 
 def decode(

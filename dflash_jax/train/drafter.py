@@ -64,7 +64,7 @@ def anchored(
             return attention.output(heads.reshape(rows * count, width, -1)), None
 
         x, _ = layer.around(x, attend)
-    return by_row(rms_norm(x, backbone.norm, c.rms_norm_eps))
+    return by_row(rms_norm(x, backbone.norm, c.rms_norm_eps, backbone.kernels))
 
 
 @struct.dataclass

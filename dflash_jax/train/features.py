@@ -267,7 +267,7 @@ def _best(pair: Pair, params: dict[str, Any], hidden: Float[Array, "B S D"]) -> 
 
     def best(x: Array) -> Array:
         logits = pair.target_call({"target": params}, x, method="logits")
-        return argmax(logits)
+        return argmax(logits, "xla")
 
     tokens = best(parts[0])[None] if count == 1 else jax.lax.map(best, parts)
     return jnp.moveaxis(tokens, 0, 1).reshape(rows, -1)[:, :length]
@@ -286,7 +286,7 @@ def reader(pair: Pair, model: TargetModel, weights: Weights) -> tuple[Pair, dict
     plan = graph.plan
     if weights == FLOAT or plan.kernels != "native":
         return pair, model.params
-    native = dataclasses.replace(pair, kernels=plan.kernels, activations=plan.activations)
+    native = dataclasses.replace(pair, kernels=plan.kernels)
     return native, packed_params(model, graph)
 
 

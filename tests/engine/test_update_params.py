@@ -91,6 +91,16 @@ def test_floats_become_the_weights_that_loading_makes(weights: Any, dtype: Any) 
 
 
 @NATIVE
+def test_packed_weights_are_multiplied_as_the_engines_plan_says() -> None:
+    by_floats = dataclasses.replace(PLANS["native int8"], activations="float")
+    engine, other = (random_engine(TARGET, None, p) for p in (by_floats, PLANS["native int8"]))
+    planned = jax.tree.structure(engine.graph.params)
+    assert jax.tree.structure(engine.params) == planned != jax.tree.structure(other.params)
+    engine.update_params(other.params)
+    assert jax.tree.structure(engine.params) == planned
+
+
+@NATIVE
 def test_vectors_are_rounded_to_the_plans_dtype_though_kernels_compute_in_float32() -> None:
     plan = dataclasses.replace(PLANS["native"], dtype="bfloat16")
     engine = random_engine(TARGET, DRAFTER, plan, seed=1)

@@ -1,5 +1,6 @@
 """Drafts of rows that sample, and the distribution of their output."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -37,7 +38,7 @@ def rules(rows: int, **columns: Any) -> RowRules:
 
 def sampler(rules: RowRules, places: int, *, sampled: bool) -> RowDraftSampler:
     zeros = jnp.zeros((len(rules.limit),), jnp.int32)
-    return RowDraftSampler(rules, zeros, zeros, places, sampled, VOCAB)
+    return RowDraftSampler(rules, zeros, zeros, places, sampled, VOCAB, "xla")
 
 
 @pytest.mark.soak
@@ -109,7 +110,7 @@ def test_places_of_a_walk_are_drawn_as_the_target_draws_them() -> None:
     assert first.index[-1] == 3
     both = jnp.stack([scores, scores], axis=1)
     start = jnp.ones(rows, jnp.int32)
-    chosen = sampling.choose_tokens(both, start, columns, sampled=True)
+    chosen = sampling.choose_tokens(both, start, columns, sampled=True, kernels="xla")
     assert jnp.array_equal(jnp.stack([first.index, second.index], axis=1), chosen)
     assert jnp.array_equal(choose.sample_all(both).index, chosen)
 
@@ -139,12 +140,11 @@ def test_scores_that_are_not_finite_are_told_and_never_compared() -> None:
 
 
 def test_unlikely_drafts_are_not_verified() -> None:
-    zeros, options = jnp.zeros((2,), jnp.int32), {"sampled": False, "vocab_size": VOCAB}
     columns = rules(2, max_drafts=np.array([3, 3]))
     tokens, finite = jnp.asarray([[1, 2, 3], [4, 5, 6]]), jnp.asarray([True, False])
-    sampler = RowDraftSampler(columns, zeros, zeros, 3, **options, min_survival=0.5)
+    choose = dataclasses.replace(sampler(columns, 3, sampled=False), min_survival=0.5)
     survival = jnp.asarray([[0.9, 0.6, 0.4], [0.9, 0.6, 0.5]])
-    draft = sampler.draft(tokens, finite, survival=survival)
+    draft = choose.draft(tokens, finite, survival=survival)
     assert draft.block.tolist() == [[0, 1, 2, 3], [0, 0, 0, 0]]
     assert draft.num_drafts is not None
     assert draft.num_drafts.tolist() == [2, 3]

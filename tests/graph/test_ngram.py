@@ -40,7 +40,7 @@ def drafts(text: list[int], places: int, **options: int) -> list[int]:
     anchor, start = jnp.array([text[-1]]), jnp.array([len(text) - 1])
     one = jnp.zeros(1, jnp.int32)
     rules = RowRules(*[one] * 2, one + places, *[one] * 5)
-    sampler = RowDraftSampler(rules, anchor, start, places, sampled=False, vocab_size=100)
+    sampler = RowDraftSampler(rules, anchor, start, places, False, 100, "xla")
     draft, _ = ngram.propose({}, state, anchor, start, None, sampler)  # pyrefly: ignore
     count = min(int(draft.num_drafts[0]), places)
     return np.asarray(draft.block)[0, 1 : 1 + count].tolist()
@@ -149,7 +149,7 @@ def test_the_drafter_runs_unless_all_rows_that_draft_copy(limits: list[int], ran
     anchor, start = jnp.array([2, 8]), jnp.array([4, 4])
     one = jnp.ones(2, jnp.int32)
     rules = RowRules(-one[:, None], jnp.array(limits), 2 * one, *[one] * 5)
-    sampler = RowDraftSampler(rules, anchor, start, 2, sampled=False, vocab_size=10)
+    sampler = RowDraftSampler(rules, anchor, start, 2, False, 10, "xla")
     copying = Copying(Nines(), NGram(least=1))
     draft, _ = copying.propose(None, ((), text), anchor, start, None, sampler)  # pyrefly: ignore
     assert draft.block[0, 1:].tolist() == [3, 1]

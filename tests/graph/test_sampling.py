@@ -130,13 +130,13 @@ def test_draws_follow_their_distribution_and_never_leave_it() -> None:
     rows = 4000
     logits = jnp.broadcast_to(jnp.log(p), (rows, 2, 5))
     by_seed, start = rules(rows, seed=np.arange(rows)), jnp.zeros((rows,), jnp.int32)
-    tokens = np.asarray(choose_tokens(logits, start, by_seed, sampled=True))
+    tokens = np.asarray(choose_tokens(logits, start, by_seed, sampled=True, kernels="xla"))
     for place in range(2):
         counts = np.bincount(tokens[:, place], minlength=5)
         assert counts[p == 0].sum() == 0
         inside = p > 0
         assert chisquare(counts[inside], p[inside] * rows) > 1e-3
-    alone = choose_tokens(logits[:, 1:], start + 1, by_seed, sampled=True)
+    alone = choose_tokens(logits[:, 1:], start + 1, by_seed, sampled=True, kernels="xla")
     assert alone[:, 0].tolist() == tokens[:, 1].tolist()  # the same position
 
 
@@ -147,7 +147,9 @@ def test_draws_from_many_tokens_follow_their_distribution() -> None:
     x[CHUNK : 2 * CHUNK] = -np.inf
     by_seed = rules(rows, seed=np.arange(rows))
     keys = row_keys(by_seed, jnp.zeros((rows,), jnp.int32), TOKEN)
-    tokens = np.asarray(jax.jit(sampling.draw)(keys, jnp.broadcast_to(x, (rows, vocab))))
+    tokens = np.asarray(
+        jax.jit(sampling.draw, static_argnums=2)(keys, jnp.broadcast_to(x, (rows, vocab)), "xla")
+    )
     p = np.exp(x.astype(np.float64))
     expected, counts = p / p.sum() * rows, np.bincount(tokens, minlength=vocab)
     assert counts[p == 0].sum() == 0
@@ -165,8 +167,10 @@ def test_what_replaces_a_stop_token_has_its_law() -> None:
         rules(rows, seed=np.arange(rows)), stop_ids=jnp.zeros((rows, 1), jnp.int32)
     )
     logits = jnp.broadcast_to(jnp.log(p), (rows, 1, 3))
-    said = choose_tokens(logits, place, by_seed, sampled=True)[:, 0]
-    instead = next_best(logits, said, jnp.zeros_like(place), place, by_seed, sampled=True)
+    said = choose_tokens(logits, place, by_seed, sampled=True, kernels="xla")[:, 0]
+    instead = next_best(
+        logits, said, jnp.zeros_like(place), place, by_seed, sampled=True, kernels="xla"
+    )
     counts = np.bincount(np.asarray(instead)[np.asarray(said) == 0], minlength=3)
     assert counts[0] == 0
     assert chisquare(counts[1:], np.full(2, counts.sum() / 2)) > 1e-3

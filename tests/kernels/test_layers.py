@@ -11,7 +11,6 @@ import pytest
 from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.kernels.native.build import library
 from dflash_jax.kernels.native.layers import attend_native, normalise, rotate_pairs
-from dflash_jax.kernels.selection import kernels, using_kernels
 from dflash_jax.nn import layers
 from dflash_jax.nn.attention import attend, attend_whole, rotate, to_int8, write_keys_values
 
@@ -134,38 +133,35 @@ def test_rotations_turn_pairs_by_their_tokens_angle(shape: tuple[int, ...]) -> N
     x, angle = draw(*shape), draw(*shape[:2], shape[-1] // 2, seed=1)
     cos, sin = np.cos(angle), np.sin(angle)
     found = rotate_pairs(x, cos, sin)
-    np.testing.assert_allclose(found, rotate(x, cos, sin), atol=2e-6)
+    np.testing.assert_allclose(found, rotate(x, cos, sin, "xla"), atol=2e-6)
     for b, t in np.ndindex(*shape[:2]):
         only = np.s_[b : b + 1, t : t + 1]
         alone = rotate_pairs(x[only], cos[only], sin[only])
         np.testing.assert_array_equal(alone[0, 0], found[b, t])
 
 
-def test_layers_use_the_kernels_of_the_context_and_of_no_other() -> None:
+def test_layers_use_the_kernels_that_they_are_given() -> None:
     q, cache, seen = attention(2, 1, 16, 24)
     x = draw(1, 2, 8)
 
     def lowered(name: str) -> str:
         def step(q: Any, cache: Any, seen: Any, x: Any) -> Any:
-            norm = layers.rms_norm(x, jnp.ones(8), 1e-6), layers.rms_norm_wide(x, None, 1e-6)
-            return attend(q, cache, seen), norm, rotate(x, x[..., :4], x[..., 4:])
+            norm = layers.rms_norm(x, jnp.ones(8), 1e-6, name)
+            wide = layers.rms_norm_wide(x, None, 1e-6, name)
+            return attend(q, cache, seen, name), norm, wide, rotate(x, x[..., :4], x[..., 4:], name)
 
-        with using_kernels(name):
-            return jax.jit(step).lower(q, cache, seen, x).as_text()
+        return jax.jit(step).lower(q, cache, seen, x).as_text()
 
     assert lowered("native").count("@dflash_") == 4
     assert "@dflash_" not in lowered("xla")
-    assert kernels() == "xla"
     assert all(f"@dflash_{name}" in lowered("native") for name in ("attend", "norm", "rotate"))
 
 
-def test_norms_in_a_context_give_each_familys_rounding() -> None:
+def test_native_norms_give_each_familys_rounding() -> None:
     x = jnp.asarray(draw(2, 3, 40)).astype(jnp.bfloat16)
     w = jnp.asarray(draw(40, seed=1)).astype(jnp.bfloat16)
     for norm in (layers.rms_norm, layers.rms_norm_from_one, layers.rms_norm_wide):
-        wanted = norm(x, w, 1e-6)
-        with using_kernels("native"):
-            found = norm(x, w, 1e-6)
+        wanted, found = norm(x, w, 1e-6, "xla"), norm(x, w, 1e-6, "native")
         assert found.dtype == wanted.dtype
         exact = np.asarray(wanted, np.float32)
         np.testing.assert_allclose(np.asarray(found, np.float32), exact, rtol=2**-7)

@@ -11,7 +11,6 @@ import pytest
 from dflash_jax.graph.build import jit
 from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.kernels.pallas_attention import LEAST, attend_kernel, fits
-from dflash_jax.kernels.selection import using_kernels
 from dflash_jax.nn.attention import attend, attend_whole, slot_positions, to_int8, visible
 
 K, G, H = 2, 3, 16
@@ -71,8 +70,8 @@ def test_a_rows_bits_depend_on_its_own_slots_alone() -> None:
 def test_on_a_gpu_plans_with_kernels_attend_by_two_of_them() -> None:
     q, cache, seen = case([300], 2 * LEAST, 4)
     for kernel in (False, True):
-        with using_kernels("pallas" if kernel else "xla"):
-            traced = jit(lambda *x: attend(*x)).trace(q, cache, seen)
+        kernels = "pallas" if kernel else "xla"
+        traced = jit(functools.partial(attend, kernels=kernels)).trace(q, cache, seen)
         lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert lowered.count("__gpu$xla.gpu.triton") == 2 * kernel
         assert bool(re.search(rf"stablehlo\.dot_general.*x{2 * LEAST}x", lowered)) != kernel

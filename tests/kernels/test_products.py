@@ -9,8 +9,7 @@ import pytest
 
 from dflash_jax.kernels.native import interleaved
 from dflash_jax.kernels.native.build import library
-from dflash_jax.kernels.products import contract, gather, set_weight_layout
-from dflash_jax.kernels.selection import using_kernels
+from dflash_jax.kernels.products import choose_products, contract, gather, set_weight_layout
 from dflash_jax.quant import layouts
 from dflash_jax.quant.layouts import FLOAT, KINDS, STORED, Interleaved, Packed, dequantise
 from tests.quant.test_layouts import random_blocks
@@ -165,17 +164,11 @@ def test_outliers_cost_the_others_no_accuracy() -> None:
 @pytest.mark.parametrize(("depth", "columns"), [(1, 1), (33, 70), (200, 33), (512, 4099)])
 def test_int8_weights_are_multiplied_by_floats_on_request(depth: int, columns: int) -> None:
     w, x = packed("int8", depth, columns), draw(17, depth)
-    native = interleaved.interleave(w)
-
-    @jax.jit
-    def multiply(x: jax.Array, w: Interleaved) -> jax.Array:
-        with using_kernels("native", "float"):
-            return contract(x, w)
-
+    native = choose_products(interleaved.interleave(w), "native", "float")
     exact = x.astype(np.float64) @ dequantise(w.arrays, "int8")
-    found = np.asarray(multiply(x, native))
+    found = np.asarray(MULTIPLY(x, native))
     np.testing.assert_allclose(found, exact, atol=2e-6 * np.sqrt(depth) * np.abs(exact).max())
-    alone = np.concatenate([multiply(x[i : i + 1], native) for i in range(len(x))])
+    alone = np.concatenate([MULTIPLY(x[i : i + 1], native) for i in range(len(x))])
     np.testing.assert_array_equal(found, alone)
 
 

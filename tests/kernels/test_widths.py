@@ -54,9 +54,7 @@ def all_steps(
 
     Slots before `start` hold zeros, which are keys like others.
     """
-    pair = build_pair(target, None)
-    names = ("kernels", "activations")
-    pair = dataclasses.replace(pair, block=width, **{name: getattr(plan, name) for name in names})
+    pair = dataclasses.replace(build_pair(target, None), block=width, kernels=plan.kernels)
 
     def step(params: Any, state: DecodeState, tokens: jax.Array) -> Any:
         caches, draft, hidden = forward(pair, params, state, tokens, chunked=False)

@@ -73,7 +73,7 @@ class Recorder(RowDraftSampler):
 
 def recorder(rules: RowRules, block: Any, start: Any) -> Recorder:
     places = block.shape[1] - 1
-    return Recorder(rules, block[:, 0], start, places, sampled=False, vocab_size=97)
+    return Recorder(rules, block[:, 0], start, places, False, 97, "xla")
 
 
 @pytest.mark.parametrize("name", KINDS)

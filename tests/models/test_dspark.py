@@ -57,9 +57,8 @@ class Recorder(RowDraftSampler):
 
 
 def propose(config: DrafterConfig, params: dict[str, Any]) -> Any:
-    sampler = Recorder(
-        idle_rules(PLAN), BLOCK[:, 0], START, PLACES, sampled=False, vocab_size=config.vocab_size
-    )
+    vocab = config.vocab_size
+    sampler = Recorder(idle_rules(PLAN), BLOCK[:, 0], START, PLACES, False, vocab, "xla")
     return run(config, params, "propose", sampler)[0]
 
 

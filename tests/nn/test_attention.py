@@ -108,7 +108,7 @@ def test_attention_is_softmax_over_the_visible_keys_of_the_right_head(seed: int)
     seen[:, :, 0] = True
     k[~seen.any(axis=1)[:, None].repeat(K, axis=1)] = 1e6  # masked for all queries
     cache = LayerCache(k=jnp.asarray(k), v=jnp.asarray(v))
-    out = attend(jnp.asarray(q), cache, jnp.asarray(seen)).reshape(B, T, K * groups, H)
+    out = attend(jnp.asarray(q), cache, jnp.asarray(seen), "xla").reshape(B, T, K * groups, H)
     for b, t, head in np.ndindex(B, T, K * groups):
         scores = k[b, head // groups] @ q[b, t, head // groups, head % groups] / np.sqrt(H)
         weights = np.exp(scores[seen[b, t]] - scores[seen[b, t]].max())
@@ -150,7 +150,7 @@ def test_a_call_that_fills_its_buffer_can_be_differentiated() -> None:
     seen = visible(*(jnp.arange(slots)[None],) * 2, causal=True, window=None)
 
     def total(q: jax.Array) -> jax.Array:
-        return attend(q, LayerCache(k, k), seen).sum()
+        return attend(q, LayerCache(k, k), seen, "xla").sum()
 
     slope = jit(jax.grad(total))(jnp.ones((1, slots, 1, 1, 2)))
     assert np.isfinite(slope).all()

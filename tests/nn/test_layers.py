@@ -21,7 +21,7 @@ def test_a_norm_rounds_before_it_multiplies_by_its_weight(seed: int) -> None:
     rng = np.random.default_rng(seed)
     x = (rng.standard_normal((3, WIDTH)) * 3).astype(ml_dtypes.bfloat16)
     w = rng.standard_normal(WIDTH).astype(ml_dtypes.bfloat16)
-    got = rms_norm(jnp.asarray(x), jnp.asarray(w), 1e-6)
+    got = rms_norm(jnp.asarray(x), jnp.asarray(w), 1e-6, "xla")
     x32 = x.astype(np.float32)
     normed = x32 / np.sqrt((x32**2).mean(axis=-1, keepdims=True) + np.float32(1e-6))
     rounded = normed.astype(ml_dtypes.bfloat16)
@@ -39,7 +39,7 @@ def test_the_order_of_rounding_shows_in_bfloat16() -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((64, WIDTH)).astype(ml_dtypes.bfloat16)
     w = rng.standard_normal(WIDTH).astype(ml_dtypes.bfloat16)
-    got = np.asarray(rms_norm(jnp.asarray(x), jnp.asarray(w), 1e-6), np.float32)
+    got = np.asarray(rms_norm(jnp.asarray(x), jnp.asarray(w), 1e-6, "xla"), np.float32)
     x32 = x.astype(np.float32)
     normed = x32 / np.sqrt((x32**2).mean(axis=-1, keepdims=True) + np.float32(1e-6))
     late = (normed * w.astype(np.float32)).astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -59,7 +59,7 @@ def test_contractions_of_bfloat16_accumulate_in_float32() -> None:
 
 def test_a_norm_of_float16_values_whose_squares_overflow_float16() -> None:
     x = jnp.full((1, WIDTH), 300.0, jnp.float16)
-    out = rms_norm(x, jnp.ones((WIDTH,), jnp.float16), 1e-6)
+    out = rms_norm(x, jnp.ones((WIDTH,), jnp.float16), 1e-6, "xla")
     np.testing.assert_allclose(np.asarray(out, np.float32), 1.0, rtol=1e-3)
 
 

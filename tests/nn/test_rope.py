@@ -107,7 +107,7 @@ def test_pairs_half_a_head_apart_turn_together() -> None:
     x = rng.standard_normal((1, 2, 3, DIM)).astype(np.float32)
     rope = RopeConfig(theta=100.0)
     positions = jnp.array([[4, 9]])
-    out = rotate(jnp.asarray(x), *rope_tables(rope, DIM, positions))
+    out = rotate(jnp.asarray(x), *rope_tables(rope, DIM, positions), "xla")
     half = DIM // 2
     for t, position in enumerate((4, 9)):
         for m in range(half):
@@ -123,7 +123,8 @@ def test_scores_depend_on_distances_only() -> None:
 
     def score(i: int, j: int) -> float:
         turned = [
-            rotate(x, *rope_tables(LLAMA3, DIM, jnp.array([[p]]))) for x, p in ((q, i), (k, j))
+            rotate(x, *rope_tables(LLAMA3, DIM, jnp.array([[p]])), "xla")
+            for x, p in ((q, i), (k, j))
         ]
         return float((turned[0] * turned[1]).sum())
 
@@ -135,7 +136,7 @@ def test_tables_are_rounded_to_the_dtype_of_what_they_turn() -> None:
     rng = np.random.default_rng(2)
     x = jnp.asarray(rng.standard_normal((1, 1, 1, DIM)), jnp.bfloat16)
     cos, sin = rope_tables(RopeConfig(), DIM, jnp.array([[3]]))
-    out = rotate(x, cos, sin)
+    out = rotate(x, cos, sin, "xla")
     c, s = (t[0, 0].astype(jnp.bfloat16) for t in (cos, sin))
     a, b = x[0, 0, 0, : DIM // 2], x[0, 0, 0, DIM // 2 :]
     assert out.dtype == jnp.bfloat16

@@ -53,8 +53,8 @@ def stops_masked(logits: Logits, rules: RowRules) -> Logits:
     return mask(logits, outside)
 
 
-def finite_places(logits: Logits) -> RowInts:
+def finite_places(logits: Logits, kernels: str) -> RowInts:
     """Return the number of leading places of each row whose logits are finite."""
     places = logits.shape[1]
-    good = all_finite(logits)
+    good = all_finite(logits, kernels)
     return jnp.where(good, places, jnp.arange(places)[None, :]).min(axis=1)

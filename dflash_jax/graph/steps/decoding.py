@@ -68,11 +68,11 @@ def prefill(
     if logits_state:
         logits = logits_state.process(raw, inputs.tokens[:, :0], inputs.masks)
     num_tokens, zero = jnp.minimum(num_fed, 1), jnp.zeros_like(num_fed)
-    sampled = pair.sampled
-    token = sampling.choose_token(logits, zero, state.position + num_fed, rules, sampled=sampled)
-    best = sampling.next_best(logits, token, zero, state.position + num_fed, rules, sampled=sampled)
+    how: dict[str, Any] = {"sampled": pair.sampled, "kernels": pair.kernels}
+    token = sampling.choose_token(logits, zero, state.position + num_fed, rules, **how)
+    best = sampling.next_best(logits, token, zero, state.position + num_fed, rules, **how)
     logprobs = logits_state.logprobs(raw, token[:, None]) if logits_state else None
-    finite = (finite_places(raw) > 0) | (num_tokens == 0)
+    finite = (finite_places(raw, pair.kernels) > 0) | (num_tokens == 0)
     odds = sampling.call_odds(raw, token, zero, rules)
     out = pack_output(
         token[:, None], num_tokens, best, finite, zero, logprobs=logprobs, call_odds=odds
@@ -119,7 +119,7 @@ def verify_block(
         logits = logits_state.process(raw, block[:, 1:], inputs.masks)
     with jax.named_scope("verify"):
         tokens, num_decided = _decided(pair, drafted, logits, state.position, rules)
-        good = finite_places(raw)
+        good = finite_places(raw, pair.kernels)
         num_committed = cut(
             jnp.minimum(num_decided, good), tokens, state.anchor, state.position, rules
         )
@@ -127,7 +127,8 @@ def verify_block(
         last = jnp.maximum(num_committed - 1, 0)
         anchor = jnp.take_along_axis(tokens, last[:, None], axis=1)[:, 0]
         end = state.position + num_committed
-        best = sampling.next_best(logits, anchor, last, end, rules, sampled=pair.sampled)
+        how: dict[str, Any] = {"sampled": pair.sampled, "kernels": pair.kernels}
+        best = sampling.next_best(logits, anchor, last, end, rules, **how)
         num_drafts = jnp.zeros_like(num_committed)
         if drafted.num_drafts is not None and drafted.finite is not None:
             reported = drafted.finite | (rules.max_drafts == 0) | idle
@@ -152,7 +153,8 @@ def _decided(
     """Return the decided tokens, accepted drafts first, and how many of them are valid."""
     block, count = drafted.block, drafted.num_drafts
     seen = logits if count is not None else logits[:, :1]
-    chosen = sampling.choose_tokens(seen, position + 1, rules, sampled=pair.sampled)
+    how: dict[str, Any] = {"sampled": pair.sampled, "kernels": pair.kernels}
+    chosen = sampling.choose_tokens(seen, position + 1, rules, **how)
     num_decided = jnp.ones_like(position) if count is None else accept(block, chosen, count)
     token = jnp.take_along_axis(chosen, num_decided[:, None] - 1, axis=1)
     place = jnp.arange(block.shape[1])[None, :]

@@ -27,6 +27,7 @@ def draft(
         places=pair.block - 1,
         sampled=pair.sampled,
         vocab_size=pair.target.config.vocab_size,
+        kernels=pair.kernels,
         min_survival=pair.min_survival,
     )
     given = (state.drafter, state.anchor, state.position, pair.shared(params), sampler)
@@ -72,6 +73,7 @@ class RowDraftSampler:
     places: int
     sampled: bool
     vocab_size: int
+    kernels: str
     min_survival: float = 0.0
 
     @property
@@ -83,30 +85,32 @@ class RowDraftSampler:
         self, logits: Float[Array, "B R N"], ids: Int[Array, " N"] | None = None
     ) -> DraftChoice:
         """Choose all places at once, each as the target would by these logits."""
-        finite = all_finite(logits).all(axis=1)
+        finite = all_finite(logits, self.kernels).all(axis=1)
         if not self.sampled:  # one pass over the vocabulary less than comparing zeros
-            return DraftChoice(jnp.where(finite[:, None], argmax(logits), 0), finite)
+            return DraftChoice(jnp.where(finite[:, None], argmax(logits, self.kernels), 0), finite)
         logits = jnp.where(finite[:, None, None], logits, 0.0)
 
         def drawn() -> Int[Array, "B R"]:
             places = logits.swapaxes(0, 1), jnp.arange(logits.shape[1])
             return jax.lax.map(lambda of: self._drawn(of[0], of[1], ids), places).T
 
-        index = jax.lax.cond(sampling.any_sampled(self.rules), drawn, lambda: argmax(logits))
+        index = jax.lax.cond(
+            sampling.any_sampled(self.rules), drawn, lambda: argmax(logits, self.kernels)
+        )
         return DraftChoice(index, finite)
 
     def sample_one(
         self, logits: Float[Array, "B N"], place: int, ids: Int[Array, "*rows N"] | None = None
     ) -> DraftChoice:
         """Choose one place, from 0, as the target would by these logits."""
-        finite = all_finite(logits)
+        finite = all_finite(logits, self.kernels)
         logits = jnp.where(finite[:, None], logits, 0.0)
         if not self.sampled:
-            return DraftChoice(argmax(logits), finite)
+            return DraftChoice(argmax(logits, self.kernels), finite)
         index = jax.lax.cond(
             sampling.any_sampled(self.rules),
             lambda: self._drawn(logits, jnp.int32(place), ids),
-            lambda: argmax(logits),
+            lambda: argmax(logits, self.kernels),
         )
         return DraftChoice(index, finite)
 
@@ -117,13 +121,13 @@ class RowDraftSampler:
         keys = sampling.row_keys(self.rules, self.position + 1 + place, sampling.TOKEN)
         x = sampling.scaled(logits, self.rules)
         if ids is None:
-            index = sampling.draw(keys, x)
+            index = sampling.draw(keys, x, self.kernels)
         else:
             ids, rows = jnp.broadcast_to(ids, x.shape), jnp.arange(len(x))[:, None]
             whole = jnp.full((len(x), self.vocab_size), -jnp.inf, x.dtype).at[rows, ids].set(x)
-            token = sampling.draw(keys, whole)
+            token = sampling.draw(keys, whole, self.kernels)
             index = jnp.argmax(ids == token[:, None], axis=1).astype(token.dtype)
-        return jnp.where(self.rules.temperature > 0, index, argmax(logits))
+        return jnp.where(self.rules.temperature > 0, index, argmax(logits, self.kernels))
 
     def draft(
         self,

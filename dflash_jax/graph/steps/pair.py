@@ -14,7 +14,6 @@ from dflash_jax.graph.ngram import Copying, NGram, with_copies
 from dflash_jax.graph.protocols import SharedLayers
 from dflash_jax.graph.state import DecodeState, Logits
 from dflash_jax.kernels.caches import Update
-from dflash_jax.kernels.selection import using_kernels
 
 Params = dict[str, Any]
 
@@ -42,11 +41,16 @@ class Pair:
     block: int = 1  # tokens of a decode step
     sampled: bool = False  # rows may draw tokens
     min_survival: float = 0.0  # drafts less likely to be accepted are not verified
-    kernels: str = "xla"  # of layers, as `Plan.kernels`
-    activations: str = "int8"  # that native kernels multiply int8 weights by
+    kernels: str = "xla"  # of steps and of modules that have the field, as `Plan.kernels`
     report_drafts: bool = False  # the output of steps that draft has the drafts
     draft_window: int = 0  # positions that the drafter sees; 0 for as many as it was made for
     ngram: int = 0  # tokens of a match in the text that replaces drafts; 0 for never
+
+    def __post_init__(self) -> None:
+        """Set the kernels of the modules."""
+        for role in ("target", "drafter"):
+            model = protocols.with_kernels(getattr(self, role), self.kernels)
+            object.__setattr__(self, role, model)
 
     @property
     def proposer(self) -> Any:
@@ -75,13 +79,11 @@ class Pair:
 
     def target_call(self, params: Params, *args: Any, **kwargs: Any) -> Any:
         """Run the target, or one of its methods by `method=`."""
-        with using_kernels(self.kernels, self.activations):
-            return protocols.call(self.target, params["target"], *args, **kwargs)
+        return protocols.call(self.target, params["target"], *args, **kwargs)
 
     def drafter_call(self, params: Params, *args: Any, method: Any) -> Any:
         """Run a method of the drafter, or a function of it."""
-        with using_kernels(self.kernels, self.activations):
-            return protocols.call(self.proposer, params.get("drafter", {}), *args, method=method)
+        return protocols.call(self.proposer, params.get("drafter", {}), *args, method=method)
 
     def observe(
         self, params: Params, state: Any, observed: Observed, start: Int[Array, " B"]

@@ -22,14 +22,15 @@ TOKEN, NEXT_BEST = range(2)  # purposes of a random number
 
 
 def choose_token(
-    logits: Logits, at: RowInts, position: RowInts, rules: RowRules, *, sampled: bool
+    logits: Logits, at: RowInts, position: RowInts, rules: RowRules, *, sampled: bool, kernels: str
 ) -> RowInts:
     """Return the token that place `at` of the logits chooses, for the given position."""
-    return choose_tokens(_place(logits, at), position, rules, sampled=sampled)[:, 0]
+    place = _place(logits, at)
+    return choose_tokens(place, position, rules, sampled=sampled, kernels=kernels)[:, 0]
 
 
 def choose_tokens(
-    logits: Logits, position: RowInts, rules: RowRules, *, sampled: bool
+    logits: Logits, position: RowInts, rules: RowRules, *, sampled: bool, kernels: str
 ) -> Int[Array, "B T"]:
     """Return the token that each place chooses.
 
@@ -38,14 +39,15 @@ def choose_tokens(
     Args:
       position: of each row's first token.
     """
-    best = argmax(logits)
+    best = argmax(logits, kernels)
     if not sampled:
         return best
 
     def drawn() -> Int[Array, "B T"]:
         def one(place: tuple[Float[Array, "B V"], RowInts, RowInts]) -> RowInts:
             logits, best, position = place
-            return _draw_where(rules.temperature > 0, logits, best, position, rules, TOKEN)
+            where = rules.temperature > 0
+            return _draw_where(where, logits, best, position, rules, TOKEN, kernels)
 
         positions = position[:, None] + jnp.arange(logits.shape[1])[None]
         places = jax.tree.map(lambda x: x.swapaxes(0, 1), (logits, best, positions))
@@ -62,6 +64,7 @@ def next_best(
     rules: RowRules,
     *,
     sampled: bool,
+    kernels: str,
 ) -> RowInts:
     """Return the token to use instead of `token` where that is a stop token.
 
@@ -72,10 +75,10 @@ def next_best(
     """
     row = _place(logits, at)
     free = stops_masked(row, rules)[:, 0]
-    best = argmax(free)
+    best = argmax(free, kernels)
     if sampled:
         needed = is_stop(token[:, None], rules)[:, 0] & (rules.temperature > 0)
-        best = _draw_where(needed, free, best, position, rules, NEXT_BEST)
+        best = _draw_where(needed, free, best, position, rules, NEXT_BEST, kernels)
     if rules.choices is None:
         return best
     return jnp.where(rules.choices[:, 0] >= 0, _best_choice(row[:, 0], rules.choices), best)
@@ -112,12 +115,13 @@ def _draw_where(
     position: RowInts,
     rules: RowRules,
     purpose: int,
+    kernels: str,
 ) -> RowInts:
     """Return drawn tokens for some rows and the best ones for others."""
 
     def drawn() -> RowInts:
         keys = row_keys(rules, position, purpose)
-        return jnp.where(rows, draw(keys, scaled(logits, rules)), best)
+        return jnp.where(rows, draw(keys, scaled(logits, rules), kernels), best)
 
     return jax.lax.cond(rows.any(), drawn, lambda: best)
 
@@ -155,7 +159,7 @@ def scaled(logits: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B V"]:
     return jax.lax.cond(some, filtered, lambda scaled, _: scaled, by_row, rules)
 
 
-def draw(keys: Key[Array, " B"], x: Float[Array, "B V"]) -> Int[Array, " B"]:
+def draw(keys: Key[Array, " B"], x: Float[Array, "B V"], kernels: str) -> Int[Array, " B"]:
     """Draw a token per row from softmax(x), each by its own key."""
     rows, vocab = x.shape
     chunks = -(-vocab // CHUNK)
@@ -165,9 +169,9 @@ def draw(keys: Key[Array, " B"], x: Float[Array, "B V"]) -> Int[Array, " B"]:
     top = parts.max(axis=-1)
     top = jnp.where(top > -jnp.inf, top, 0.0)
     mass = top + jnp.log(jnp.exp(parts - top[:, :, None]).sum(axis=-1))
-    chunk = argmax(mass + _gumbel(keys, jnp.zeros((rows,), jnp.int32), chunks))
+    chunk = argmax(mass + _gumbel(keys, jnp.zeros((rows,), jnp.int32), chunks), kernels)
     part = jnp.take_along_axis(parts, chunk[:, None, None], axis=1)[:, 0]
-    return chunk * CHUNK + argmax(part + _gumbel(keys, 1 + chunk, CHUNK))
+    return chunk * CHUNK + argmax(part + _gumbel(keys, 1 + chunk, CHUNK), kernels)
 
 
 def _gumbel(keys: Key[Array, " B"], of: Int[Array, " B"], size: int) -> Float[Array, "B N"]:

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
 from dflash_jax.kernels.native.interleaved import ORDER, WIDTH
-from dflash_jax.kernels.selection import activations
 from dflash_jax.quant.formats import KINDS, RUN
 from dflash_jax.quant.layouts import FLOAT, Interleaved
 
@@ -16,12 +15,12 @@ def multiply(x: Float[Array, "... D"], w: Interleaved) -> Float[Array, "..."]:
     """Return x · w in float32; each row of x has the same result in any company.
 
     With int8 weights each row of x is quantised to int8 first, except for its largest numbers
-    where they stand out; `Plan.activations` may leave x as it is. With other packed weights each
+    where they stand out, unless they have `by_floats`. With other packed weights each
     32 numbers of a row are quantised. Float weights, of any width, are multiplied in float32.
     """
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     name = "float" if w.kind == FLOAT else w.kind.lower()
-    if w.kind == "int8" and activations() == "float":
+    if w.by_floats:
         name = "int8_by_floats"
     arrays = [w.arrays[array] for array in ("values", *ORDER) if array in w.arrays]
     out = jax.ShapeDtypeStruct((len(rows), math.prod(w.shape[1:])), jnp.float32)
