@@ -21,9 +21,9 @@ from dflash_jax.graph.build import jit
 from dflash_jax.loading import load_target
 from dflash_jax.models import llama
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import evaluate, loop, optimizer, regenerate, rows, run, training
-from dflash_jax.train import target as pretraining
-from dflash_jax.train.files import saved_as, write_json
+from dflash_jax.trainer import evaluate, loop, optimizer, regenerate, rows, run, training
+from dflash_jax.trainer import target as pretraining
+from dflash_jax.trainer.files import saved_as, write_json
 from recipes import cards
 from recipes.tiny import vocabulary
 from recipes.tiny.corpus import conversation, stdlib

@@ -19,7 +19,7 @@ from dflash_jax.cli import main, parser
 from dflash_jax.engine.engine import Engine
 from dflash_jax.ray.options import given_options, scaling_options
 from dflash_jax.server.run import ServerConfig
-from dflash_jax.train.recipes import recipe
+from dflash_jax.trainer.recipes import recipe
 from tests.server.conftest import LiveServer, run_server
 
 ROOT = Path(__file__).parents[2]
