@@ -6,7 +6,6 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +17,7 @@ from dflash_jax.graph import Graph, Pair
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.build import jit
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.steps.pair import Params
 from dflash_jax.kernels.products import set_weight_layout, with_kernel
 from dflash_jax.models import build_target
 from dflash_jax.models.recorder import recorded, recorder
@@ -70,7 +70,7 @@ class EnginePool:
         graph = self._graph(bucket)
         each = graph.budget
         room = graph.plan.memory_limit // 4 // (each.caches + each.temporaries)
-        return max(1, min(parallel_calls(self._most), room))
+        return max(1, min(parallel_calls(self._most, self._model), room))
 
     @contextlib.contextmanager
     def engine(self, bucket: Bucket) -> Iterator[Engine]:
@@ -88,7 +88,7 @@ class EnginePool:
     def _new_pool(self, bucket: Bucket) -> "queue.SimpleQueue[Engine]":
         free: queue.SimpleQueue[Engine] = queue.SimpleQueue()
         graph, first = self._graph(bucket), None
-        params = {"target": packed_params(self._model, graph)}
+        params = packed_params({"target": self._model.params}, graph)
         if graph.pair.drafter is not None:
             params["drafter"] = {}
         for _ in range(self.count(bucket)):
@@ -120,19 +120,17 @@ class EnginePool:
             chunk=self._chunk,
             prefix_cache=PREFIXES if self._chunk else 0,
         )
-        return Graph(self._pair, plan)
+        return Graph(self._pair, plan, mesh=self._model.mesh)
 
 
-def packed_params(model: TargetModel, graph: PlannedPair) -> dict[str, Any]:
-    """Return the target's parameters for a plan; those of the model if it keeps floats."""
-    plan = graph.plan
+def packed_params(params: Params, planned: PlannedPair) -> Params:
+    """Return float parameters, by role, for a plan; the same ones if it keeps floats."""
+    plan = planned.plan
     if plan.weights == FLOAT:
-        return model.params
-    exact = {"target": jax.device_get(model.params)}
-    planned = PlannedPair(Pair(graph.pair.target), plan)
-    packed = pack_tree(exact, planned.specs)
+        return params
+    packed = pack_tree(jax.device_get(params), planned.specs)
     set_weight_layout(packed, plan.weight_layout, planned.forms)
-    return jax.device_put(with_kernel(packed, plan.kernels != "xla"))["target"]
+    return jax.device_put(with_kernel(packed, plan.kernels != "xla"))
 
 
 def decode(
@@ -181,9 +179,12 @@ def _taps(engine: Engine, row: int, tokens: int) -> np.ndarray:
     return jax.device_get(taps)[:, :tokens]
 
 
-def parallel_calls(most: int) -> int:
-    """Return one call per core on a CPU, because a small program uses one core; otherwise one."""
-    return min(cores(), most) if jax.default_backend() == "cpu" else 1
+def parallel_calls(most: int, model: TargetModel) -> int:
+    """Return one call per core on a CPU, because a small program uses one core; otherwise one.
+
+    Calls on a mesh would wait for each other's collectives.
+    """
+    return min(cores(), most) if jax.default_backend() == "cpu" and model.mesh is None else 1
 
 
 def cores() -> int:

@@ -10,7 +10,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.config import ALWAYS_FLOAT32
+from dflash_jax.graph.abstract import cast_params
 from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.nn.layers import rms_norm
 from dflash_jax.trainer import blocks as anchoring
@@ -171,19 +171,9 @@ def sums(
         part.tokens, part.wanted, features.best, part.anchors, part.alive, width
     )
     blocks = Blocks(anchors=part.anchors, labels=labels, counts=counts)
-    drafter = rounded(params, recipe.training_dtype) | frozen.get(FIXED, {})
+    drafter = cast_params(params, recipe.training_dtype) | frozen.get(FIXED, {})
     both = {"target": frozen, "drafter": drafter}
     return objective.sums(recipe, scores(pair, both, recipe, features, part.tokens, blocks), counts)
-
-
-def rounded(params: dict, dtype: str) -> dict:
-    """Cast parameters as an engine of this dtype does; gradients are not rounded."""
-
-    def one(path: Any, x: Array) -> Array:
-        kept = path[-1].key in ALWAYS_FLOAT32 or not jnp.issubdtype(x.dtype, jnp.floating)
-        return x if kept else x.astype(dtype)
-
-    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def gradient(

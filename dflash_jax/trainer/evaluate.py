@@ -10,6 +10,8 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.result import Result
 from dflash_jax.errors import RequestError
 from dflash_jax.plan import Dtype, Plan
+from dflash_jax.target_model import TargetModel
+from dflash_jax.trainer.trained import read_drafter
 
 CHAT, CODE, IDS = KINDS = ("chat", "code", "ids")
 LENGTH = 2048  # of prompt and answer together
@@ -72,15 +74,32 @@ def summary(row: dict[str, Any]) -> str:
     return line
 
 
-def evaluate(
-    target: str | Path,
-    drafter: str | Path,
-    prompts: Path,
+def engine_of(
+    target: str | Path | TargetModel,
+    drafter: Path,
     *,
-    max_tokens: int,
-    report: Callable[[str], None],
     dtype: Dtype = "float32",
     weights: str = "float",
+) -> Engine:
+    """Return an engine for `evaluate`.
+
+    Args:
+      dtype, weights: of the plan.
+    """
+    from dflash_jax.loading import open_pair
+
+    options: dict[str, Any] = {"dtype": dtype, "weights": weights}
+    if not isinstance(target, TargetModel):
+        pair = open_pair(target, drafter)
+        return pair.engine(Plan(max_length=min(LENGTH, pair.configs[0].max_length), **options))
+    rows = 1 if target.mesh is None else target.mesh.shape["data"]
+    length = min(LENGTH, target.config.max_length)
+    plan = Plan(rows=rows, max_length=length, **options)
+    return read_drafter(drafter, target, {}).unmeasured_engine(plan)
+
+
+def evaluate(
+    engine: Engine, prompts: Path, *, max_tokens: int, report: Callable[[str], None]
 ) -> dict[str, Any]:
     """Return the scores of each kind of prompt, decoded greedily.
 
@@ -90,20 +109,14 @@ def evaluate(
     Args:
       max_tokens: length limit of each answer.
       report: called with a line about prompts that are skipped.
-      dtype, weights: of the plan.
     """
-    from dflash_jax.loading import open_pair
-
-    pair = open_pair(target, drafter)
-    length = min(LENGTH, pair.configs[0].max_length)
-    plan = Plan(dtype=dtype, weights=weights, max_length=length)  # pyrefly: ignore
-    engine = pair.engine(plan)
-    entries = read_prompts(prompts)
+    entries, length = read_prompts(prompts), engine.plan.max_length
 
     def answers(asked: Sequence[Sequence[int]], drafted: bool) -> list[Result]:
-        return [engine.generate(x, max_tokens=max_tokens, speculative=drafted) for x in asked]
+        return engine.generate_many(asked, max_tokens=max_tokens, speculative=drafted)
 
-    scores: dict[str, Any] = {"max_tokens": max_tokens, "dtype": dtype, "temperature": 0}
+    scores: dict[str, Any] = {"max_tokens": max_tokens, "dtype": engine.plan.dtype}
+    scores["temperature"] = 0
     for kind in sorted({entry["kind"] for entry in entries}):
         every = [prompt_ids(engine, entry) for entry in entries if entry["kind"] == kind]
         asked = [ids for ids in every if len(ids) + max_tokens <= length]

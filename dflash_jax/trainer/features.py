@@ -282,12 +282,14 @@ def reader(pair: Pair, model: TargetModel, weights: Weights) -> tuple[Pair, dict
     Args:
       model: its matrices have been rounded to `weights` already.
     """
+    if weights == FLOAT:
+        return pair, model.params
     graph = build_graph(model.config, None, Plan(dtype=model.dtype, weights=weights, exact=False))
     plan = graph.plan
-    if weights == FLOAT or plan.kernels != "native":
+    if plan.kernels != "native":
         return pair, model.params
     native = dataclasses.replace(pair, kernels=plan.kernels, activations=plan.activations)
-    return native, packed_params(model, graph)
+    return native, packed_params({"target": model.params}, graph)["target"]
 
 
 class FeatureCache:
@@ -393,7 +395,7 @@ def fill_cache(
             _fill(store, *part, call, progress)
 
         fill(todo[0])  # compiles before the threads start
-        with ThreadPoolExecutor(parallel_calls(READERS)) as pool:
+        with ThreadPoolExecutor(parallel_calls(READERS, model)) as pool:
             for _ in pool.map(fill, todo[1:]):
                 pass
         store.open()

@@ -26,6 +26,7 @@ from dflash_jax.trainer.recipes import Recipe
 from dflash_jax.trainer.rows import TokenRows
 from dflash_jax.trainer.setup import RUN, BegunRun, begin, check_ids
 from dflash_jax.trainer.sources import TrainingData
+from dflash_jax.trainer.trained import TrainedDrafter, write_drafter
 from dflash_jax.trainer.training import (
     Placement,
     Report,
@@ -45,20 +46,20 @@ class Outcome:
 
 
 def run(
-    target: str,
+    target: str | TargetModel,
     source: str | TrainingData,
     out: Path,
     recipe: Recipe,
     *,
     report: Report,
     mask_id: int | None = None,
-    start: Path | None = None,
+    start: Path | TrainedDrafter | None = None,
     data_of: Path | None = None,
 ) -> Outcome:
     """Train a drafter for a target and measure its acceptance length.
 
     Args:
-      target: a source that `dflash_jax.load_target` opens.
+      target: a source that `dflash_jax.load_target` opens, or a model in memory.
       source: JSONL files (see `data.read`), "tiny" for the shipped corpus, "self:N" for N user
         turns that the target writes; several with commas between them; or the data themselves.
       out: the run's folder.
@@ -72,7 +73,8 @@ def run(
       ComputeError: a metric is not finite, or the device has too little memory.
       CheckpointError, TrainingStopped: see `loop.fit`.
     """
-    Placement(recipe.devices)  # fails before the target answers for hours
+    mesh = target.mesh if isinstance(target, TargetModel) else None
+    Placement(recipe.devices, mesh)  # fails before the target answers for hours
     with unless_refused(out, RUN):
         begun = begin(
             target, source, out, recipe, report=report, mask_id=mask_id, start=start,
@@ -219,25 +221,6 @@ def answer_recording(
     return regenerate.Recording(store, config.target_layer_ids, recipe.buckets[-1].length)
 
 
-def write_drafter(path: Path, config: DrafterConfig, params: dict[str, Any]) -> None:
-    """Write a trained drafter as `write_weights` does."""
-    from dflash_jax.converters import export
-    from dflash_jax.converters.tree_source import TreeSource
-
-    write_weights(path, export.Weights(config, TreeSource(params, config)))
-
-
-def write_weights(path: Path, weights: Any) -> None:
-    """Write a drafter, an `export.Weights`, as a folder that other engines read, in bfloat16.
-
-    A reduced vocabulary has a form in the layout of speculators only.
-    """
-    from dflash_jax.converters import export
-
-    layout = export.SPECULATORS if weights.config.draft_vocab_size else export.HUGGING_FACE
-    export.export(weights, path, layout=layout, dtype="bfloat16", overwrite=True)
-
-
 def write_huggingface(
     folder: Path, config: AttentionConfig, params: dict[str, Any], **fields: Any
 ) -> None:
@@ -255,7 +238,7 @@ def write_huggingface(
 
 def measured(
     out: Path,
-    target: str,
+    target: str | TargetModel,
     entries: Sequence[dict[str, Any]],
     recipe: Recipe,
     report: Report,
@@ -269,14 +252,12 @@ def measured(
         with saved_as(out / "heldout.jsonl") as partial:
             lines = (json.dumps(entry) + "\n" for entry in entries)
             partial.write_text("".join(lines), encoding="utf-8")
+        how = {"dtype": recipe.dtype, "weights": recipe.target_weights}
         scores = evaluate.evaluate(
-            target,
-            out / "drafter",
+            evaluate.engine_of(target, out / "drafter", **how),  # pyrefly: ignore
             out / "heldout.jsonl",
             max_tokens=recipe.held_out_tokens,
             report=report,
-            dtype=recipe.dtype,  # pyrefly: ignore
-            weights=recipe.target_weights,
         )
         with saved_as(path) as partial:
             write_json(partial, scores)

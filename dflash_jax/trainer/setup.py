@@ -18,6 +18,8 @@ import numpy as np
 from dflash_jax.config import DrafterConfig, TargetConfig, check_pair
 from dflash_jax.errors import ConfigError, HostError
 from dflash_jax.graph.abstract import PlannedPair
+from dflash_jax.graph.build import jit
+from dflash_jax.graph.placement import AXES
 from dflash_jax.models import build_pair
 from dflash_jax.plan import Plan, Weights
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
@@ -28,6 +30,7 @@ from dflash_jax.trainer.data import Example, Usage
 from dflash_jax.trainer.files import claim, differences, saved_as, sound
 from dflash_jax.trainer.recipes import DSPARK, FLOAT, KL, MIX, Recipe, new_drafter
 from dflash_jax.trainer.saved import full
+from dflash_jax.trainer.trained import TrainedDrafter
 from dflash_jax.trainer.training import Report
 
 RUN = "run.json"  # the settings of a run, in its folder
@@ -39,12 +42,13 @@ class BegunRun:
 
     Attributes:
       target, out, recipe, report: arguments of `begin`.
+      model: the target.
       config: of the drafter.
       params: of the drafter to start from, if there is one.
       identity: everything that the result depends on.
     """
 
-    target: str
+    target: str | TargetModel
     out: Path
     recipe: Recipe
     report: Report
@@ -63,14 +67,14 @@ class BegunRun:
 
 
 def begin(
-    target: str,
+    target: str | TargetModel,
     source: str | sources.TrainingData,
     out: Path,
     recipe: Recipe,
     *,
     report: Report,
     mask_id: int | None = None,
-    start: Path | None = None,
+    start: Path | TrainedDrafter | None = None,
     data_of: Path | None = None,
 ) -> BegunRun:
     """Check the settings, claim the folder, and read the data; arguments and errors as for `run`.
@@ -92,14 +96,16 @@ def begin(
         report(f"mask token {mask_id}: {why}")
     config = new_drafter(recipe, model.config, mask_id)
     check_pair(model.config, config)
-    about = {
-        "target": str(target),
+    about: dict[str, Any] = {
+        "target": named(target),
         "data": data.fingerprint(given_data.training),
         "self_written": given_data.self_written,
         "mask_id": mask_id,
-        "start": str(start) if start else None,
+        "start": named(start) if start else None,
         "recipe": recipe.settings,
     }
+    if model.mesh is not None:
+        about["mesh"] = [model.mesh.shape[name] for name in AXES]
     if recipe.mixture or recipe.follow_ups:
         texts = prompt_kinds.SOURCE.read_text(encoding="utf-8"), *given_data.avoided
         about["openings"] = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
@@ -116,11 +122,11 @@ def begin(
 
 
 def follow(
-    target: str,
+    target: str | TargetModel,
     out: Path,
     recipe: Recipe,
     report: Report,
-    start: Path | None,
+    start: Path | TrainedDrafter | None,
     group: exchange.TrainingHosts,
 ) -> BegunRun:
     """Return the run that host 0 began, without its data.
@@ -176,12 +182,13 @@ def with_self_written(
     return every
 
 
-def open_target(source: str, recipe: Recipe) -> TargetModel:
-    """Load the target, with rounded matrices if the recipe asks for them."""
+def open_target(source: str | TargetModel, recipe: Recipe) -> TargetModel:
+    """Load the target unless it is one, with rounded matrices if the recipe asks for them."""
     from dflash_jax.loading import load_target
 
-    model = load_target(source, dtype=recipe.dtype)  # pyrefly: ignore
-    return rounded(model, recipe.target_weights)
+    if not isinstance(source, TargetModel):
+        source = load_target(source, dtype=recipe.dtype)  # pyrefly: ignore
+    return rounded(source, recipe.target_weights)
 
 
 def rounded(model: TargetModel, weights: Weights) -> TargetModel:
@@ -197,7 +204,7 @@ def rounded(model: TargetModel, weights: Weights) -> TargetModel:
         if not isinstance(new, Packed):
             return old
         weight = dequantise(new.arrays, new.kind).reshape(new.shape)
-        return jax.device_put(weight.astype(old.dtype))
+        return jax.device_put(weight.astype(old.dtype), old.sharding)
 
     params = jax.tree.map(value, model.params, pack_tree(exact, own))
     return TargetModel(model.config, params, model.dtype, tokenizer=model.tokenizer)
@@ -213,7 +220,27 @@ def check_ids(sequences: Iterable[Sequence[int] | np.ndarray], config: TargetCon
         )
 
 
-def read_start(path: Path, config: DrafterConfig) -> dict[str, Any]:
+def named(model: str | Path | TargetModel | TrainedDrafter) -> str:
+    """Return the path of a model, or a digest of the weights of one in memory."""
+    if isinstance(model, str | Path):
+        return str(model)
+    return f"in memory, {weights_digest(model.params)}"
+
+
+def weights_digest(params: dict[str, Any]) -> str:
+    """Return a digest of the bits of all parameters, the same on one device and on a mesh."""
+
+    def total(x: jax.Array) -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+        return bits.astype("uint32").sum()
+
+    shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves(params)]
+    totals = jax.device_get(jit(lambda tree: jax.tree.map(total, tree))(params))
+    text = f"{shapes} {[int(x) for x in jax.tree.leaves(totals)]}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def read_start(path: Path | TrainedDrafter, config: DrafterConfig) -> dict[str, Any]:
     """Return the parameters of a drafter to start from.
 
     It has the kind of this run, or is a DFlash drafter, which DFlash 2 and DSpark extend.
@@ -224,7 +251,8 @@ def read_start(path: Path, config: DrafterConfig) -> dict[str, Any]:
     from dflash_jax.converters.models import open_model
     from dflash_jax.loading import locate
 
-    source = open_model(locate(path, "drafter"), role="drafter")
+    known = isinstance(path, TrainedDrafter)
+    source = path if known else open_model(locate(path, "drafter"), role="drafter")
     kind = type(config) if type(source.config) is type(config) else DrafterConfig
     have, wanted = (
         {f.name: getattr(c, f.name, None) for f in dataclasses.fields(kind)}
@@ -241,8 +269,10 @@ def read_start(path: Path, config: DrafterConfig) -> dict[str, Any]:
     differ = [k for k, v in wanted.items() if have[k] != v and k not in free]
     if differ or not isinstance(source.config, DrafterConfig):
         listed = "; ".join(f"{k} is {have[k]}, expected {wanted[k]}" for k in differ)
-        raise ConfigError(f"the drafter {path} has another shape: {listed}; change the recipe")
-    return source.load("float32")
+        raise ConfigError(
+            f"the drafter {named(path)} has another shape: {listed}; change the recipe"
+        )
+    return source.params if isinstance(source, TrainedDrafter) else source.load("float32")
 
 
 MASK_NAMES = ("<|mask|>", "<|MASK|>", "[MASK]", "<mask>")
@@ -273,7 +303,7 @@ def mask_token(
     raise ConfigError(
         "no mask token is known: the tokenizer has none, the embedding table has no unused row, and"
         " template or data use every special token; name a token that never occurs in text with"
-        " --mask-id"
+        " mask_id (--mask-id)"
     )
 
 

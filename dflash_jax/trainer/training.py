@@ -9,11 +9,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dflash_jax.config import DrafterConfig, check_pair
+from dflash_jax.config import DrafterConfig
 from dflash_jax.errors import ConfigError
+from dflash_jax.graph.abstract import PlannedPair, by_path
 from dflash_jax.graph.build import jit
+from dflash_jax.graph.placement import AXES, param_shardings
 from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.models import build_pair
+from dflash_jax.plan import Plan
 from dflash_jax.target_model import TargetModel
 from dflash_jax.trainer import (
     drafter,
@@ -173,19 +176,20 @@ def fit(
     """
     group = exchange.current()
     config = new_drafter(recipe, model.config, mask_id)
-    check_pair(model.config, config)
     pair = build_pair(model.config, config)
     batches, used = make_batches(rows, recipe, report)
-    place = Placement(recipe.devices)
+    place = Placement(recipe.devices, model.mesh)
     store = feature_store(out, model, config, recipe)
     cache = cached_features(store, pair, model, recipe, batches, report)
     maker = optimizer.build(recipe.schedule, decay=recipe.weight_decay, kind=recipe.optimizer)
-    advanced = drafter.step(pair, recipe, maker)
-    program = jit(advanced, donate=(0,), static_argnums=(5,), out_shardings=place.everywhere)
     counts = block_counts(recipe, used, batches.rows)
     first, fixed = first_params(pair, recipe, model, rows, report, start)
     group.agree("the digest of all weights", digest((first, model.params, fixed), group))
-    frozen = place.replicated(model.params | fixed)
+    frozen = place.frozen(model) | place.replicated(fixed)
+    state = place.split(TrainState(params=first, optimizer=maker.init(first)), pair)
+    after = jax.tree.map(lambda x: x.sharding, state), place.everywhere
+    step = drafter.step(pair, recipe, maker)
+    program = jit(step, donate=(0,), static_argnums=(5,), out_shardings=after)
 
     def advance(state: TrainState, number: int) -> Any:
         i, chosen = batches.chosen(number)
@@ -199,7 +203,6 @@ def fit(
         i, chosen = batches.chosen(number)
         return f"the batch of rows {chosen.tolist()} of length {batches.buckets[i].length}"
 
-    state = place.replicated(TrainState(params=first, optimizer=maker.init(first)))
     run = loop.TrainingRun(
         path=out / "state",
         steps=recipe.schedule.steps,
@@ -239,17 +242,25 @@ def first_params(
 
 
 class Placement:
-    """Placement of arrays on data-parallel devices, of which every host has as many.
+    """Placement of arrays on data-parallel devices, of which every host has as many, or on a mesh.
 
     Attributes:
       everywhere: the sharding of an array of which every device has a copy.
+
+    Args:
+      mesh: with axes data and model, in place of the first devices.
 
     Raises:
       ConfigError: there are fewer devices than asked for, or hosts cannot have as many each.
     """
 
-    def __init__(self, devices: int):
+    def __init__(self, devices: int, mesh: Mesh | None = None):
         self._hosts = exchange.current().count
+        self._mesh = self._first_devices(devices) if mesh is None else mesh
+        self.everywhere = NamedSharding(self._mesh, PartitionSpec())
+        self._by_row = NamedSharding(self._mesh, PartitionSpec("data"))
+
+    def _first_devices(self, devices: int) -> Mesh:
         each, rest = divmod(devices, self._hosts)
         if rest:
             raise ConfigError(
@@ -266,9 +277,7 @@ class Placement:
                     f" XLA_FLAGS=--xla_force_host_platform_device_count={each} makes some"
                 )
             chosen += available[:each]
-        mesh = Mesh(np.asarray(chosen), ("data",))
-        self.everywhere = NamedSharding(mesh, PartitionSpec())
-        self._by_row = NamedSharding(mesh, PartitionSpec("data"))
+        return Mesh(np.asarray(chosen)[:, None], AXES)
 
     def replicated(self, tree: Any) -> Any:
         """Copy a tree, the same on all hosts, to every device."""
@@ -277,6 +286,22 @@ class Placement:
     def by_row(self, tree: Any) -> Any:
         """Shard arrays by row; each host gives its share of the rows of a batch [B, ...]."""
         return self._put(tree, self._by_row)
+
+    def frozen(self, model: TargetModel) -> Any:
+        """Copy a target's parameters to every device, unless they are on a mesh."""
+        return self.replicated(model.params) if model.mesh is None else model.params
+
+    def split(self, state: TrainState, pair: Pair) -> TrainState:
+        """Shard a drafter's parameters and their moments as their declarations say."""
+        axes = PlannedPair(pair, Plan(dtype="float32")).model_axes
+        own = {name.removeprefix("drafter"): axis for name, axis in axes.items()}
+        found = {
+            path: axis
+            for path in by_path(state)
+            for name, axis in own.items()
+            if path.endswith(name)
+        }
+        return jax.tree.map(self._put, state, param_shardings(self._mesh, state, found))
 
     def _put(self, tree: Any, sharding: NamedSharding) -> Any:
         if self._hosts == 1:

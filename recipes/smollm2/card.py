@@ -17,7 +17,7 @@ from dflash_jax.converters.models import open_model
 from dflash_jax.trainer.files import saved_as
 from dflash_jax.trainer.recipes import DFLASH, DFLASH2, DSPARK, Recipe
 from dflash_jax.trainer.rows import load
-from dflash_jax.trainer.run import write_weights
+from dflash_jax.trainer.trained import write_weights
 from recipes import cards
 
 ROWS = 12  # of the curve

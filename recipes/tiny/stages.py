@@ -259,8 +259,7 @@ def held_out(work: Work) -> None:
 def evaluation(work: Work) -> None:
     """Measure the acceptance length on the held-out prompts by decoding them."""
     found = evaluate.evaluate(
-        work.path("target"),
-        work.path("drafter"),
+        evaluate.engine_of(work.path("target"), work.path("drafter")),
         work.path("heldout"),
         max_tokens=work.preset.drafter.held_out_tokens,
         report=work.report,

@@ -149,10 +149,11 @@ def test_held_out_prompts_may_hold_any_character(tmp_path, monkeypatch):
     entries = [data.Example(messages=(message,)).entry() for message in messages]
     asked = []
 
-    def read(target, drafter, prompts, **rest):
+    def read(engine, prompts, **rest):
         asked.extend(e["messages"][0]["content"] for e in evaluate.read_prompts(prompts))
         return {}
 
+    monkeypatch.setattr(evaluate, "engine_of", lambda *given, **rest: None)
     monkeypatch.setattr(evaluate, "evaluate", read)
     run.measured(tmp_path, "tiny", entries, SMOKE, print)
     assert asked == texts
@@ -161,8 +162,8 @@ def test_held_out_prompts_may_hold_any_character(tmp_path, monkeypatch):
 def test_held_out_prompts_too_long_to_measure_are_counted_aloud(tmp_path):
     path, reported = tmp_path / "heldout.jsonl", []
     path.write_text(json.dumps({"kind": "ids", "ids": [5] * 2040}) + "\n")
-    drafter = locate("tiny", "drafter")
-    found = evaluate.evaluate("tiny", drafter, path, max_tokens=9, report=reported.append)
+    engine = evaluate.engine_of("tiny", locate("tiny", "drafter"))
+    found = evaluate.evaluate(engine, path, max_tokens=9, report=reported.append)
     assert reported == ["ids: 1 of 1 held-out prompts are too long and were skipped"]
     assert "ids" not in found
 
@@ -170,8 +171,8 @@ def test_held_out_prompts_too_long_to_measure_are_counted_aloud(tmp_path):
 def test_figures_are_returned_for_the_command_to_print_once(tmp_path):
     path, reported = tmp_path / "heldout.jsonl", []
     path.write_text(json.dumps({"kind": "ids", "ids": [5, 6, 7]}) + "\n")
-    drafter = locate("tiny", "drafter")
-    found = evaluate.evaluate("tiny", drafter, path, max_tokens=9, report=reported.append)
+    engine = evaluate.engine_of("tiny", locate("tiny", "drafter"))
+    found = evaluate.evaluate(engine, path, max_tokens=9, report=reported.append)
     assert found["ids"]["acceptance_length"] >= 1
     assert reported == []
 
