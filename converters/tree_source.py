@@ -107,5 +107,6 @@ def leaf(params: Any, path: Keys) -> Any:
 
 
 def _described(array: Any) -> Leaf:
-    array = np.asarray(array)
-    return Leaf(array.shape, array.dtype)
+    if not hasattr(array, "dtype"):
+        array = np.asarray(array)
+    return Leaf(tuple(array.shape), np.dtype(array.dtype))

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from dflash_jax.plan import Plan
     from dflash_jax.random_weights import random_engine
     from dflash_jax.target_model import ForwardOutput, TargetModel
+    from dflash_jax.trainer.in_process import train
+    from dflash_jax.trainer.recipes import Recipe, recipe
+    from dflash_jax.trainer.trained import TrainedDrafter
 
 __all__ = [
     "CancelCell",
@@ -53,6 +56,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "QueueFullError",
+    "Recipe",
     "Recovery",
     "RequestError",
     "RequestHandle",
@@ -62,12 +66,15 @@ __all__ = [
     "Stats",
     "TargetConfig",
     "TargetModel",
+    "TrainedDrafter",
     "__version__",
     "load",
     "load_exported",
     "load_target",
     "random_engine",
+    "recipe",
     "register",
+    "train",
 ]
 
 # Names are imported on first use, so that `dflash-jax --help` does not wait for JAX.
@@ -96,6 +103,9 @@ _MODULES = {
     "loading": ("load", "load_target"),
     "random_weights": ("random_engine",),
     "target_model": ("ForwardOutput", "TargetModel"),
+    "trainer.in_process": ("train",),
+    "trainer.recipes": ("Recipe", "recipe"),
+    "trainer.trained": ("TrainedDrafter",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -21,7 +21,7 @@ from dflash_jax.graph import Graph, Pair
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.cache import CompilationCache, use_compilation_cache
 from dflash_jax.graph.ngram import NGram
-from dflash_jax.graph.placement import device_mesh, param_shardings, place
+from dflash_jax.graph.placement import mesh_of, param_shardings, place
 from dflash_jax.graph.resolve import resolve_here, wide_block
 from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.kernels.products import set_weight_layout
@@ -185,8 +185,7 @@ class OpenPair:
 
     def _engine(self, plan: Plan, *, progress: bool) -> Engine:
         graph = Graph(self.pair, self.planned(plan))
-        plan, params = graph.plan, self.weights(graph.plan)
-        mesh = device_mesh(plan)
+        plan, params, mesh = graph.plan, self.weights(graph.plan), mesh_of(graph)
         where = None if mesh is None else param_shardings(mesh, params, graph.model_axes)
         params = params if plan.two_devices else place(params, where)
         return Engine(graph, params, tokenizer=self.tokenizer, progress=progress)

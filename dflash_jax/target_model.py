@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import TargetConfig
@@ -46,6 +47,13 @@ class TargetModel:
         self.config, self.params, self.dtype, self.tokenizer = config, params, dtype, tokenizer
         self._progress = progress
         self._apply = jit(functools.partial(_forward, config, dtype))
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh that the parameters are on; None for a single device."""
+        places = (getattr(x, "sharding", None) for x in jax.tree.leaves(self.params))
+        meshes = (place.mesh for place in places if isinstance(place, NamedSharding))
+        return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
     def forward(self, ids: Sequence[Sequence[int]] | Int[Array, "B T"]) -> ForwardOutput:
         """Return logits and hidden states of token ids [B, T], unpadded, at positions 0 .. T-1.

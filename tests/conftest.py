@@ -35,15 +35,15 @@ ORACLE = Path(__file__).parent / "oracle"
 LONGEST = """
 contracts/test_bitwise engine/test_lossless test_shipped_pair models/test_qwen3_5
 benchmarks/test_audit server/test_browser
-server/test_clients test_cli train/test_tiny models/test_gemma4 graph/test_sampling
+server/test_clients test_cli trainer/test_tiny models/test_gemma4 graph/test_sampling
 graph/test_published server/test_robustness models/test_target_oracle engine/test_recovery
 models/test_drafter_oracle server/test_commands server/test_agents models/test_dflash2
-test_notebooks engine/test_engine train/test_drafter engine/test_structured engine/test_prefixes
-train/test_training engine/test_lossless_drafters engine/test_logits_processing models/test_mixtures
-models/test_dspark graph/test_sharding contracts/test_programs kernels/test_packed_products
-train/test_regenerate engine/test_load nn/test_attention graph/test_two_devices
-converters/test_packed nn/test_moe engine/test_recovery_mixed graph/test_explain
-contracts/test_imports train/test_loop
+test_notebooks engine/test_engine trainer/test_drafter engine/test_structured engine/test_prefixes
+trainer/test_training engine/test_lossless_drafters engine/test_logits_processing
+models/test_mixtures models/test_dspark graph/test_sharding contracts/test_programs
+kernels/test_packed_products trainer/test_regenerate engine/test_load nn/test_attention
+graph/test_two_devices converters/test_packed nn/test_moe engine/test_recovery_mixed
+graph/test_explain contracts/test_imports trainer/test_loop
 """
 
 

@@ -35,7 +35,7 @@ from dflash_jax.engine.result import Result, Stats
 from dflash_jax.graph.build import CompiledPrograms
 from dflash_jax.models import build_pair
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
-from dflash_jax.train.run import write_huggingface
+from dflash_jax.trainer.run import write_huggingface
 from dflash_jax.utils.command import INTERRUPTED, PIPE_CLOSED, exit_code
 
 Run = Callable[..., tuple[int, str, str]]

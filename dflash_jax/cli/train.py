@@ -109,10 +109,10 @@ def run(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise ConfigError(f"training needs {error.name}; {install_hint('train')}") from error
     use_compilation_cache()
-    from dflash_jax.train import exchange
-    from dflash_jax.train.evaluate import summary
-    from dflash_jax.train.loop import TrainingStopped
-    from dflash_jax.train.recipes import recipe
+    from dflash_jax.trainer import exchange
+    from dflash_jax.trainer.evaluate import summary
+    from dflash_jax.trainer.loop import TrainingStopped
+    from dflash_jax.trainer.recipes import recipe
 
     chosen = recipe(options.preset, options.settings)
     started = time.monotonic()
@@ -145,11 +145,11 @@ def run(options: argparse.Namespace) -> int:
 
 def train(options: argparse.Namespace, recipe: Any) -> Any:
     """Return the outcome of a run; only host 0 reports progress."""
-    from dflash_jax.train import exchange
-    from dflash_jax.train import run as training
-    from dflash_jax.train.files import unless_refused
-    from dflash_jax.train.setup import RUN, begin
-    from dflash_jax.train.training import Placement
+    from dflash_jax.trainer import exchange
+    from dflash_jax.trainer import run as training
+    from dflash_jax.trainer.files import unless_refused
+    from dflash_jax.trainer.setup import RUN, begin
+    from dflash_jax.trainer.training import Placement
 
     first, decoder = exchange.current().first, None
     if options.ray and first:
@@ -198,7 +198,7 @@ def among_hosts(options: argparse.Namespace, recipe: Any) -> contextlib.Abstract
     if count == 1:
         return contextlib.nullcontext()
     from dflash_jax.hosts.launch import LOOPBACK, TOKEN
-    from dflash_jax.train import training_hosts
+    from dflash_jax.trainer import training_hosts
 
     address = training_hosts.parse_address(options.coordinator) if options.coordinator else None
     joining_options = training_hosts.HostOptions(
@@ -284,7 +284,7 @@ def absolute(source: str) -> str:
 def draw(out: Path) -> str | None:
     """Draw the curves of a run, and return the path; None without matplotlib or a log."""
     try:
-        from dflash_jax.train.loop import plot_log
+        from dflash_jax.trainer.loop import plot_log
 
         return str(plot_log(out / "log.jsonl", out / "curves.png"))
     except ImportError:

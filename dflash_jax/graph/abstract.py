@@ -7,6 +7,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from dflash_jax.config import ALWAYS_FLOAT32, AUTO, LATE
 from dflash_jax.graph.protocols import WEIGHTS, SharedLayers, WeightInfo
@@ -72,10 +73,14 @@ class PlannedPair:
     """A pair under a plan whose choices are made.
 
     The pair's static options of steps are those of the plan.
+
+    Attributes:
+      mesh: devices for the plan's mesh; by default the first ones (`placement.mesh_of`).
     """
 
     pair: Pair
     plan: ResolvedPlan
+    mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
         """Set the static options of steps."""
@@ -209,6 +214,16 @@ def drafter_caches(pair: Pair, plan: ResolvedPlan) -> PlanCacheMaker:
     reads = getattr(pair.drafter, "reads", 0)
     widest = max(plan.block, reads, plan.steps_per_call)
     return PlanCacheMaker(dataclasses.replace(plan, block=widest))
+
+
+def cast_params(params: Params, dtype: str) -> Params:
+    """Cast the floats of a model's parameters, except for those in `ALWAYS_FLOAT32`."""
+
+    def one(path: Any, x: Any) -> Any:
+        kept = path[-1].key in ALWAYS_FLOAT32 or not jnp.issubdtype(x.dtype, jnp.floating)
+        return x if kept else x.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def init_params(pair: Pair, key: jax.Array) -> Params:

@@ -18,7 +18,7 @@ from dflash_jax.graph.build import compile_programs
 from dflash_jax.graph.keys import ProgramKey
 from dflash_jax.graph.memory import tree_bytes
 from dflash_jax.graph.placement import (
-    device_mesh,
+    mesh_of,
     place,
     place_empty_state,
     place_params,
@@ -104,7 +104,7 @@ class LocalExecutor:
     def empty_logits_state(self) -> Any:
         """Return a `LogitsState` that changes no logits."""
         plan, vocab = self._planned.plan, self._planned.config.vocab_size
-        empty, mesh = neutral_logits_state(plan.rows, vocab), device_mesh(plan)
+        empty, mesh = neutral_logits_state(plan.rows, vocab), mesh_of(self._planned)
         return place(empty, None if mesh is None else shardings(mesh, empty, {}))
 
     def replacement(self, params: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dflash_jax.errors import PlanError, RequestError
 from dflash_jax.graph.abstract import PlannedPair, by_path, init_params, path_name
@@ -16,7 +17,7 @@ from dflash_jax.graph.build import Executable, compile_programs, lower
 from dflash_jax.graph.explain import Explanation, explain, explain_here
 from dflash_jax.graph.keys import STEP_VARIANTS, ProgramKey, Step, Variant
 from dflash_jax.graph.memory import DEVICES, Budget, budget
-from dflash_jax.graph.placement import place_empty_state, place_params
+from dflash_jax.graph.placement import AXES, named_mesh, place_empty_state, place_params
 from dflash_jax.graph.programs import Program, declare, is_multi_step
 from dflash_jax.graph.resolve import resolve, resolve_here
 from dflash_jax.graph.settings import isolated_jax_config
@@ -44,13 +45,22 @@ class Graph(PlannedPair):
       config: the target's config.
     """
 
-    def __init__(self, pair: Pair, plan: Plan | None = None, *, device: str = ""):
+    def __init__(
+        self,
+        pair: Pair,
+        plan: Plan | None = None,
+        *,
+        device: str = "",
+        mesh: Mesh | None = None,
+    ):
         """Make every choice that the plan leaves open.
 
         Args:
           pair: the modules.
           plan: choices that differ from the defaults.
           device: a name of `dj.graph.DEVICES`, to plan for that device; by default this process's.
+          mesh: devices to run on, with axes "data" (rows) and "model" (heads and widths), in place
+            of `Plan.mesh` over the first ones.
 
         Raises:
           PlanError: the plan does not fit the models, their obligations or the memory.
@@ -58,6 +68,9 @@ class Graph(PlannedPair):
         plan = plan or Plan()
         if not isinstance(pair, Pair) or not isinstance(plan, Plan):
             raise PlanError(f"got {pair!r} and {plan!r}; expected a dj.Pair and a dj.Plan")
+        if mesh is not None:
+            mesh = named_mesh(mesh)
+            plan = dataclasses.replace(plan, mesh=tuple(mesh.shape[name] for name in AXES))
         if device and device not in DEVICES:
             raise PlanError(f"device is {device!r}; expected one of {', '.join(DEVICES)}")
         if device and not isinstance(plan, ResolvedPlan):
@@ -66,7 +79,7 @@ class Graph(PlannedPair):
             plan = resolve(plan, pair, platform=platform, memory=found.memory)
         elif not isinstance(plan, ResolvedPlan):
             plan = resolve_here(plan, pair)
-        super().__init__(pair, plan)
+        super().__init__(pair, plan, mesh)
         object.__setattr__(self, "_device", device)
 
     def __eq__(self, other: object) -> bool:
@@ -86,7 +99,7 @@ class Graph(PlannedPair):
 
     @property
     def _identity(self) -> Any:
-        return self.pair, self.plan.shape
+        return self.pair, self.plan.shape, self.mesh
 
     @property
     def budget(self) -> Budget:
@@ -106,7 +119,7 @@ class Graph(PlannedPair):
 
     def with_plan(self, **changes: Any) -> "Graph":
         """Return the graph of the same modules under a plan with other values of some fields."""
-        return Graph(self.pair, dataclasses.replace(self.plan, **changes))
+        return Graph(self.pair, dataclasses.replace(self.plan, **changes), mesh=self.mesh)
 
     # -- parameters and state ----------------------------------------------------------------------
 

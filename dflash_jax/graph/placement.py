@@ -34,6 +34,7 @@ from dflash_jax.quant.layouts import (
     pack,
 )
 
+AXES = ("data", "model")
 MOST_NAMED = 5  # parameters that an error lists
 
 
@@ -49,7 +50,7 @@ def place_params(planned: PlannedPair, params: Params) -> Params:
     params = choose_products(params, plan.kernels, plan.activations)
     if plan.two_devices and pair.drafter is not None:
         return two_devices.place_params(plan, params, pair.target)
-    mesh = device_mesh(plan)
+    mesh = mesh_of(planned)
     if mesh is None:
         return jax.device_put(params)
     return place(params, param_shardings(mesh, params, planned.model_axes))
@@ -153,7 +154,7 @@ def place_empty_state(planned: PlannedPair) -> Any:
     empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), planned.state)
     if plan.two_devices and planned.pair.drafter is not None:
         return two_devices.place_state(plan, empty)
-    mesh = device_mesh(plan)
+    mesh = mesh_of(planned)
     return place(empty, None if mesh is None else row_shardings(mesh, empty))
 
 
@@ -190,7 +191,37 @@ def device_mesh(plan: ResolvedPlan) -> Mesh | None:
             " smaller (on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes more)"
         )
     devices = np.asarray(jax.devices()[: data * model]).reshape(data, model)
-    return Mesh(devices, ("data", "model"))
+    return Mesh(devices, AXES)
+
+
+def mesh_of(planned: PlannedPair) -> Mesh | None:
+    """Return the mesh that a plan runs on; None for a plan of one device.
+
+    Raises:
+      PlanError: there are fewer devices.
+    """
+    return device_mesh(planned.plan) if planned.mesh is None else planned.mesh
+
+
+def named_mesh(mesh: Mesh) -> Mesh:
+    """Return a mesh of the same devices in the same order that has both axes.
+
+    One that is missing gets a single device.
+
+    Raises:
+      PlanError: it is no mesh, or has several devices along another axis.
+    """
+    if not isinstance(mesh, Mesh):
+        raise PlanError(f"mesh is {mesh!r}; expected a jax.sharding.Mesh")
+    if [size for name, size in mesh.shape.items() if size > 1 and name not in AXES]:
+        raise PlanError(
+            f"mesh has the axes {dict(mesh.shape)}; expected 'data' for rows and 'model' for heads"
+            " and widths, as jax.sharding.Mesh(mesh.devices, ('data', 'model')) names those of a"
+            " mesh of two"
+        )
+    missing = [name for name in AXES if name not in mesh.shape]
+    devices = mesh.devices.reshape(*mesh.devices.shape, *[1] * len(missing))
+    return Mesh(devices, (*mesh.axis_names, *missing))
 
 
 def param_shardings(mesh: Mesh, params: Any, axes: Mapping[str, int]) -> Any:

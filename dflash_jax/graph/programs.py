@@ -19,7 +19,7 @@ from dflash_jax.graph.keys import (
     Step,
     Variant,
 )
-from dflash_jax.graph.placement import device_mesh, shardings
+from dflash_jax.graph.placement import mesh_of, shardings
 from dflash_jax.graph.protocols import Draft
 from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.graph.state import DecodeState, idle_rules
@@ -72,7 +72,7 @@ def declare(
     plan, pair = planned.plan, planned.pair
     if pair.drafter is None or not plan.two_devices:
         programs = _Declaration(plan, pair, planned.params, planned.state).all(variants)
-        mesh = device_mesh(plan) if placed else None
+        mesh = mesh_of(planned) if placed else None
         if mesh is not None:
             programs = [_over_devices(p, mesh, planned.model_axes) for p in programs]
         return {program.key: program for program in programs}

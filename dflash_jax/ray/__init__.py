@@ -15,8 +15,8 @@ from dflash_jax.errors import RequestError, install_hint
 
 if TYPE_CHECKING:
     from dflash_jax.hosts.launch import Launcher
-    from dflash_jax.train.recipes import Recipe
-    from dflash_jax.train.regenerate import Decoder
+    from dflash_jax.trainer.recipes import Recipe
+    from dflash_jax.trainer.regenerate import Decoder
 
 CONNECT_S = 10.0  # seconds
 
@@ -57,7 +57,7 @@ def answers(
     Args:
       dataset: a dataset with rows like the lines of `--data`, or a source that `--data` takes.
       out: the run's folder.
-      recipe: as `dflash_jax.train.recipes.recipe` returns it.
+      recipe: as `dflash_jax.trainer.recipes.recipe` returns it.
       target: path, hub id or name of the target, known on every machine.
       workers: number of actors; by default one per GPU, or one per machine if there are none.
       mask_id: the drafter's mask token, if it cannot be detected.
@@ -68,7 +68,7 @@ def answers(
 
     Raises:
       RequestError: the extra `ray` is missing.
-      ConfigError, CheckpointError, TrainingStopped: as for `dflash_jax.train.run.run`.
+      ConfigError, CheckpointError, TrainingStopped: as for `dflash_jax.trainer.run.run`.
     """
     check_installed()
     from dflash_jax.ray import offline
@@ -79,7 +79,7 @@ def answers(
 
 
 def decoder(address: str, target: str, recipe: "Recipe") -> "Decoder":
-    """Connect to a cluster, and return how `dflash_jax.train.run.finish` decodes answers there.
+    """Connect to a cluster, and return how `dflash_jax.trainer.run.finish` decodes answers there.
 
     Args:
       address: HOST:PORT, "auto", or "local" to start a cluster on this machine.

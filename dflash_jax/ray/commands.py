@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import dflash_jax
-from dflash_jax.train.exchange import SILENCE
-from dflash_jax.train.loop import StopFlag, stop_flag
+from dflash_jax.trainer.exchange import SILENCE
+from dflash_jax.trainer.loop import StopFlag, stop_flag
 
 POLL = 0.3  # seconds between two questions to a command
 LAST = 30.0  # seconds for the last lines of one that ended

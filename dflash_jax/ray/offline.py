@@ -12,14 +12,14 @@ import ray.data
 
 from dflash_jax.graph.cache import use_compilation_cache
 from dflash_jax.graph.keys import Variant
-from dflash_jax.train.data import example
-from dflash_jax.train.decoding import EnginePool
-from dflash_jax.train.recipes import Recipe
-from dflash_jax.train.regenerate import AnswerGroup, Decoder
-from dflash_jax.train.run import answered_rows
-from dflash_jax.train.setup import begin, open_target
-from dflash_jax.train.sources import TrainingData, split
-from dflash_jax.train.training import Report
+from dflash_jax.trainer.data import example
+from dflash_jax.trainer.decoding import EnginePool
+from dflash_jax.trainer.recipes import Recipe
+from dflash_jax.trainer.regenerate import AnswerGroup, Decoder
+from dflash_jax.trainer.run import answered_rows
+from dflash_jax.trainer.setup import begin, open_target
+from dflash_jax.trainer.sources import TrainingData, split
+from dflash_jax.trainer.training import Report
 
 
 def answers(

@@ -17,8 +17,8 @@ from dflash_jax.errors import HostError
 from dflash_jax.hosts.launch import TOKEN
 from dflash_jax.ray.commands import CommandProcess, Line, Show, follow
 from dflash_jax.ray.host_actors import Placed, gpus_per_node
-from dflash_jax.train.loop import stop_flag
-from dflash_jax.train.training_hosts import free_ports
+from dflash_jax.trainer.loop import stop_flag
+from dflash_jax.trainer.training_hosts import free_ports
 
 ANSWER = 30.0  # seconds in which an actor answers
 RESTARTS = 3  # of all hosts, if one is lost

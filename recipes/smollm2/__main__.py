@@ -17,12 +17,12 @@ import benchmarks
 import dflash_jax
 from dflash_jax.errors import ConfigError, DFlashError
 from dflash_jax.graph.cache import enable_compilation_cache
-from dflash_jax.train import run as training
-from dflash_jax.train.files import saved_as, write_json
-from dflash_jax.train.loop import TrainingStopped, to_stderr
-from dflash_jax.train.recipes import Recipe, recipe
-from dflash_jax.train.setup import ANSWERS, ROWS, data_files
-from dflash_jax.train.sources import TrainingData
+from dflash_jax.trainer import run as training
+from dflash_jax.trainer.files import saved_as, write_json
+from dflash_jax.trainer.loop import TrainingStopped, to_stderr
+from dflash_jax.trainer.recipes import Recipe, recipe
+from dflash_jax.trainer.setup import ANSWERS, ROWS, data_files
+from dflash_jax.trainer.sources import TrainingData
 from dflash_jax.utils.allocator import tune_allocator
 from recipes.smollm2 import card, comparison
 

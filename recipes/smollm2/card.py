@@ -14,10 +14,10 @@ import numpy as np
 from dflash_jax.config import DrafterConfig
 from dflash_jax.converters import export
 from dflash_jax.converters.models import open_model
-from dflash_jax.train.files import saved_as
-from dflash_jax.train.recipes import DFLASH, DFLASH2, DSPARK, Recipe
-from dflash_jax.train.rows import load
-from dflash_jax.train.run import write_weights
+from dflash_jax.trainer.files import saved_as
+from dflash_jax.trainer.recipes import DFLASH, DFLASH2, DSPARK, Recipe
+from dflash_jax.trainer.rows import load
+from dflash_jax.trainer.trained import write_weights
 from recipes import cards
 
 ROWS = 12  # of the curve

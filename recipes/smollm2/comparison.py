@@ -26,7 +26,7 @@ def timed(target: str, runs: Mapping[str, Path]) -> dict[str, float]:
       runs: folders of trained drafters, which hold the prompts, too.
     """
     import dflash_jax as dj
-    from dflash_jax.train.evaluate import prompt_ids, read_prompts
+    from dflash_jax.trainer.evaluate import prompt_ids, read_prompts
 
     plan = dj.Plan(weights="int8")
     engines = {name: dj.load(target, run / "drafter", plan=plan) for name, run in runs.items()}

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dflash_jax.errors import DFlashError
-from dflash_jax.train.files import claim, write_json
-from dflash_jax.train.loop import TrainingStopped, to_stderr
+from dflash_jax.trainer.files import claim, write_json
+from dflash_jax.trainer.loop import TrainingStopped, to_stderr
 from dflash_jax.utils.allocator import tune_allocator
 from recipes.tiny import stages
 from recipes.tiny.presets import PRESETS, Preset, preset

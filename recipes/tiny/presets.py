@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_jax.config import RopeConfig, TargetConfig
 from dflash_jax.errors import ConfigError
-from dflash_jax.train.recipes import Bucket, Recipe, Schedule, buckets, recipe
+from dflash_jax.trainer.recipes import Bucket, Recipe, Schedule, buckets, recipe
 
 ROPE = RopeConfig(theta=10000.0)
 RMS_EPS = 1e-6

@@ -21,9 +21,9 @@ from dflash_jax.graph.build import jit
 from dflash_jax.loading import load_target
 from dflash_jax.models import llama
 from dflash_jax.target_model import TargetModel
-from dflash_jax.train import evaluate, loop, optimizer, regenerate, rows, run, training
-from dflash_jax.train import target as pretraining
-from dflash_jax.train.files import saved_as, write_json
+from dflash_jax.trainer import evaluate, loop, optimizer, regenerate, rows, run, training
+from dflash_jax.trainer import target as pretraining
+from dflash_jax.trainer.files import saved_as, write_json
 from recipes import cards
 from recipes.tiny import vocabulary
 from recipes.tiny.corpus import conversation, stdlib
@@ -259,8 +259,7 @@ def held_out(work: Work) -> None:
 def evaluation(work: Work) -> None:
     """Measure the acceptance length on the held-out prompts by decoding them."""
     found = evaluate.evaluate(
-        work.path("target"),
-        work.path("drafter"),
+        evaluate.engine_of(work.path("target"), work.path("drafter")),
         work.path("heldout"),
         max_tokens=work.preset.drafter.held_out_tokens,
         report=work.report,

@@ -16,8 +16,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dflash_jax.errors import ConfigError
-from dflash_jax.train.files import write_json
-from dflash_jax.train.rows import Document, pieces
+from dflash_jax.trainer.files import write_json
+from dflash_jax.trainer.rows import Document, pieces
 from recipes.tiny.corpus.world import Conversation
 
 END_OF_TEXT, TURN_START, TURN_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"

@@ -101,7 +101,7 @@ def test_only_the_adapter_imports_ray_and_nothing_imports_the_adapter_at_once() 
 @pytest.mark.parametrize("folder", TRACED)
 def test_traced_code_imports_neither_the_host_side_nor_input_and_output(folder: str) -> None:
     host = ("engine", "cli", "loading", "target_model")
-    host += ("tokenizer", "train", "testing", "utils", "bench")
+    host += ("tokenizer", "trainer", "testing", "utils", "bench")
     banned = [f"dflash_jax.{part}" for part in host]
     banned += [
         "dflash_jax.converters",
@@ -166,7 +166,7 @@ def test_converters_are_imported_inside_functions_of_loading_and_the_commands_al
             importing.add(path.relative_to(ROOT / "dflash_jax").parts[0])
         top = imports(path, inside_functions=False)
         assert not [n for n in top if under(n, "dflash_jax.converters")], path
-    assert importing <= {"loading.py", "rollouts.py", "cli", "train", "testing.py"}
+    assert importing <= {"loading.py", "rollouts.py", "cli", "trainer", "testing.py"}
     assert {"loading.py", "cli"} <= importing
 
 
@@ -207,6 +207,6 @@ def test_flax_means_linen_and_struct() -> None:
 def test_the_recipe_of_the_shipped_pair_is_no_part_of_the_package() -> None:
     """The trainer generates its default corpus by it, in a function, where it is there."""
     using = {p for p in files("dflash_jax") if any(under(n, "recipes") for n in imports(p))}
-    assert using == {ROOT / "dflash_jax/train/sources.py"}
-    top = imports(ROOT / "dflash_jax/train/data.py", inside_functions=False)
+    assert using == {ROOT / "dflash_jax/trainer/sources.py"}
+    top = imports(ROOT / "dflash_jax/trainer/data.py", inside_functions=False)
     assert not [name for name in top if under(name, "recipes")]

@@ -19,7 +19,7 @@ from dflash_jax.cli import main, parser
 from dflash_jax.engine.engine import Engine
 from dflash_jax.ray.options import given_options, scaling_options
 from dflash_jax.server.run import ServerConfig
-from dflash_jax.train.recipes import recipe
+from dflash_jax.trainer.recipes import recipe
 from tests.server.conftest import LiveServer, run_server
 
 ROOT = Path(__file__).parents[2]
@@ -114,9 +114,8 @@ def test_python_runs_and_prints_what_its_comments_say(
 
     if "import ray" in text:
         pytest.skip("run by tests/soak/test_ray.py, where Ray is installed")
-    if own := "update_params" in text or ".export(" in text:  # changes its engine, writes a file
-        monkeypatch.chdir(tmp_path)
-    else:
+    monkeypatch.chdir(tmp_path)
+    if not (own := "update_params" in text or ".export(" in text):  # changes its engine
         monkeypatch.setattr(dj, "load", shared)
     space: dict[str, Any] = {}
     with jax.numpy_dtype_promotion("standard" if own else jax.config.jax_numpy_dtype_promotion):

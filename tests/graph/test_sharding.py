@@ -8,17 +8,21 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from dflash_jax import Plan
 from dflash_jax.config.family import drafter_kinds
 from dflash_jax.errors import PlanError
+from dflash_jax.graph import Graph
 from dflash_jax.graph.placement import device_mesh
 from dflash_jax.graph.resolve import resolve
 from dflash_jax.models import build_graph, build_pair
 from dflash_jax.testing import (
     AMPLE,
     planned,
+    random_params,
     tiny_drafter,
     tiny_gemma,
     tiny_gpt_oss,
@@ -86,6 +90,20 @@ def test_meshes_that_cannot_be_are_refused_by_name() -> None:
     with pytest.raises(PlanError, match="mesh is 64 x 64, but there are 1 devices; make it smal"):
         device_mesh(Plan(rows=64, mesh=(64, 64)))
     assert device_mesh(Plan(rows=4)) is None
+
+
+def test_a_graph_runs_on_the_devices_of_a_mesh_that_it_is_given() -> None:
+    pair, device = build_pair(tiny_target(), None), jax.devices()[0]
+    plan = Plan(rows=2, max_length=32, chunk=16, block=4)
+    graph = Graph(pair, plan, mesh=Mesh(np.asarray([[device]]), ("data", "stage")))
+    assert graph.mesh is not None
+    assert dict(graph.mesh.shape) == {"data": 1, "stage": 1, "model": 1}
+    assert graph == Graph(pair, plan, mesh=graph.mesh) == graph.with_plan(lookahead=0)
+    assert graph != Graph(pair, plan)
+    params = graph.place_params(random_params(pair))
+    assert {x.sharding.mesh for x in jax.tree.leaves(params)} == {graph.mesh}
+    with pytest.raises(PlanError, match=r"mesh is '2x2'; expected a jax\.sharding\.Mesh"):
+        Graph(pair, plan, mesh="2x2")  # type: ignore[arg-type]
 
 
 def test_packed_weights_are_not_split() -> None:

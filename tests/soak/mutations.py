@@ -136,7 +136,7 @@ def states(folder: Path, name: str, use: Use) -> Read:
     import jax
     import jax.numpy as jnp
 
-    from dflash_jax.train import saved
+    from dflash_jax.trainer import saved
 
     rng = np.random.default_rng(0)
     kept = {

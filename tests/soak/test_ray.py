@@ -21,9 +21,9 @@ from benchmarks.audit.server import work
 from dflash_jax.errors import RequestError
 from dflash_jax.ray import answers, app, decoder
 from dflash_jax.server.run import ServerConfig
-from dflash_jax.train.recipes import recipe
-from dflash_jax.train.run import stored_rows
-from dflash_jax.train.setup import begin
+from dflash_jax.trainer.recipes import recipe
+from dflash_jax.trainer.run import stored_rows
+from dflash_jax.trainer.setup import begin
 from tests.server.conftest import run_server
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.converters.models import open_model
-from dflash_jax.train.training_hosts import free_ports
+from dflash_jax.trainer.training_hosts import free_ports
 
 pytestmark = pytest.mark.soak
 SETTINGS = ("answers=given", "held_out=0", "steps=40", "save_every=5")

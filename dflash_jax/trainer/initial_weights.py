@@ -1,0 +1,132 @@
+"""Initial parameters of a drafter, random or taken from its target."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.config import DrafterConfig, TargetConfig
+from dflash_jax.graph.build import jit
+from dflash_jax.graph.steps.pair import Pair
+from dflash_jax.trainer.drafter import FIXED, anchored
+from dflash_jax.trainer.rows import TokenRows
+
+Params = dict[str, Any]
+
+
+def fresh(pair: Pair, seed: int) -> Params:
+    """Return random parameters; the selector of DFlash 2 starts at zero, without effect."""
+    drafter = pair.drafter
+    assert drafter is not None
+    c = drafter.config
+    taps = [jnp.zeros((1, 1, c.hidden_size))] * len(c.target_layer_ids)
+    blocks = jnp.zeros((1, 1, c.block_size, c.hidden_size))
+    where = jnp.zeros((1, 1), jnp.int32)
+    init = jit(functools.partial(drafter.init, method=anchored))
+    variables: Any = init(jax.random.key(seed), taps, blocks, where)
+    params = variables["params"]
+    if "successor" in params:
+        params["successor"] = jnp.zeros_like(params["successor"])
+    return params
+
+
+def from_target(
+    params: Params, target: Params, configs: tuple[TargetConfig, DrafterConfig]
+) -> tuple[Params, str]:
+    """Return the parameters with those of the target that fit, and a description of them.
+
+    These are the final norm, and layers of the target, evenly spread. A random drafter returns
+    little more than the mask token's embedding, to which a tied head gives a large logit: its loss
+    begins far above log V.
+
+    Args:
+      params: fresh ones.
+      target: parameters of the target.
+    """
+    norm, copied, found = target.get("norm"), [], dict(params)
+    if norm is not None and norm.shape == params["norm"].shape:
+        found["norm"] = jnp.array(norm, jnp.float32)  # copied: training donates it
+    for i, source in enumerate(spread_layers(*configs)):
+        layer, name = target.get(f"layers_{source}", {}), f"layers_{i}"
+        found[name], count = replaced(params[name], _as_drafter_layer(layer, configs[0]))
+        copied += [str(source)] if count else []
+    if not copied:
+        return found, "random layers: none of the target has a fitting shape"
+    return found, f"what fits of the target's layers {', '.join(copied)}"
+
+
+def spread_layers(target: TargetConfig, drafter: DrafterConfig) -> list[int]:
+    """Return a target layer for each drafter layer, evenly spread, the last one last."""
+    count, last = drafter.num_layers, target.num_layers - 1
+    return [last - (count - 1 - i) * target.num_layers // count for i in range(count)]
+
+
+def _as_drafter_layer(layer: Params, config: TargetConfig) -> Params:
+    """Return a layer of the target under the names and shapes of drafters."""
+    attention = dict(layer.get("attention", {}))
+    if (fused := attention.pop("qkv", None)) is not None:  # [D, K, G+2, H]
+        groups = config.num_heads // config.num_kv_heads
+        attention["q"] = fused[:, :, :groups].reshape(len(fused), -1)
+        attention["kv"] = fused[:, :, groups:]
+    return layer | {"attention": attention}
+
+
+def replaced(params: Params, given: Params) -> tuple[Params, int]:
+    """Return parameters replaced by given ones of the same name and shape, and their number."""
+    found, count = {}, 0
+    for name, value in params.items():
+        other = given.get(name)
+        if isinstance(value, dict):
+            found[name], more = replaced(value, other if isinstance(other, dict) else {})
+            count += more
+        elif getattr(other, "shape", None) == value.shape:
+            found[name], count = jnp.array(other, value.dtype), count + 1
+        else:
+            found[name] = value
+    return found, count
+
+
+def draft_tokens(
+    rows: Sequence[TokenRows],
+    size: int,
+    target: TargetConfig,
+    report: Callable[[str], None] = lambda line: None,
+) -> np.ndarray:
+    """Return the `size` most frequent tokens of the answers, in ascending order.
+
+    End tokens are always among them. Of equally frequent tokens, lower ids are taken.
+    """
+    counts = np.zeros(target.vocab_size, np.int64)
+    for part in rows:
+        counts += np.bincount(part.tokens[part.wanted], minlength=target.vocab_size)
+    order = counts.copy()
+    order[list(target.eos_token_ids)] = counts.sum() + 1
+    chosen = np.sort(np.argsort(-order, kind="stable")[:size])
+    share = counts[chosen].sum() / max(counts.sum(), 1)
+    report(f"draft vocabulary: {size:,} tokens are {share:.2%} of those in the answers")
+    return chosen
+
+
+def with_draft_vocabulary(
+    params: Params, target: Params, tokens: np.ndarray, start: Params | None = None
+) -> tuple[Params, Params]:
+    """Return parameters with a head for the given tokens, and the table of these tokens.
+
+    The table is not trained: see `drafter.FIXED`.
+
+    Args:
+      start: parameters of a drafter with a vocabulary of its own. Its head's columns are kept for
+        the tokens that are in both; the others' are the target's.
+    """
+    head = np.array(target["head"][:, tokens], np.float32)
+    if start:
+        before = np.asarray(start["d2t"]) + np.arange(len(start["d2t"]))
+        _, new, old = np.intersect1d(tokens, before, return_indices=True)
+        head[:, new] = np.asarray(start["head"], np.float32)[:, old]
+    head = jnp.asarray(head)
+    trained = {name: x for name, x in params.items() if name != "d2t"} | {"head": head}
+    offsets = np.asarray(tokens - np.arange(len(tokens)), np.int32)
+    return trained, {FIXED: {"d2t": jnp.asarray(offsets)}}

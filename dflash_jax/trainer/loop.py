@@ -1,0 +1,230 @@
+"""The training loop: steps, saved state, exact resumption, a clean stop on a signal.
+
+The batch and the randomness of a step depend only on its number, so a resumed run is bitwise
+equal to an uninterrupted one on the same machine.
+"""
+
+import contextlib
+import dataclasses
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+import jax
+import numpy as np
+
+from dflash_jax.errors import ComputeError
+from dflash_jax.trainer import exchange, saved
+from dflash_jax.trainer.files import saved_as
+from dflash_jax.utils.progress import time_left
+
+State = TypeVar("State")
+Metrics = dict[str, jax.Array]
+WINDOW = 20  # steps between two progress lines
+SMOOTH = 40  # maximum steps of the moving mean of a plot
+
+
+class TrainingStopped(Exception):
+    """Raised once the state is saved after SIGINT or SIGTERM."""
+
+
+class StopFlag:
+    """A flag set by a signal and read between steps."""
+
+    raised = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle the signal; a second one has its default effect."""
+        self.raised = True
+        signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def stop_flag() -> Iterator[StopFlag]:
+    """Yield a flag that SIGINT and SIGTERM set during the block (main thread only)."""
+    flag = StopFlag()
+    if threading.current_thread() is not threading.main_thread():
+        yield flag
+        return
+    before = {n: signal.signal(n, flag) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingRun:
+    """Settings of a training run.
+
+    Attributes:
+      path: folder of the saved states.
+      identity: everything that the result depends on; saved states of another identity are
+        rejected.
+      log: file for the metrics, one JSON object per step.
+      batch: describes the batch of a step in error messages.
+    """
+
+    path: Path
+    steps: int
+    save_every: int
+    identity: str
+    label: str
+    log: Path | None = None
+    batch: Callable[[int], str] = "batch {}".format
+
+
+def fit(
+    run: TrainingRun,
+    state: State,
+    advance: Callable[[State, int], tuple[State, Metrics]],
+    *,
+    report: Callable[[str], None] = lambda line: None,
+) -> State:
+    """Run the remaining steps and return the final state.
+
+    Args:
+      advance: (state, step) -> (state, scalar metrics).
+      report: called with a progress line every few steps.
+
+    Raises:
+      TrainingStopped: a signal arrived, at any host; the state is saved and the same call resumes
+        from it.
+      ComputeError: a metric is not finite; the last good state stays saved.
+      CheckpointError: the saved state belongs to another run, or the disk is full.
+    """
+    first, state = saved.newest(run.path, state, run.identity)
+    window, group = MetricsWindow(run, first), exchange.current()
+    with stop_flag() as flag:
+        for step in range(first, run.steps):
+            state, metrics = advance(state, step)
+            window.add(metrics)
+            done = step + 1
+            due = done % run.save_every == 0 or done == run.steps
+            stopping = group.any("stop", flag.raised)
+            reported = due or stopping or done % WINDOW == 0
+            if reported:
+                report(f"{run.label} {done}/{run.steps}  {window.close()}")
+                # A signal usually arrives while metrics are awaited.
+                stopping = group.any("stop", flag.raised)
+            if due or stopping:
+                saved.save(run.path, done, state, run.identity)
+                if group.any("stop", flag.raised):
+                    raise TrainingStopped(
+                        f"{run.label} stopped at step {done} of {run.steps}; state saved"
+                    )
+    return state
+
+
+class MetricsWindow:
+    """Metrics of the steps since the last progress line: checked, logged and averaged."""
+
+    def __init__(self, run: TrainingRun, first: int):
+        self._run, self._step = run, first
+        self._seen: list[Metrics] = []
+        self._since = time.monotonic()
+        if run.log is not None:
+            run.log.parent.mkdir(parents=True, exist_ok=True)
+            cut_log(run.log, first)
+
+    def add(self, metrics: Metrics) -> None:
+        """Add the metrics of one step without waiting for them."""
+        self._seen.append(metrics)
+
+    def close(self) -> str:
+        """Return one line about the steps since the last call.
+
+        Raises:
+          ComputeError: a metric is not finite; the message names step and batch.
+        """
+        first, seen = self._step, [{k: float(v) for k, v in m.items()} for m in self._seen]
+        for number, metrics in enumerate(seen, first):
+            if not np.isfinite(list(metrics.values())).all():
+                raise ComputeError(self._explanation(number, metrics))
+        now = time.monotonic()
+        pace = (now - self._since) / max(len(seen), 1)
+        if self._run.log is not None:
+            lines = [
+                json.dumps({"step": n + 1, **m, "seconds": round(pace, 4)})
+                for n, m in enumerate(seen, first)
+            ]
+            append_lines(self._run.log, lines)
+        self._seen, self._since, self._step = [], now, first + len(seen)
+        means = {name: np.mean([m[name] for m in seen]) for name in seen[0]}
+        remaining = self._run.steps - self._step
+        left = f", {time_left(pace * remaining)}" if remaining else ""
+        return "  ".join(f"{k} {v:.3f}" for k, v in means.items()) + f"  {pace:.2f} s/step{left}"
+
+    def _explanation(self, number: int, metrics: dict[str, float]) -> str:
+        run = self._run
+        values = ", ".join(f"{k} {v}" for k, v in metrics.items())
+        kept, last = number // run.save_every * run.save_every, ""
+        last = f"the state after step {kept} is kept in {run.path}" if kept else "none is saved yet"
+        return (
+            f"{run.label}: step {number + 1} gave {values}, at {run.batch(number)}; training"
+            f" stopped, {last}. Look at that batch, or lower the rate and train into another folder"
+        )
+
+
+def cut_log(path: Path, steps: int) -> None:
+    """Drop log lines of steps after the last saved one, and incomplete lines."""
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)[:steps]
+        with saved_as(path) as partial:
+            partial.write_text("".join(lines), encoding="utf-8")
+
+
+def plot_log(log: Path, out: Path) -> Path:
+    """Plot loss and simulated acceptance length by step from a log; return `out`.
+
+    Raises:
+      ImportError: matplotlib is missing, the extra `plot`.
+    """
+    from matplotlib.figure import Figure
+
+    lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    steps = np.asarray([line["step"] for line in lines])
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    titles = {"loss": "loss", "simulated": "simulated acceptance length (tau)"}
+    for axis, name in zip(figure.subplots(1, 2), titles, strict=True):
+        values = np.asarray([line[name] for line in lines])
+        width = max(1, min(SMOOTH, len(values) // 10))
+        mean = np.convolve(values, np.full(width, 1 / width), "valid")
+        axis.plot(steps, values, color="0.8", linewidth=0.8)
+        axis.plot(steps[width - 1 :], mean, color="tab:blue")
+        axis.set(xlabel="step", title=titles[name])
+        axis.grid(alpha=0.3)
+    figure.savefig(out, dpi=120)
+    return out
+
+
+def append_lines(path: Path, lines: list[str]) -> None:
+    """Append lines to a file.
+
+    Raises:
+      CheckpointError: the file cannot be written.
+    """
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in lines)
+    except OSError as error:
+        raise saved.full(path, error) from error
+
+
+def finished(run: TrainingRun, state: State) -> State | None:
+    """Return the saved state if the run has finished, otherwise None."""
+    step, state = saved.newest(run.path, state, run.identity)
+    return state if step == run.steps else None
+
+
+def to_stderr(line: str) -> None:
+    """Print a progress line to standard error."""
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,323 @@
+"""Training of a drafter: rows, features, batches, optimizer, saved states."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dflash_jax.config import DrafterConfig
+from dflash_jax.errors import ConfigError
+from dflash_jax.graph.abstract import PlannedPair, by_path
+from dflash_jax.graph.build import jit
+from dflash_jax.graph.placement import AXES, param_shardings
+from dflash_jax.graph.steps.pair import Pair
+from dflash_jax.models import build_pair
+from dflash_jax.plan import LEAST
+from dflash_jax.target_model import TargetModel
+from dflash_jax.trainer import (
+    drafter,
+    exchange,
+    features,
+    initial_weights,
+    loop,
+    objective,
+    optimizer,
+)
+from dflash_jax.trainer.features import FeatureStore
+from dflash_jax.trainer.recipes import CACHE, LAYERS, Recipe, new_drafter
+from dflash_jax.trainer.rows import Batches, TokenRows
+from dflash_jax.trainer.target import TrainState
+
+Report = Callable[[str], None]
+ROUNDED = 16  # blocks of a row are a multiple of it if all positions start one
+
+
+def usable(rows: Sequence[TokenRows], recipe: Recipe, report: Report) -> list[TokenRows]:
+    """Return the rows in which a block can start, by bucket, and report how many are dropped.
+
+    A bucket with fewer rows than a batch repeats its rows.
+
+    Raises:
+      ConfigError: no block can start in any row.
+    """
+    kept, used, total = [], 0, sum(len(part.tokens) for part in rows)
+    for bucket, part in zip(recipe.buckets, rows, strict=True):
+        good = np.flatnonzero(startable(part).any(axis=1))
+        used += len(good)
+        if 0 < len(good) < bucket.rows:
+            good = np.resize(good, bucket.rows)
+        kept.append(TokenRows(part.tokens[good], part.wanted[good], part.real[good]))
+    if 0 < used < total:
+        report(
+            f"using {used:,} of {total:,} rows: in the others no two neighbouring tokens, after"
+            " at least one other, are an assistant's"
+        )
+    if not used:
+        raise ConfigError(
+            f"no block can start in any of the {total} rows: a row needs two neighbouring tokens"
+            " that an assistant wrote, after at least one other; look at the data's roles, or at"
+            " the target's answers in answers.jsonl"
+        )
+    return kept
+
+
+def startable(rows: TokenRows) -> np.ndarray:
+    """Return the mask [row, position - 1] of positions at which a block can start."""
+    return rows.wanted[:, 1:-1] & rows.wanted[:, 2:]
+
+
+def block_counts(recipe: Recipe, used: Sequence[int], rows: Sequence[TokenRows]) -> list[int]:
+    """Return the anchors in a row of each bucket.
+
+    Where every position starts a block, that is the most of one row, rounded up so that the blocks
+    of a row can be processed a few at a time.
+
+    Args:
+      used: the recipe's bucket of each of `rows`.
+    """
+    counts = []
+    for bucket, part in zip(used, rows, strict=True):
+        most = int(startable(part).sum(axis=1).max())
+        every = min(-(-most // ROUNDED) * ROUNDED, part.tokens.shape[1])
+        counts.append(recipe.blocks(bucket) or every)
+    return counts
+
+
+def make_batches(
+    rows: Sequence[TokenRows], recipe: Recipe, report: Report
+) -> tuple[Batches, list[int]]:
+    """Return the batches of a run, and the recipe's bucket of each of their buckets."""
+    kept = usable(rows, recipe, report)
+    used = [i for i, part in enumerate(kept) if len(part.tokens)]
+    buckets = tuple(recipe.buckets[i] for i in used)
+    batches = Batches(buckets, tuple(kept[i] for i in used), recipe.seed)
+    if (steps := recipe.schedule.steps) < batches.per_epoch:
+        report(
+            f"{steps:,} steps read {steps:,} of {batches.per_epoch:,} batches: the other rows are"
+            f" not learnt; steps={batches.per_epoch} would read each row once"
+        )
+    return batches, used
+
+
+def feature_store(
+    out: Path, model: TargetModel, config: DrafterConfig, recipe: Recipe
+) -> FeatureStore | None:
+    """Return the store of features in a run's folder; None if they are computed online.
+
+    Raises:
+      CheckpointError: it is damaged, or the disk is full.
+    """
+    if recipe.features != CACHE:
+        return None
+    streams = len(config.target_layer_ids) + objective.wants_distribution(recipe)
+    width = model.config.hidden_size
+    return FeatureStore(out / "features", dtype=recipe.dtype, streams=streams, width=width)
+
+
+def cached_features(
+    store: FeatureStore | None,
+    pair: Pair,
+    model: TargetModel,
+    recipe: Recipe,
+    batches: Batches,
+    report: Report,
+) -> features.FeatureCache | features.FeatureReader | None:
+    """Return the features of all rows; None if the training step computes them.
+
+    Host 0 computes those that are missing, before the other hosts read them. Without a store they
+    are read by native kernels in each step, if there are some for the target's weights.
+    """
+    keep = objective.wants_distribution(recipe)
+    how: dict[str, Any] = {"weights": recipe.target_weights, "dtype": recipe.dtype, "keep": keep}
+    if store is None:
+        return features.quantised_reader(pair, model, batches.rows, **how)
+    group = exchange.current()
+    if not group.first:
+        group.exchange("features")
+    cache = features.fill_cache(store, pair, model, batches.rows, **how, report=report)
+    if group.first:
+        group.exchange("features")
+    return cache
+
+
+def fit(
+    model: TargetModel,
+    recipe: Recipe,
+    mask_id: int,
+    rows: Sequence[TokenRows],
+    out: Path,
+    *,
+    identity: str,
+    report: Report,
+    start: dict[str, Any] | None = None,
+) -> tuple[DrafterConfig, dict[str, Any]]:
+    """Train a drafter on rows; state, log and feature cache are kept in `out`.
+
+    All hosts of a run make the same call. Each reads its share of the rows of a batch; host 0 fills
+    the feature cache and writes the log.
+
+    Args:
+      rows: one entry per bucket of the recipe.
+      identity: see `loop.TrainingRun`.
+      report: called with progress lines.
+      start: initial parameters; fresh ones by default.
+
+    Returns:
+      The drafter's config and its parameters on the host.
+
+    Raises:
+      ConfigError: no block can start in the rows, or devices are missing.
+      ComputeError, CheckpointError, TrainingStopped: see `loop.fit` and `features.fill_cache`.
+      HostError: hosts start with different parameters, or from different states.
+    """
+    group = exchange.current()
+    config = new_drafter(recipe, model.config, mask_id)
+    pair = build_pair(model.config, config)
+    batches, used = make_batches(rows, recipe, report)
+    place = Placement(recipe.devices, model.mesh)
+    store = feature_store(out, model, config, recipe)
+    cache = cached_features(store, pair, model, recipe, batches, report)
+    maker = optimizer.build(recipe.schedule, decay=recipe.weight_decay, kind=recipe.optimizer)
+    counts = block_counts(recipe, used, batches.rows)
+    first, fixed = first_params(pair, recipe, model, rows, report, start)
+    group.agree("the digest of all weights", digest((first, model.params, fixed), group))
+    frozen = place.frozen(model) | place.replicated(fixed)
+    state = place.split(TrainState(params=first, optimizer=maker.init(first)), pair)
+    after = jax.tree.map(lambda x: x.sharding, state), place.everywhere
+    step = drafter.step(pair, recipe, maker)
+    program = jit(step, donate=(0,), static_argnums=(5,), out_shardings=after)
+
+    def advance(state: TrainState, number: int) -> Any:
+        i, chosen = batches.chosen(number)
+        batch, chosen = batches.rows[i], group.share_of(chosen)
+        inputs = (batch.tokens[chosen], batch.wanted[chosen])
+        cached = cache.at(i, chosen) if cache else None
+        inputs, cached = place.by_row((inputs, cached))
+        return program(state, frozen, inputs, cached, np.int32(number), counts[i])
+
+    def describe(number: int) -> str:
+        i, chosen = batches.chosen(number)
+        return f"the batch of rows {chosen.tolist()} of length {batches.buckets[i].length}"
+
+    run = loop.TrainingRun(
+        path=out / "state",
+        steps=recipe.schedule.steps,
+        save_every=recipe.schedule.save_every,
+        identity=identity,
+        label="drafter",
+        log=out / "log.jsonl" if group.first else None,
+        batch=describe,
+    )
+    final = loop.fit(run, state, advance, report=report)
+    return config, jax.device_get(final.params | fixed.get(drafter.FIXED, {}))
+
+
+def first_params(
+    pair: Pair,
+    recipe: Recipe,
+    model: TargetModel,
+    rows: Sequence[TokenRows],
+    report: Report,
+    start: dict[str, Any] | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the drafter's parameters before the first step, and those that are not trained.
+
+    Args:
+      start: parameters of another drafter; by default, the recipe's `initial`.
+    """
+    assert pair.drafter is not None
+    fresh, configs = initial_weights.fresh(pair, recipe.seed), (model.config, pair.drafter.config)
+    params, _ = initial_weights.replaced(fresh, start or {})
+    if not start and recipe.initial == LAYERS:
+        params, origin = initial_weights.from_target(fresh, model.params, configs)
+        report(f"the drafter starts with {origin}")
+    if not recipe.draft_vocab:
+        return params, {}
+    tokens = initial_weights.draft_tokens(rows, recipe.draft_vocab, model.config, report)
+    return initial_weights.with_draft_vocabulary(params, model.params, tokens, start)
+
+
+class Placement:
+    """Placement of arrays on data-parallel devices, of which every host has as many, or on a mesh.
+
+    Attributes:
+      everywhere: the sharding of an array of which every device has a copy.
+
+    Args:
+      mesh: with axes data and model, in place of the first devices.
+
+    Raises:
+      ConfigError: there are fewer devices than asked for, or hosts cannot have as many each.
+    """
+
+    def __init__(self, devices: int, mesh: Mesh | None = None):
+        self._hosts = exchange.current().count
+        self._mesh = self._first_devices(devices) if mesh is None else mesh
+        self.everywhere = NamedSharding(self._mesh, PartitionSpec())
+        self._by_row = NamedSharding(self._mesh, PartitionSpec("data"))
+
+    def _first_devices(self, devices: int) -> Mesh:
+        each, rest = divmod(devices, self._hosts)
+        if rest:
+            raise ConfigError(
+                f"devices is {devices} for {self._hosts} hosts; expected a multiple of the hosts,"
+                f" as with --set devices={self._hosts * (each + 1)}"
+            )
+        chosen: list[jax.Device] = []
+        for host in range(self._hosts):
+            available = [x for x in jax.devices() if x.process_index == host]
+            if each > len(available):
+                of = f" on host {host}" if self._hosts > 1 else ""
+                raise ConfigError(
+                    f"{each} devices were asked for{of}, but there are {len(available)}; on a CPU,"
+                    f" XLA_FLAGS=--xla_force_host_platform_device_count={each} makes some"
+                )
+            chosen += available[:each]
+        return Mesh(np.asarray(chosen)[:, None], AXES)
+
+    def replicated(self, tree: Any) -> Any:
+        """Copy a tree, the same on all hosts, to every device."""
+        return self._put(tree, self.everywhere)
+
+    def by_row(self, tree: Any) -> Any:
+        """Shard arrays by row; each host gives its share of the rows of a batch [B, ...]."""
+        return self._put(tree, self._by_row)
+
+    def frozen(self, model: TargetModel) -> Any:
+        """Copy a target's parameters to every device, unless they are on a mesh."""
+        return self.replicated(model.params) if model.mesh is None else model.params
+
+    def split(self, state: TrainState, pair: Pair) -> TrainState:
+        """Shard a drafter's parameters and their moments as their declarations say."""
+        axes = PlannedPair(pair, LEAST).model_axes
+        own = {name.removeprefix("drafter"): axis for name, axis in axes.items()}
+        found = {
+            path: axis
+            for path in by_path(state)
+            for name, axis in own.items()
+            if path.endswith(name)
+        }
+        return jax.tree.map(self._put, state, param_shardings(self._mesh, state, found))
+
+    def _put(self, tree: Any, sharding: NamedSharding) -> Any:
+        if self._hosts == 1:
+            return jax.device_put(tree, sharding)
+
+        def put(x: Any) -> jax.Array:
+            return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+
+        return jax.tree.map(put, tree)
+
+
+def digest(tree: Any, group: exchange.TrainingHosts) -> str:
+    """Return a digest of arrays, by which hosts compare theirs; empty on a single host."""
+    if group.count == 1:
+        return ""
+    found = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        found.update(jax.tree_util.keystr(path).encode() + np.asarray(leaf).tobytes())
+    return found.hexdigest()[:16]

@@ -1,0 +1,123 @@
+"""Damaged files of a run: errors name what to remove, without a traceback."""
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dflash_jax.cli import main
+from dflash_jax.cli.train import draw
+from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.trainer import groups, rows, run
+from dflash_jax.trainer.features import FeatureStore
+from dflash_jax.trainer.files import unless_refused
+from dflash_jax.trainer.recipes import SMOKE
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x80\x04K\x01."])
+def test_damaged_rows_are_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "rows.npz").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"rows\.npz is damaged .*; remove it, and"):
+        rows.load(tmp_path / "rows.npz")
+
+
+@pytest.mark.parametrize("lines", ["3", "[[1]", '{"a": 1}', "[[1], [2]]\n[[3]]", "[[1]]\n" * 4])
+def test_answers_that_are_not_those_asked_for_are_named(tmp_path: Path, lines: str) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text(lines + "\n")
+    with pytest.raises(CheckpointError, match=r"answers\.jsonl is damaged .*; remove it, and"):
+        groups.stored(path, [2, 2, 1])
+
+
+def test_answers_of_the_right_sizes_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text("[[1], [2]]\n[[], [4, 5]]\n[[")
+    assert groups.stored(path, [2, 2, 1]) == [[[1], [2]], [[], [4, 5]]]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "3"])
+def test_damaged_results_are_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "results.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"results\.json is damaged"):
+        run.measured(tmp_path, "tiny", [], SMOKE, print)
+
+
+def small_store(folder: Path) -> FeatureStore:
+    return FeatureStore(folder, dtype="float32", streams=2, width=4)
+
+
+def filled_store(folder: Path) -> FeatureStore:
+    store, ids = small_store(folder), np.arange(3, dtype=np.int32)
+    store.add("x", [ids], store.rounded(np.ones((3, 2, 4), np.float32)), ids)
+    return store
+
+
+@pytest.mark.parametrize("lost", ["about.json", "x.npy", "x.npz"])
+def test_a_damaged_feature_cache_is_named(tmp_path: Path, lost: str) -> None:
+    filled_store(tmp_path / "f").open()
+    (tmp_path / "f" / lost).write_bytes(b"{")
+    with pytest.raises(CheckpointError, match=r"f.* is damaged .*; remove it, and"):
+        small_store(tmp_path / "f").open()
+
+
+def test_a_feature_cache_of_another_shape_is_named(tmp_path: Path) -> None:
+    filled_store(tmp_path / "f")
+    with pytest.raises(CheckpointError, match=r"is damaged .*'width': 4.*'width': 5"):
+        FeatureStore(tmp_path / "f", dtype="float32", streams=2, width=5)
+
+
+def test_a_full_disk_is_named_and_leaves_complete_parts_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    store = filled_store(tmp_path / "f")
+    before = sorted(store.folder.iterdir())
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    with pytest.raises(CheckpointError, match=r"No space left .* needs 20 bytes: free some space"):
+        store.add("y", [np.arange(1)], np.zeros((1, 2, 4), np.uint16), np.zeros(1))
+    assert sorted(store.folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("log", [None, "", "{"])
+def test_a_run_without_its_log_is_whole_but_not_drawn(tmp_path: Path, log, capsys) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    if log is not None:
+        (tmp_path / "log.jsonl").write_text(log)
+    assert draw(tmp_path) is None
+    assert "no curves were drawn" in capsys.readouterr().err
+
+
+REFUSED = ["--set", "answers=given", "--set", "held_out=0", "--preset", "smoke", "--data"]
+
+
+def test_refused_data_leave_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The lines can be read, so the folder is made, but no row has anything to learn."""
+    (data := tmp_path / "data.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
+    (empty := tmp_path / "empty").mkdir()
+    for out in (tmp_path / "runs" / "one", empty):
+        assert main(["train", "--out", str(out), *REFUSED, str(data)]) == 1
+        assert "ConfigError: no block can start in any of the 0 rows" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["data.jsonl", "empty"]
+
+
+@pytest.mark.parametrize("name", ["run.json", "answers.jsonl"])
+def test_a_refusal_removes_neither_an_earlier_run_nor_answers(tmp_path: Path, name: str) -> None:
+    out = tmp_path / "run"
+    if name == "run.json":
+        out.mkdir()
+        (out / name).touch()
+
+    def refused() -> None:
+        with unless_refused(out, "run.json"):
+            out.mkdir(exist_ok=True)
+            (out / "run.json").touch()
+            (out / name).touch()
+            raise ConfigError("no")
+
+    with pytest.raises(ConfigError):
+        refused()
+    assert (out / name).exists()

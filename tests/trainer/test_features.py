@@ -1,0 +1,199 @@
+"""Features recorded while the target answers, and those of a separate pass."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from dflash_jax.config import TargetConfig
+from dflash_jax.errors import CheckpointError
+from dflash_jax.models import build_pair
+from dflash_jax.plan import Weights
+from dflash_jax.target_model import TargetModel
+from dflash_jax.testing import random_params, tiny_drafter, tiny_hybrid, tiny_target
+from dflash_jax.trainer import features
+from dflash_jax.trainer.features import FeatureStore
+from dflash_jax.trainer.groups import StageProgress
+from dflash_jax.trainer.recipes import Bucket
+from dflash_jax.trainer.regenerate import AnswerPrompt, Recording, answer, local_decoder
+from dflash_jax.trainer.rows import Document, TokenRows, one_per_row
+from dflash_jax.trainer.setup import rounded
+from dflash_jax.utils.progress import time_left
+
+BUCKET = Bucket(length=48, rows=3)
+LAYERS = (0, 1, 2)
+
+
+def store_in(folder: Path) -> FeatureStore:
+    return FeatureStore(folder, dtype="float32", streams=len(LAYERS), width=32)
+
+
+def target(config: TargetConfig) -> TargetModel:
+    return TargetModel(
+        config, jax.device_put(random_params(build_pair(config, None))["target"]), "float32"
+    )
+
+
+def prompts(count: int) -> list[AnswerPrompt]:
+    rng = np.random.default_rng(0)
+    given = [rng.integers(0, 97, 5 + 3 * i % 29).astype(np.int32) for i in range(count)]
+    return [AnswerPrompt(Document(ids, np.zeros(len(ids), bool)), 12) for ids in given]
+
+
+def passed(
+    store: FeatureStore, model: TargetModel, rows: list[TokenRows], weights: Weights = "float"
+) -> features.FeatureCache:
+    drafter = tiny_drafter(model.config, target_layer_ids=LAYERS)
+    pair = build_pair(model.config, drafter)
+    how = {"weights": weights, "dtype": "float32", "keep": False, "report": lambda line: None}
+    return features.fill_cache(store, pair, model, rows, **how)
+
+
+@pytest.mark.parametrize(("weights", "tolerance"), [("float", 1e-3), ("int8", 0.05)])
+def test_features_recorded_while_decoding_are_those_of_a_second_pass(
+    tmp_path: Path, weights: Weights, tolerance: float
+) -> None:
+    """The recorded features are those of the steps that decoded the answers.
+
+    A second pass calls the target with other numbers of tokens, by which a processor may choose
+    other kernels of a float product, whose last bits differ. An activation on the edge between two
+    int8 codes then changes by one code, 1/127 of the largest activation. The features of another
+    place differ by about their own length.
+    """
+    exact = target(tiny_hybrid(num_layers=4, recurrent=(True, False) * 2))
+    model = rounded(exact, weights)
+    store = store_in(tmp_path / "decoded")
+    recording = Recording(store, LAYERS, 30)  # some rows are cut
+    plain = answer(
+        tmp_path / "a",
+        local_decoder(model, weights=weights),
+        prompts(14),
+        [BUCKET],
+        report=lambda line: None,
+    )
+    found = answer(
+        tmp_path / "b",
+        local_decoder(model, recording, weights=weights),
+        prompts(14),
+        [BUCKET],
+        report=lambda line: None,
+    )
+    assert [x.ids.tolist() for x in found] == [x.ids.tolist() for x in plain]
+    rows = one_per_row(found, [Bucket(length=20, rows=1), Bucket(length=30, rows=1)], fill=0)
+    again = passed(store_in(tmp_path / "passed"), model, rows, weights)
+    cache = passed(store, model, rows, weights)
+    assert not list(store.folder.glob(f"{features.PASS}*"))  # nothing was computed again
+    for bucket, part in enumerate(rows):
+        numbers = np.arange(len(part.tokens))
+        ours, theirs = cache.at(bucket, numbers), again.at(bucket, numbers)
+        places = part.real.copy()
+        places[np.arange(len(places)), part.real.sum(axis=1) - 1] = False  # the last has no taps
+        for one, other in zip(ours.taps, theirs.taps, strict=True):
+            one, other = one[places].astype(np.float32), other[places].astype(np.float32)
+            error = np.linalg.norm(one - other, axis=-1)
+            assert (error <= tolerance * np.linalg.norm(other, axis=-1)).all()
+        decided = part.wanted[:, 1:] & part.real[:, 1:]
+        best = np.asarray(ours.best)[:, :-1][decided]
+        np.testing.assert_array_equal(best, part.tokens[:, 1:][decided])  # as decoding decided
+        if weights == "float":
+            np.testing.assert_array_equal(best, np.asarray(theirs.best)[:, :-1][decided])
+
+
+def test_quantised_features_of_a_step_are_those_of_the_cache(tmp_path: Path) -> None:
+    model = rounded(target(tiny_target(num_layers=4)), "int8")
+    tokens = np.random.default_rng(1).integers(0, 97, (6, 24)).astype(np.int32)
+    everything = np.ones(tokens.shape, bool)
+    rows = [TokenRows(tokens, everything, everything)]
+    pair = build_pair(model.config, tiny_drafter(model.config, target_layer_ids=LAYERS))
+    how = {"dtype": "float32", "keep": False}
+    assert features.quantised_reader(pair, model, rows, weights="float", **how) is None
+    read = features.quantised_reader(pair, model, rows, weights="int8", **how)
+    if read is None:
+        pytest.skip("there are no native kernels on this processor")
+    cached = passed(store_in(tmp_path / "features"), model, rows, "int8")
+    chosen = np.asarray([4, 1])
+    found, expected = read.at(0, chosen), cached.at(0, chosen)
+    np.testing.assert_array_equal(found.best, expected.best)
+    for tap, other in zip(found.taps, expected.taps, strict=True):
+        np.testing.assert_allclose(tap, np.asarray(other, np.float32), atol=5e-3)
+
+
+def test_recorded_features_survive_a_kill_at_every_point(tmp_path: Path) -> None:
+    model, asked = target(tiny_target(num_layers=4)), prompts(26)
+
+    def run(name: str) -> dict[str, bytes]:
+        store = store_in(tmp_path / name)
+        recording = Recording(store, LAYERS, 48)
+        answer(
+            tmp_path / f"{name}.jsonl",
+            local_decoder(model, recording),
+            asked,
+            [BUCKET],
+            report=lambda line: None,
+        )
+        return {path.name: path.read_bytes() for path in sorted(store.folder.iterdir())}
+
+    whole = run("whole")
+    assert len(whole) == 1 + 2 * 3
+    lines = (tmp_path / "whole.jsonl").read_text().splitlines(keepends=True)
+    # Killed after the part and before the answers, and between the two files of a part.
+    for lost in (), ("decoded.000001.npz",):
+        folder = tmp_path / f"killed{len(lost)}"
+        folder.mkdir()
+        for name, content in whole.items():
+            if "000002" not in name and name not in lost:
+                (folder / name).write_bytes(content)
+        (folder / ".decoded.000001.npz.partial").write_bytes(b"half")
+        (tmp_path / f"{folder.name}.jsonl").write_text(lines[0] + lines[1][:5])
+        found = run(folder.name)
+        assert {n: x for n, x in found.items() if not n.endswith("npz")} == {
+            n: x for n, x in whole.items() if not n.endswith("npz")
+        }
+        assert found.keys() == whole.keys()
+
+
+@pytest.mark.soak
+def test_a_second_pass_resumes_and_computes_no_part_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = target(tiny_target(num_layers=4))
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(0, 97, (9, 16)).astype(np.int32)
+    tokens[8] = tokens[0]  # an equal row has equal features
+    real = np.arange(16)[None] < rng.integers(4, 16, (9, 1))
+    rows = [TokenRows(tokens, real, real)]
+    monkeypatch.setattr(features, "PART_TOKENS", 32)
+    straight = passed(store_in(tmp_path / "straight"), model, rows).at(0, np.arange(9))
+    add, left = FeatureStore.add, [2]
+
+    def full(self: FeatureStore, *arguments: object) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise CheckpointError("full")
+        add(self, *arguments)  # pyrefly: ignore
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FeatureStore, "add", full)
+        with pytest.raises(CheckpointError, match="full"):
+            passed(store_in(tmp_path / "cut"), model, rows)
+    parts = {path: path.stat().st_mtime_ns for path in (tmp_path / "cut").glob("*.np*")}
+    assert len(parts) == 4
+    resumed = passed(store_in(tmp_path / "cut"), model, rows).at(0, np.arange(9))
+    jax.tree.map(np.testing.assert_array_equal, resumed, straight)
+    assert {path: path.stat().st_mtime_ns for path in parts} == parts
+
+
+def test_progress_lines_have_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [*map(time_left, (7.2, 600.0, 12_000.0))] == [
+        "7 s left",
+        "10 min left",
+        "3 h 20 min left",
+    ]
+    now, lines = [0.0], []
+    monkeypatch.setattr("dflash_jax.trainer.groups.time.monotonic", lambda: now[0])
+    progress = StageProgress("answers", 40, "groups", lines.append, done=10)
+    for seconds, count in (4.0, 2), (20.0, 8):
+        now[0] = seconds
+        progress(count)
+    assert lines == ["answers 20/40 groups, 40 s left"]  # 2 s each, those of this call only
