@@ -18,9 +18,10 @@ from dflash_jax.graph.programs import declare
 from dflash_jax.kernels.native.build import library
 from dflash_jax.models import build_pair
 from dflash_jax.models.scripted import Scripted
+from dflash_jax.plan import LEAST
 from dflash_jax.testing import tiny_drafter
 
-PLAN = dj.Plan(max_length=64, block=4, chunk=8, dtype="float32", ngram=3, draft_window=8)
+PLAN = dataclasses.replace(LEAST, max_length=64, block=4, chunk=8, ngram=3, draft_window=8)
 PAIRS = {name: (config, "dflash") for name, config in FAMILIES.items()}
 PAIRS |= {name: (FAMILIES["llama"], name) for name in DRAFTERS}
 
