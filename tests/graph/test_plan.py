@@ -26,7 +26,7 @@ from dflash_jax.graph.programs import declare
 from dflash_jax.graph.resolve import resolve
 from dflash_jax.kernels.native.build import Library
 from dflash_jax.models import build_pair
-from dflash_jax.plan import FIELDS, Scope, WeightLayout
+from dflash_jax.plan import FIELDS, LEAST, Scope, WeightLayout
 from dflash_jax.testing import AMPLE, planned, random_params, tiny_drafter, tiny_target
 
 TARGET = tiny_target(num_layers=2)
@@ -395,11 +395,12 @@ def test_the_budget_is_the_bytes_of_real_parameters_and_caches(
     assert 0 <= need.caches - held <= 2 * 4 * plan.rows  # position and anchor may be counted
     assert need.total == need.weights + need.caches + need.temporaries
     if target.windows[0]:
-        assert state.target[0].k.shape[2] < state.target[1].k.shape[2] == plan.slots
+        slots = planned(target, drafter, plan).plan.slots
+        assert state.target[0].k.shape[2] < state.target[1].k.shape[2] == slots
 
 
 def test_caches_hold_the_longest_sequence_and_the_widest_call() -> None:
-    plan = Plan(max_length=100, block=8, chunk=16)
+    plan = dataclasses.replace(LEAST, max_length=100, block=8, chunk=16, rings=True)
     assert plan.slots >= 100 + 16
     assert plan.ring_slots(10) >= 10 + 16
     assert plan.ring_slots(None) is None
