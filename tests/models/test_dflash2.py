@@ -153,7 +153,7 @@ def test_the_dynamic_convolution_is_the_reference(oracle: Path, name: str) -> No
     case = Case(oracle / "drafters" / "v2")
     variables = {"params": case.params["drafter"]["layers_0"]["attention_conv"]}
     conv, v = DynamicConvolution(case.drafter), case.vectors
-    kernels = conv.apply(variables, v[f"{name}.input"], method="kernels")
+    kernels = conv.apply(variables, v[f"{name}.input"], method="dynamic")
     for side, (given, expected) in enumerate((("input", "prepared"), ("middle", "finished"))):
         out: Any = conv.apply(variables, v[f"{name}.{given}"], kernels, side)
         np.testing.assert_allclose(out, v[f"{name}.{expected}"], atol=1e-5)

@@ -37,7 +37,7 @@ def mesh(*shape: int, names: tuple[str, ...] = ("data", "model")) -> Mesh:
 def trained(where: Mesh | None, dtype: str, given: Any = None) -> dict[str, Any]:
     """Train on a mesh; return the losses, what was decoded, and how arrays were placed."""
     whole: list[tuple[int, ...]] = []
-    split = (32, 2, 48), (8 * 8, 32), (32, 96)  # gate_up, o, head
+    split = (32, 2, 48), (8 * 8, 32)  # gate_up and o
 
     def look(line: str) -> None:
         if line.startswith("drafter "):
