@@ -64,16 +64,23 @@ def filtered(x: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B V"]:
     )
     ranked, massed = sampled & (k > 0) & (k < vocab), sampled & (top_p < 1)
 
-    def by_rank(cut: Threshold) -> Threshold:
-        return _last_within(x, jnp.ones_like(x), k.astype(x.dtype), cut, ranked)
+    def by_rank(_: Threshold) -> tuple[Float[Array, "B V"], Numbers]:
+        return jnp.ones_like(x), k.astype(x.dtype)
 
-    def by_mass(cut: Threshold) -> Threshold:
+    def by_mass(cut: Threshold) -> tuple[Float[Array, "B V"], Numbers]:
         mass = jnp.where(cut.keeps(x), jnp.exp(x - largest[:, None]), 0.0)
-        budget = jnp.maximum(top_p * mass.sum(axis=-1), jnp.finfo(x.dtype).tiny)
-        return _last_within(x, mass, budget, cut, massed)
+        return mass, jnp.maximum(top_p * mass.sum(axis=-1), jnp.finfo(x.dtype).tiny)
 
-    cut = jax.lax.cond(ranked.any(), by_rank, lambda cut: cut, cut)
-    cut = jax.lax.cond(massed.any(), by_mass, lambda cut: cut, cut)
+    def shorten(stage: Int[Array, ""], cut: Threshold) -> Threshold:
+        active = jnp.stack([ranked, massed])[stage]
+
+        def search() -> Threshold:
+            return _last_within(x, *jax.lax.cond(stage == 0, by_rank, by_mass, cut), cut, active)
+
+        return jax.lax.cond(active.any(), search, lambda: cut)
+
+    # A loop, since the search takes long to compile.
+    cut = jax.lax.fori_loop(0, 2, shorten, cut)
     return jnp.where(cut.keeps(x), x, -jnp.inf)
 
 
