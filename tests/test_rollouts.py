@@ -100,9 +100,8 @@ def test_answers_are_drafted_and_those_of_the_policy(sampler: Sampler, states: l
         found = sampler([LONG, "xy"], 24)
         for prompt, tokens in zip(found.padded_prompt_tokens, found.tokens, strict=True):
             ids = [int(token) for token in prompt if token != PAD]
-            for token in tokens:
-                assert int(model.forward([ids]).logits[0, -1].argmax()) == token
-                ids.append(int(token))
+            logits = model.forward([[*ids, *tokens.tolist()]]).logits[0]
+            assert logits[len(ids) - 1 : -1].argmax(axis=-1).tolist() == tokens.tolist()
         assert found.text == [Letters().decode(tokens.tolist()) for tokens in found.tokens]
     drafted = sampler.engine.generate(sampler.tokenize(LONG), max_tokens=24).stats
     assert drafted.drafted
@@ -115,7 +114,9 @@ def test_no_program_is_compiled_for_another_policy(sampler: Sampler, states: lis
         patch.setattr(sampler.engine.core.runner.compiled, "_build", None)
         sampler.update_params(states[1])
         other = sampler.generate([LONG, LONG, "xy"], config)
-    fresh = Sampler(new_engine(), Letters(), rollout_actor=states[1])
+    new = new_engine()
+    new.share_programs(sampler.engine)
+    fresh = Sampler(new, Letters(), rollout_actor=states[1])
     again = fresh.generate([LONG, LONG, "xy"], config)
     assert [x.tolist() for x in other.tokens] == [x.tolist() for x in again.tokens]
     assert [x.tolist() for x in other.tokens] != [x.tolist() for x in first.tokens]

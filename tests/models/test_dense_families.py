@@ -1,5 +1,6 @@
 """Dense families of one shared decoder: speculative against plain tokens, and what is refused."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -19,25 +20,38 @@ FAMILIES = ("qwen2", "mistral", "smollm3", "gemma3", "olmo2", "granite", "glm4",
 NEW = 24
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_speculative_tokens_are_the_plain_ones(oracle: Path, name: str, dtype: str) -> None:
+REQUESTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "greedy": (20, {}),
+    "sampled": (33, {"temperature": 0.8, "seed": 5}),
+}
+# Each family in one way; `make soak` has all.
+COMBINED = [
+    pytest.param(*case, marks=() if case[1:] == ("bfloat16", how) else pytest.mark.soak)
+    for name, how in zip(FAMILIES, ["greedy", "sampled"] * len(FAMILIES), strict=False)
+    for case in itertools.product([name], ["bfloat16", "float32"], REQUESTS)
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "request_kind"), COMBINED)
+def test_speculative_tokens_are_the_plain_ones(
+    oracle: Path, name: str, dtype: str, request_kind: str
+) -> None:
     target = read_target_config(oracle / "targets" / name)
     plan = dj.Plan(max_length=96, chunk=16, block=4, dtype=dtype)
     real = random_engine(target, tiny_drafter(target), plan)
     real.measures_drafting = False
     scripted = scripted_engine(real)
     scripted.measures_drafting = False
-    for length, options in ((20, {}), (33, {"temperature": 0.8, "seed": 5})):
-        prompt = np.random.default_rng(length).integers(0, target.vocab_size, length).tolist()
-        plain = real.generate(prompt, max_tokens=NEW, speculative=False, **options).token_ids
-        assert real.generate(prompt, max_tokens=NEW, **options).token_ids == plain
-        truth = np.array([*prompt, *plain])
-        wrong = np.random.default_rng(0).random(len(truth)) < 0.3
-        set_script(scripted, ((truth + wrong) % target.vocab_size).tolist())
-        result = scripted.generate(prompt, max_tokens=NEW, **options)
-        assert result.token_ids == plain
-        assert result.stats.acceptance_length > 1.3
+    length, options = REQUESTS[request_kind]
+    prompt = np.random.default_rng(length).integers(0, target.vocab_size, length).tolist()
+    plain = real.generate(prompt, max_tokens=NEW, speculative=False, **options).token_ids
+    assert real.generate(prompt, max_tokens=NEW, **options).token_ids == plain
+    truth = np.array([*prompt, *plain])
+    wrong = np.random.default_rng(0).random(len(truth)) < 0.3
+    set_script(scripted, ((truth + wrong) % target.vocab_size).tolist())
+    result = scripted.generate(prompt, max_tokens=NEW, **options)
+    assert result.token_ids == plain
+    assert result.stats.acceptance_length > 1.3
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,7 @@ def test_an_engine_is_a_target_on_a_mesh_too(trained: dj.TrainedDrafter) -> None
     drafting.update_params({"drafter": trained.params})
 
 
+@pytest.mark.soak
 def test_the_command_makes_the_same_drafter(tmp_path: Path) -> None:
     lines = [{"prompt": f"List {i} colours."} for i in range(8)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -206,11 +207,12 @@ def test_prompts_have_the_forms_of_the_command() -> None:
     assert in_process.training_data(Path("a.jsonl")) == "a.jsonl"
 
 
-def test_a_mesh_trains_what_one_device_trains_and_splits_the_target() -> None:
-    """Losses of steps, answers, and drafted output on meshes (2, 2) and (4, 1)."""
+@pytest.mark.parametrize("more", [[], pytest.param(["--more"], marks=pytest.mark.soak)])
+def test_a_mesh_trains_what_one_device_trains_and_splits_the_target(more: list[str]) -> None:
+    """Losses of steps, answers, and drafted output on mesh (2, 2), and on more of them."""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     ran = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("mesh_case.py"))],
+        [sys.executable, str(Path(__file__).with_name("mesh_case.py")), *more],
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
@@ -219,17 +221,18 @@ def test_a_mesh_trains_what_one_device_trains_and_splits_the_target() -> None:
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads(ran.stdout.splitlines()[-1])
-    alone = found["none"]
-    for name in ("2x2", "4x1"):
+    alone, meshes = found["none"], {"2x2", "4x1"} & found.keys()
+    for name in meshes:
         on_mesh = found[name]
         assert on_mesh["rows"] == alone["rows"]
         assert on_mesh["loss"] == pytest.approx(alone["loss"], rel=1e-4), name
         assert on_mesh["drafts"] == pytest.approx(alone["drafts"], rel=1e-3)
         assert on_mesh["results"] == alone["results"]
-    for name in ("none", "2x2", "4x1"):
+    for name in ("none", *meshes):
         assert found[name]["lossless"]
         assert found[name]["devices"]
-    assert found["2x2"]["share"] < 0.7 < found["4x1"]["share"]  # of the target, on one device
+    assert found["2x2"]["share"] < 0.7  # of the target, on one device
+    assert not more or found["4x1"]["share"] > 0.7
     assert found["2x2"]["whole"] == []
     expected = (
         r"PlanError: mesh has the axes {'fsdp': 2, 'tp': 2}; expected 'data'",

@@ -75,7 +75,8 @@ def filtered(x: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B V"]:
         active = jnp.stack([ranked, massed])[stage]
 
         def search() -> Threshold:
-            return _last_within(x, *jax.lax.cond(stage == 0, by_rank, by_mass, cut), cut, active)
+            weights, budget = jax.lax.cond(stage == 0, by_rank, by_mass, cut)
+            return _last_within(x, weights, budget, cut, active)
 
         return jax.lax.cond(active.any(), search, lambda: cut)
 
