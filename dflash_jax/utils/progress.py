@@ -8,8 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from dflash_jax.utils.switches import NO
-
+YES, NO = ("on", "1", "true", "yes"), ("off", "0", "false", "no")  # in environment variables
 ENVIRONMENT = "DFLASH_PROGRESS"
 PATIENCE = 2.0  # seconds before a line is printed
 EVERY = 0.2  # seconds between two counts that are shown
