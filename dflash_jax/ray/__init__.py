@@ -1,8 +1,8 @@
 """Adapters for Ray: replicas of the server, and answers of large data sets. Need the extra `ray`.
 
-`serve run dflash_jax.ray:app` calls `app`. In `serving`, a gateway passes requests to replicas, chosen
-by conversation (`calls`). `answers` is in `offline`. Workers of one model over several hosts, and
-hosts that train (`commands`), are placed by `hosts`.
+`serve run dflash_jax.ray:app` calls `app`. In `serving`, a gateway passes requests to replicas,
+chosen by conversation (`calls`). `answers` is in `offline`. Workers of one model over several
+hosts, and hosts that train (`commands`), are placed by `hosts`.
 """
 
 import socket

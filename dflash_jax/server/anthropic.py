@@ -4,7 +4,6 @@ import json
 import math
 from typing import Any
 
-from dflash_jax.server import writer
 from dflash_jax.server.conversation import parse_messages
 from dflash_jax.server.fields import (
     CommonFields,
@@ -15,11 +14,10 @@ from dflash_jax.server.fields import (
 )
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.message_formats import continues_assistant, messages_from_anthropic
-from dflash_jax.server.protocol import GenerationRequest, Problem, decode, new_id
+from dflash_jax.server.protocol import GenerationRequest, Problem, decode
 from dflash_jax.server.reply import Reply, ReplyPart
-from dflash_jax.server.served_models import answer_name
 from dflash_jax.server.tools import check_tools, parse_tools
-from dflash_jax.server.writer import sse_event
+from dflash_jax.server.writer import ResponseWriter, cached_tokens, sse_event
 from dflash_jax.tokenizer import well_formed
 from dflash_jax.tool_parsers.calls import (
     Content,
@@ -148,12 +146,17 @@ def _no_threads() -> Problem:
     )  # fmt: skip
 
 
-class MessagesWriter:
-    """Writes responses and stream events of /v1/messages."""
+class MessagesWriter(ResponseWriter):
+    """Writes responses and stream events of /v1/messages.
+
+    A stream has no event before the first token, which makes the usage figures of message_start
+    known.
+    """
+
+    prefix = "msg_"
 
     def __init__(self, generation: Generation):
-        self.generation = generation
-        self.id = new_id("msg_")
+        super().__init__(generation)
         self._reused: int | None = None  # cached prompt tokens, as sent in message_start
         self._at = -1  # index of the current content block
         self._open = ""  # type of the current block, while it is open
@@ -162,11 +165,7 @@ class MessagesWriter:
         """Return the message object."""
         [reply] = self.generation.replies
         content = [_block(part) for part in reply.parts]
-        return self._message(content, reply, self._usage()) | self._more()
-
-    def start(self) -> bytes:
-        """Return nothing: message_start has usage figures that the first token makes known."""
-        return b""
+        return self._message(content, reply, self._usage()) | self._finished_fields(reply)
 
     def _begin(self) -> bytes:
         """Return message_start, unless it was sent."""
@@ -201,8 +200,9 @@ class MessagesWriter:
         [reply] = self.generation.replies
         end = {"stop_reason": _reason(reply), "stop_sequence": reply.stop_string}
         delta = {"type": "message_delta", "delta": end, "usage": self._usage()}
+        delta |= self._finished_fields(reply)
         out = self._begin() + self._leave()
-        return out + sse_event(delta | self._more()) + sse_event({"type": "message_stop"})
+        return out + sse_event(delta) + sse_event({"type": "message_stop"})
 
     def error(self, problem: Problem) -> bytes:
         """Return the error event."""
@@ -228,19 +228,10 @@ class MessagesWriter:
         self._open = ""
         return out + sse_event({"type": "content_block_stop", "index": self._at})
 
-    def _more(self) -> dict[str, Any]:
-        """Return the fields that finished responses have in addition to Anthropic's."""
-        [reply] = self.generation.replies
-        fields: dict[str, Any] = {"finish_details": reply.details}
-        if self.generation.request.return_token_ids:
-            fields["token_ids"] = reply.ids
-            fields["prompt_token_ids"] = self.generation.prompts[0].ids
-        return fields | writer.requested_statistics(self.generation, self.id)
-
     def _usage(self) -> dict[str, Any]:
         stats = [reply.result.stats for reply in self.generation.replies if reply.result]
         prompt_tokens = sum(len(prompt.ids) for prompt in self.generation.prompts)
-        reused = writer.cached_tokens(stats) if self._reused is None else self._reused
+        reused = cached_tokens(stats) if self._reused is None else self._reused
         return {
             "input_tokens": prompt_tokens - reused,
             "cache_read_input_tokens": reused,
@@ -255,7 +246,7 @@ class MessagesWriter:
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": answer_name(self.generation.model.name, self.generation.request.model),
+            "model": self._model,
             "content": content,
             "stop_reason": _reason(reply) if reply else None,
             "stop_sequence": reply.stop_string if reply else None,

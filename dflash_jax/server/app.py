@@ -18,8 +18,14 @@ from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.server.access import allowed_hosts
 from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_messages
 from dflash_jax.server.background import by_size, in_thread, read_body
-from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat
-from dflash_jax.server.completions import CompletionRequest, CompletionWriter, decode_completion
+from dflash_jax.server.completions import (
+    ChatRequest,
+    ChatWriter,
+    CompletionRequest,
+    CompletionWriter,
+    decode_chat,
+    decode_completion,
+)
 from dflash_jax.server.connection import (
     ClientDisconnected,
     EventStreamResponse,

@@ -3,7 +3,6 @@
 import time
 from typing import Any
 
-from dflash_jax.server import writer
 from dflash_jax.server.conversation import parse_messages
 from dflash_jax.server.fields import CommonFields, common_arguments, reasoning_options
 from dflash_jax.server.generation import Generation
@@ -18,7 +17,6 @@ from dflash_jax.server.protocol import (
 )
 from dflash_jax.server.reply import Reply, ReplyPart
 from dflash_jax.server.response_store import ResponseStore
-from dflash_jax.server.served_models import answer_name
 from dflash_jax.server.tools import (
     CLIENT_TYPES,
     FreeformInput,
@@ -27,7 +25,7 @@ from dflash_jax.server.tools import (
     responses_choice,
     responses_tools,
 )
-from dflash_jax.server.writer import chat_logprobs, sse_event
+from dflash_jax.server.writer import ResponseWriter, chat_logprobs, responses_usage, sse_event
 from dflash_jax.tool_parsers.calls import (
     Content,
     Event,
@@ -170,15 +168,13 @@ def _echoed(parsed: ResponsesRequest) -> dict[str, Any]:
     }
 
 
-# Writes responses and stream events of OpenAI's /v1/responses.
-
-
-class ResponsesWriter:
+class ResponsesWriter(ResponseWriter):
     """Writes responses and stream events of /v1/responses."""
 
+    prefix = "resp_"
+
     def __init__(self, generation: Generation):
-        self.generation = generation
-        self.id, self._created = new_id("resp_"), int(time.time())
+        super().__init__(generation)
         self._sequence = -1
         self._items: list[dict[str, Any]] = []  # finished output items
         self._item: dict[str, Any] | None = None  # the current item
@@ -271,7 +267,7 @@ class ResponsesWriter:
 
     def _client_tool(self, name: str) -> ClientTool:
         """Return a tool as the client declared it; undeclared ones are functions."""
-        return self.generation.request.client_tools.get(name, ClientTool("function", name))
+        return self.request.client_tools.get(name, ClientTool("function", name))
 
     def _enter(self, kind: str) -> bytes:
         """Return the events that start an item, unless one of its kind is open."""
@@ -363,12 +359,12 @@ class ResponsesWriter:
     def _ended(self, items: list[dict[str, Any]], reply: Reply) -> dict[str, Any]:
         """Return the finished response, and store it unless the request forbids it."""
         answer = self._response(items, reply)
-        if keep := self.generation.request.store:
+        if keep := self.request.store:
             keep(answer)
         return answer
 
     def _response(self, items: list[dict[str, Any]], reply: Reply | None) -> dict[str, Any]:
-        request = self.generation.request
+        request = self.request
         cut = reply is not None and reply.finish_reason == "length"
         status = "incomplete" if cut else "completed" if reply else "in_progress"
         temperature = self.generation.model.defaults.temperature
@@ -380,20 +376,16 @@ class ResponsesWriter:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "model": answer_name(self.generation.model.name, request.model),
+            "model": self._model,
             "output": items,
             "temperature": request.options.get("temperature", temperature),
             "top_p": request.options.get("top_p", 1.0),
             "top_logprobs": request.logprobs or 0,
-            "usage": writer.responses_usage(self.generation) if reply else None,
+            "usage": responses_usage(self.generation) if reply else None,
         } | request.echoed_fields
         if reply is None:
             return response
-        response["finish_details"] = reply.details
-        if request.return_token_ids:
-            response["token_ids"] = reply.ids
-            response["prompt_token_ids"] = self.generation.prompts[0].ids
-        return response | writer.requested_statistics(self.generation, self.id)
+        return response | self._finished_fields(reply)
 
 
 def message_item(

@@ -10,7 +10,7 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax.engine.engine import Engine
-from dflash_jax.server.chat import ChatRequest
+from dflash_jax.server.completions import ChatRequest
 from dflash_jax.server.middleware import Settings
 from dflash_jax.server.run import ServerConfig
 from tests.server import browser

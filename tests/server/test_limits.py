@@ -21,7 +21,7 @@ from dflash_jax.errors import InterruptedRequestError
 from dflash_jax.server import background, generation, middleware, protocol
 from dflash_jax.server import conversation as conversations
 from dflash_jax.server.anthropic import decode_messages
-from dflash_jax.server.chat import decode_chat
+from dflash_jax.server.completions import decode_chat
 from dflash_jax.server.conversation import MOST_MESSAGES, parse_messages
 from dflash_jax.server.fields import MOST_STOP_IDS
 from dflash_jax.server.message_formats import messages_from_anthropic, messages_from_responses

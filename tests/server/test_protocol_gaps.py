@@ -11,8 +11,7 @@ import tokenizers
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.server import response_store
-from dflash_jax.server.chat import decode_chat
-from dflash_jax.server.completions import decode_completion
+from dflash_jax.server.completions import decode_chat, decode_completion
 from dflash_jax.server.middleware import Settings
 from dflash_jax.server.output_grammar import grammar_around
 from dflash_jax.server.prompt import (

@@ -16,8 +16,14 @@ from dflash_jax.engine.result import Piece, Result, Stats, TokenLogprob
 from dflash_jax.engine.state_machine import OFF
 from dflash_jax.loading import locate
 from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_messages
-from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat
-from dflash_jax.server.completions import CompletionRequest, CompletionWriter, decode_completion
+from dflash_jax.server.completions import (
+    ChatRequest,
+    ChatWriter,
+    CompletionRequest,
+    CompletionWriter,
+    decode_chat,
+    decode_completion,
+)
 from dflash_jax.server.conversation import parse_messages
 from dflash_jax.server.fields import UNSUPPORTED
 from dflash_jax.server.generation import Generation
@@ -1158,7 +1164,7 @@ def test_the_engines_text_gives_the_answer_that_decoding_the_ids_gives(
         made = generation(reply, request)
         made.model.engine = SimpleNamespace(tokenizer=tokenizer)
         writer = (CompletionWriter if api == "completions" else ChatWriter)(made)
-        writer._head |= {"id": "id", "created": 0}
+        writer.id, writer._created = "id", 0
         raw = [writer.start()]
         parts = pieces(tokenizer, ids, width, logprobs=True)
         for piece in parts[:-1]:
