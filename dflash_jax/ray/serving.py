@@ -57,7 +57,9 @@ class Gateway:
                 stream.cancel()
                 raise
             except BackPressureError:
-                busy = Problem(503, "the queue is full; try again", code="queue_full", retry_s=1)
+                busy = Problem(
+                    "the queue is full; try again", status=503, code="queue_full", retry_s=1
+                )
                 return _refusal(busy)
             except (RayActorError, RayServeException, StopAsyncIteration) as error:
                 log.warning("a replica ended before it answered: %s", error)
@@ -120,9 +122,11 @@ def error_events(path: str, problem: Problem) -> bytes:
 
 def _ended() -> Problem:
     return Problem(
-        503, "the replica that served the request ended; try again", code="replica_ended",
+        "the replica that served the request ended; try again",
+        status=503,
+        code="replica_ended",
         retry_s=RETRY_S,
-    )  # fmt: skip
+    )
 
 
 def _refusal(problem: Problem) -> Response:

@@ -66,9 +66,9 @@ def decode_messages(body: bytes, *, counting: bool = False) -> GenerationRequest
     if parsed.thread is not None:
         raise _no_threads()
     if parsed.max_tokens is None and not counting:
-        raise Problem(400, "max_tokens is missing", param="max_tokens")
+        raise Problem("max_tokens is missing", param="max_tokens")
     if not parsed.messages:  # there may be a system prompt
-        raise Problem(400, "messages is empty; give at least one", param="messages")
+        raise Problem("messages is empty; give at least one", param="messages")
     output = parsed.output_config or {}
     output_format, where = output.get("format"), "output_config.format"
     if output_format is None:
@@ -115,7 +115,6 @@ def _tools(
     for at, tool in enumerate(parsed.tools or []):
         if (kind := tool.get("type")) not in (None, "custom"):
             raise Problem(
-                400,
                 f"the tool {tool.get('name')!r} of type {kind!r} is defined by Anthropic and not"
                 " supported here; declare a tool with a name and an input_schema instead",
                 param=f"tools[{at}].type",
@@ -130,9 +129,8 @@ def _tools(
     kind = choice.get("type")
     if kind not in ("auto", "any", "none", "tool"):
         raise Problem(
-            400, f"tool_choice type {kind!r}; expected auto, any, none or tool",
-            param="tool_choice.type",
-        )  # fmt: skip
+            f"tool_choice type {kind!r}; expected auto, any, none or tool", param="tool_choice.type"
+        )
     wanted = {"function": {"name": choice.get("name")}} if kind == "tool" else kind
     return parse_tools(given, wanted, places)
 
@@ -140,10 +138,10 @@ def _tools(
 def _no_threads() -> Problem:
     """Return the error on which Anthropic's clients send the whole conversation instead."""
     return Problem(
-        400, "thread is not supported: nothing is stored here; send the whole conversation",
+        "thread is not supported: nothing is stored here; send the whole conversation",
         param="thread",
         details={"error_code": "thread_unsupported_request"},
-    )  # fmt: skip
+    )
 
 
 class MessagesWriter(ResponseWriter):

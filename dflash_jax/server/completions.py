@@ -175,7 +175,7 @@ def decode_chat(body: bytes) -> GenerationRequest:
         given_tools.functions, parsed.tool_choice, given_tools.places
     )
     if parsed.top_logprobs and not parsed.logprobs:
-        raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        raise Problem("top_logprobs needs logprobs: true", param="top_logprobs")
     common = openai_arguments(parsed, unknown)
     more = list(given_tools.warnings)
     messages = parse_messages(parsed.messages, more)
@@ -311,16 +311,16 @@ def decode_completion(body: bytes) -> GenerationRequest:
     if isinstance(parsed.prompt, list) and not all(isinstance(p, int) for p in parsed.prompt):
         prompts = list(parsed.prompt)
         if any(isinstance(p, int) for p in prompts):
-            raise Problem(400, "prompt mixes token ids with prompts", param="prompt")
+            raise Problem("prompt mixes token ids with prompts", param="prompt")
     if parsed.best_of not in (None, 1, parsed.n):
-        raise Problem(400, "best_of is not supported; use n", param="best_of")
+        raise Problem("best_of is not supported; use n", param="best_of")
     if parsed.echo and parsed.logprobs is not None and parsed.stream:
         raise Problem(
-            400, "no stream has log probabilities of the prompt; drop one of echo, logprobs and"
-            " stream", param="echo",
-        )  # fmt: skip
+            "no stream has log probabilities of the prompt; drop one of echo, logprobs and stream",
+            param="echo",
+        )
     if len(prompts) > MOST_CHOICES:
-        raise Problem(400, f"{len(prompts)} prompts; at most {MOST_CHOICES}", param="prompt")
+        raise Problem(f"{len(prompts)} prompts; at most {MOST_CHOICES}", param="prompt")
     return GenerationRequest(
         api="completions",
         prompts=prompts,

@@ -60,7 +60,7 @@ def content_texts(content: Any, param: str, warnings: list[str]) -> str | list[s
     if isinstance(content, dict):
         content = [content]
     if not isinstance(content, list):
-        raise Problem(400, "content is neither a text nor a list", param=param)
+        raise Problem("content is neither a text nor a list", param=param)
     texts = [part_text(part, f"{param}[{at}]", warnings) for at, part in enumerate(content)]
     return unwrap([text for text in texts if text is not None] or [""])
 
@@ -106,7 +106,7 @@ def part_text(part: Any, param: str, warnings: list[str]) -> str | None:
         part = {}
     if not isinstance(part, dict):
         raise Problem(
-            400, f"a content part is {part!r:.50}; expected an object with a type", param=param
+            f"a content part is {part!r:.50}; expected an object with a type", param=param
         )
     kind = part.get("type")
     match kind:
@@ -250,7 +250,6 @@ def check_messages(given: Sequence[Any], param: str = "messages") -> None:
     """
     if len(given) > MOST_MESSAGES:
         raise Problem(
-            400,
             f"{param} has {len(given)} entries; at most {MOST_MESSAGES} are accepted: merge"
             " neighbouring ones, or leave out or summarise the oldest",
             param=param,
@@ -273,7 +272,7 @@ def parse_messages(
       Problem: a message is invalid, or there are none or too many.
     """
     if not messages:
-        raise Problem(400, "messages is empty; give at least one", param="messages")
+        raise Problem("messages is empty; give at least one", param="messages")
     check_messages(messages)
     warnings = [] if warnings is None else warnings
     result: list[Message] = []
@@ -284,7 +283,7 @@ def parse_messages(
         role = message.get("role")
         if role not in ROLES:
             known = ", ".join(ROLES)
-            raise Problem(400, f"role {role!r}; expected {known}", param=f"{where}.role")
+            raise Problem(f"role {role!r}; expected {known}", param=f"{where}.role")
         content = message.get("content")
         if role == "assistant":
             _read_turn(message, where, warnings)
@@ -297,7 +296,7 @@ def parse_messages(
         if role != "assistant":
             message.pop("tool_calls", None)
         if message["content"] is None and role != "assistant":
-            raise Problem(400, f"a {role} message needs content", param=f"{where}.content")
+            raise Problem(f"a {role} message needs content", param=f"{where}.content")
         if role == "system" and system:
             system.append(message["content"])
             continue
@@ -374,7 +373,7 @@ def parse_tool_calls(
     for call in calls if isinstance(calls, list) else [calls]:
         function = _function_of(call)
         if function is None or not isinstance(name := function.get("name"), str):
-            raise Problem(400, "a tool call has no function name", param=f"{where}.tool_calls")
+            raise Problem("a tool call has no function name", param=f"{where}.tool_calls")
         given = function.get("arguments")
         if isinstance(given, str):
             place, text = f"{where}.tool_calls", given.encode(errors="replace")

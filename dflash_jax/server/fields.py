@@ -93,7 +93,7 @@ ALTERNATIVES = {
 def text_only(subject: str, param: str | None = None) -> Problem:
     """Return the error of a request for images, audio, video or embeddings."""
     text = f"{subject} is not supported: this server reads and writes text only"
-    return Problem(400, text, param=param, code="text_only")
+    return Problem(text, param=param, code="text_only")
 
 
 def check_path(path: str) -> None:
@@ -117,7 +117,7 @@ def check_unknown_fields(unknown: Mapping[str, Any]) -> tuple[str, ...]:
             if name in MEDIA_FIELDS:
                 raise text_only(name, name)
             instead = f"; use {ALTERNATIVES[name]}" if name in ALTERNATIVES else ""
-            raise Problem(400, f"{name} is not supported here{instead}", param=name)
+            raise Problem(f"{name} is not supported here{instead}", param=name)
     named = itertools.islice(unknown, MOST_WARNINGS)
     warnings = [f"the unknown field {name[:LONGEST_NAME]!r} was ignored" for name in named]
     if (more := len(unknown) - MOST_WARNINGS) > 0:
@@ -159,15 +159,15 @@ def reasoning_options(
     if reasoning is not None:
         if reasoning.get("exclude"):
             raise Problem(
-                400, "reasoning.exclude is not supported here; leave out reasoning_content",
+                "reasoning.exclude is not supported here; leave out reasoning_content",
                 param="reasoning.exclude",
-            )  # fmt: skip
+            )
         variables["enable_thinking"] = True
         if reasoning.get("effort") is not None:
             effort, where = reasoning["effort"], "reasoning.effort"
     if effort is not None:
         if not isinstance(effort, str):
-            raise Problem(400, f"{where} is {effort!r}; expected {', '.join(EFFORTS)}", param=where)
+            raise Problem(f"{where} is {effort!r}; expected {', '.join(EFFORTS)}", param=where)
         if effort not in EFFORTS:
             warnings = (f"{where} {effort!r} is unknown and counts as high",)
             effort = "high"
@@ -292,14 +292,14 @@ def common_arguments(
             options[name] = value
     if len(body.stop_token_ids or ()) > MOST_STOP_IDS:
         raise Problem(
-            400, f"{len(body.stop_token_ids or ())} stop_token_ids; at most {MOST_STOP_IDS}",
+            f"{len(body.stop_token_ids or ())} stop_token_ids; at most {MOST_STOP_IDS}",
             param="stop_token_ids",
-        )  # fmt: skip
+        )
     if body.seed not in (None, -1):  # vLLM and llama.cpp take -1 for no seed
         options["seed"] = body.seed % SEEDS
     options |= speculation_options(body.speculative)
     if body.timeout is not None and not body.timeout > 0:
-        raise Problem(400, f"timeout is {body.timeout}; expected seconds above 0", param="timeout")
+        raise Problem(f"timeout is {body.timeout}; expected seconds above 0", param="timeout")
     return {
         "model": body.model,
         "options": options,
@@ -331,12 +331,12 @@ def openai_arguments(body: OpenAIFields, unknown: Mapping[str, Any]) -> dict[str
     """
     n = 1 if body.n is None else body.n
     if not 1 <= n <= MOST_CHOICES:
-        raise Problem(400, f"n is {n}; expected 1 to {MOST_CHOICES}", param="n")
+        raise Problem(f"n is {n}; expected 1 to {MOST_CHOICES}", param="n")
     if body.stream and body.prompt_logprobs is not None:
         raise Problem(
-            400, "no stream has log probabilities of the prompt; drop stream or prompt_logprobs",
+            "no stream has log probabilities of the prompt; drop stream or prompt_logprobs",
             param="prompt_logprobs",
-        )  # fmt: skip
+        )
     wanted = body.stream_options or StreamOptions()
     common = common_arguments(body, unknown, body.response_format)
     return common | {
@@ -379,19 +379,19 @@ def parse_recovery(given: bool | str | Mapping[str, Any] | None) -> Recovery | N
     if isinstance(given, str):
         if given not in ("on", "off"):
             raise Problem(
-                400, f'recovery is {given!r}; expected true, false, "on", "off" or settings',
+                f'recovery is {given!r}; expected true, false, "on", "off" or settings',
                 param="recovery",
-            )  # fmt: skip
+            )
         return Recovery() if given == "on" else OFF
     if unknown := sorted(set(given) - set(RECOVERY_FIELDS)):
         raise Problem(
-            400, f"recovery has no {unknown[0]!r}; known are {', '.join(RECOVERY_FIELDS)}",
+            f"recovery has no {unknown[0]!r}; known are {', '.join(RECOVERY_FIELDS)}",
             param="recovery",
-        )  # fmt: skip
+        )
     try:
         return Recovery(**given)
     except ConfigError as error:
-        raise Problem(400, f"recovery: {error}", param="recovery") from None
+        raise Problem(f"recovery: {error}", param="recovery") from None
 
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -414,15 +414,15 @@ def output_grammar(body: CommonFields, output_format: Any, where: str) -> dict[s
     wanted = {key for key, value in structured.items() if value not in (None, False)}
     if others := sorted(wanted - set(GRAMMAR_KINDS)):
         raise Problem(
-            400, f"structured_outputs has no {others[0]!r}; known are {', '.join(GRAMMAR_KINDS)}",
+            f"structured_outputs has no {others[0]!r}; known are {', '.join(GRAMMAR_KINDS)}",
             param=f"structured_outputs.{others[0]}",
-        )  # fmt: skip
+        )
     candidates += [(key, structured[key], f"structured_outputs.{key}") for key in wanted]
     if output_format is not None:
         candidates.append((*response_format(output_format, where), where))
     given = [candidate for candidate in candidates if candidate[1] is not None]
     if len(given) > 1:
-        raise Problem(400, f"{len(given)} output grammars were given; give one of them")
+        raise Problem(f"{len(given)} output grammars were given; give one of them")
     if not given:
         return {"grammar": None}
     [(kind, value, field)] = given
@@ -442,13 +442,13 @@ def response_format(given: Any, where: str) -> tuple[str, Any]:
         name = "value" if "value" in given else "schema"  # Hugging Face's name, and llama.cpp's
         schema = given.get(name)
         if schema is not None and not isinstance(schema, dict):
-            raise Problem(400, f"{where}.{name} is no JSON schema", param=f"{where}.{name}")
+            raise Problem(f"{where}.{name} is no JSON schema", param=f"{where}.{name}")
         return "json", schema or {"type": "object"}
     if kind == "json_schema":
         inner = given.get("json_schema", given)
         schema = inner.get("schema") if isinstance(inner, dict) else None
         if isinstance(schema, dict):
             return "json", schema
-        raise Problem(400, f"{where} has no JSON schema", param=where)
+        raise Problem(f"{where} has no JSON schema", param=where)
     known = "text, json_object or json_schema"
-    raise Problem(400, f"{where} has the type {kind!r}; expected {known}", param=where)
+    raise Problem(f"{where} has the type {kind!r}; expected {known}", param=where)

@@ -68,9 +68,9 @@ def sampling_params(
         options["structured"] = structure
     if len(str(options.get("structured", ""))) > MOST_GRAMMAR:
         raise Problem(
-            400, f"the output grammar or the tools are longer than {MOST_GRAMMAR} characters",
+            f"the output grammar or the tools are longer than {MOST_GRAMMAR} characters",
             code="grammar_too_large",
-        )  # fmt: skip
+        )
     default = defaults.max_tokens or (COMPLETION_MAX_TOKENS if request.api == "completions" else 0)
     most = resolve_max_tokens(prompt.ids, request, engine.plan.max_length, default)
     recovery = request.recovery or (

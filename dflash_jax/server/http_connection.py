@@ -201,7 +201,7 @@ class BoundedParser(h11.Connection):
             self._chunks += 1
             if self._chunks > MOST_CHUNKS:
                 message = f"the body has more than {MOST_CHUNKS} chunks; send larger ones"
-                self.problem = Problem(413, message, code="too_many_chunks")
+                self.problem = Problem(message, status=413, code="too_many_chunks")
                 raise h11.RemoteProtocolError(message)
         return event
 
@@ -288,7 +288,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer a request that cannot be parsed with an error object."""
-        invalid = Problem(400, "the request is not valid HTTP", code="invalid_http")
+        invalid = Problem("the request is not valid HTTP", code="invalid_http")
         self.refuse(self._parser.problem or invalid)
 
     # -- timeouts and bounds ------------------------------------------------------------------
@@ -329,10 +329,12 @@ class Connection(H11Protocol):
             if self.cycle is None and not self._received:
                 self.transport.abort()
                 return
-            self.refuse(Problem(408, f"no request came within {HEADERS_S:g} s", code="timeout"))
+            self.refuse(
+                Problem(f"no request came within {HEADERS_S:g} s", status=408, code="timeout")
+            )
         elif self._phase == "body" and late > BODY_S + self._received / SLOWEST:
             text = f"the body did not come within {BODY_S:g} s and a second per {SLOWEST} bytes"
-            self.refuse(Problem(408, f"{text}; send it faster", code="timeout"))
+            self.refuse(Problem(f"{text}; send it faster", status=408, code="timeout"))
 
     def pause_writing(self) -> None:
         """Note that the client does not read its response."""

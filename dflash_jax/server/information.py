@@ -123,7 +123,7 @@ class InfoRoutes:
         model = self._models.named(parsed.model)
         tokenizer = model.engine.tokenizer
         if tokenizer is None:
-            raise Problem(400, "this model ships no tokenizer")
+            raise Problem("this model ships no tokenizer")
         most = model.engine.plan.max_length
         if parsed.messages is not None:
             request = await in_thread(_conversation_request, parsed, long=True)
@@ -138,15 +138,16 @@ class InfoRoutes:
         parsed, _ = await read_body(read, await self._middleware.body(raw_request))
         engine = self._models.named(parsed.model).engine
         if engine.tokenizer is None:
-            raise Problem(400, "this model ships no tokenizer")
+            raise Problem("this model ships no tokenizer")
         known, most = engine.graph.config.vocab_size, engine.plan.max_length
         if len(parsed.tokens) > most:
             raise Problem(
-                400, f"{len(parsed.tokens)} tokens were given; at most {most}, the model's maximum"
-                " context length: send them in parts", param="tokens",
-            )  # fmt: skip
+                f"{len(parsed.tokens)} tokens were given; at most {most}, the model's maximum"
+                " context length: send them in parts",
+                param="tokens",
+            )
         if outside := [i for i in parsed.tokens if not 0 <= i < known]:
-            raise Problem(400, f"tokens {outside[:5]} are not from 0 to {known - 1}")
+            raise Problem(f"tokens {outside[:5]} are not from 0 to {known - 1}")
         text = await in_thread(engine.tokenizer.raw, parsed.tokens, long=True)
         return json_response({"content": text, "prompt": text})
 
@@ -173,7 +174,9 @@ class InfoRoutes:
     async def _health(self, raw_request: Request) -> Response:
         for model in self._models:
             if model.worker.error is not None:
-                raise Problem(500, f"{model.name}: {model.worker.error}", code="engine_failed")
+                raise Problem(
+                    f"{model.name}: {model.worker.error}", status=500, code="engine_failed"
+                )
             model.check_turns()
         return json_response({"status": "ok"})
 
@@ -226,7 +229,7 @@ def _text_ids(parsed: TokenizeRequest, tokenizer: Tokenizer, max_length: int) ->
     """Return the token ids of a text; refuses one that certainly exceeds the context length."""
     text = parsed.content if parsed.content is not None else parsed.prompt
     if text is None:
-        raise Problem(400, "give content, prompt or messages", param="content")
+        raise Problem("give content, prompt or messages", param="content")
     asked = [s for s in (parsed.add_special, parsed.add_special_tokens) if s is not None]
     tokenizer.check_fits(text, max_length)
     return tokenizer.encode(text, specials=asked[0] if asked else parsed.content is None)
@@ -243,10 +246,10 @@ def _tokens_answer(
     answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": max_length}
     if (parsed.with_pieces or parsed.return_token_strs) and len(ids) > max_length:
         raise Problem(
-            400, f"the text has {len(ids)} tokens; pieces are given of at most {max_length}, the"
+            f"the text has {len(ids)} tokens; pieces are given of at most {max_length}, the"
             " model's maximum context length: leave out with_pieces and return_token_strs",
             param="with_pieces" if parsed.with_pieces else "return_token_strs",
-        )  # fmt: skip
+        )
     if parsed.with_pieces:
         answer["tokens"] = [{"id": i, "piece": _token_piece(tokenizer, i)} for i in ids]
     if parsed.return_token_strs:
@@ -369,7 +372,7 @@ class StoredRoutes:
             store.delete(response_id)
             return json_response({"id": response_id, "object": "response", "deleted": True})
         if raw_request.query_params.get("stream", "false").lower() not in ("false", "0"):
-            raise Problem(400, "a kept response is not streamed; leave it out", param="stream")
+            raise Problem("a kept response is not streamed; leave it out", param="stream")
         return JsonPieces([store.get(response_id)])
 
     async def _create(self, raw_request: Request) -> Response:
@@ -493,7 +496,7 @@ class WebPage:
         file = self._files.get(name)
         if file is None:
             path = raw_request.scope["path"]
-            raise Problem(404, f"the page has no file {path[:200]}", code="unknown_url")
+            raise Problem(f"the page has no file {path[:200]}", status=404, code="unknown_url")
         headers = HEADERS | {"ETag": file.etag}
         known = raw_request.headers.get("if-none-match", "").split(",")
         if file.etag in (tag.strip().removeprefix("W/") for tag in known):

@@ -82,7 +82,7 @@ def item_call(item: Block, where: str) -> PastCall | None:
         case _:
             return None
     if not isinstance(name := item.get("name"), str):
-        raise Problem(400, f"a {kind} has no name", param=f"{where}.name")
+        raise Problem(f"a {kind} has no name", param=f"{where}.name")
     return PastCall(joined_name(item.get("namespace"), name), arguments, result)
 
 
@@ -119,7 +119,7 @@ def block_call(block: Block, place: str, warnings: list[str]) -> dict[str, Any] 
         return None
     name = block.get("name")
     if not isinstance(name, str):
-        raise Problem(400, f"a {kind} has no name", param=f"{place}.name")
+        raise Problem(f"a {kind} has no name", param=f"{place}.name")
     if kind in SERVER_USES:
         warnings.append(f"a block of type {kind!r} was read as a call of the tool {name[:150]!r}")
     return call_entry(block.get("id"), name, block.get("input") or {})
@@ -230,7 +230,7 @@ def _message_of(item: dict[str, Any], where: str, warnings: list[str]) -> Messag
     role, content, place = item.get("role"), item.get("content"), f"{where}.content"
     if role not in ("system", "developer", "user", "assistant", "tool"):
         known = "system, developer, user or assistant"
-        raise Problem(400, f"role {role!r}; expected {known}", param=f"{where}.role")
+        raise Problem(f"role {role!r}; expected {known}", param=f"{where}.role")
     if role == "tool":  # as in chat completions
         text = result_texts(content, place, warnings)
         return {"role": role, "tool_call_id": item.get("tool_call_id"), "content": text}
@@ -239,7 +239,7 @@ def _message_of(item: dict[str, Any], where: str, warnings: list[str]) -> Messag
     else:
         content = content_texts(content, place, warnings)
     if content is None and role != "assistant":
-        raise Problem(400, "content is missing", param=place)
+        raise Problem("content is missing", param=place)
     return {"role": "system" if role == "developer" else role, "content": content or ""}
 
 
@@ -279,12 +279,12 @@ def messages_from_anthropic(
         where = f"messages[{at}]"
         role = "system" if role == "developer" else role
         if role not in ("user", "assistant", "system"):
-            raise Problem(400, f"role {role!r}; expected user or assistant", param=f"{where}.role")
+            raise Problem(f"role {role!r}; expected user or assistant", param=f"{where}.role")
         if isinstance(content, str) or (content is None and role == "assistant"):
             result.append({"role": role, "content": content or ""})
             continue
         if not isinstance(content, list) or not all(isinstance(b, dict) for b in content):
-            raise Problem(400, "content is no list of blocks", param=f"{where}.content")
+            raise Problem("content is no list of blocks", param=f"{where}.content")
         result += _turn(role, content, f"{where}.content", warnings)
     return result
 

@@ -126,7 +126,7 @@ class Middleware:
                 return Response(status_code=499)
             except Exception as error:
                 log.exception("%s failed", request_id)
-                problem = Problem(500, f"internal error: {type(error).__name__}")
+                problem = Problem(f"internal error: {type(error).__name__}", status=500)
                 return self._refuse(problem, request_id)
             finally:
                 if getattr(request.state, "body_size", 0) > LARGE and not self._trim_scheduled:
@@ -143,7 +143,7 @@ class Middleware:
             )
         path = request.scope["path"]
         message = f"{request.method} {path} does not exist"
-        unknown = Problem(error.status_code, message, code="unknown_url")
+        unknown = Problem(message, status=error.status_code, code="unknown_url")
         try:
             check_path(path)
         except Problem as problem:
@@ -163,12 +163,12 @@ class Middleware:
         self._check_origin(request)
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         if coding not in ("identity", ""):
-            raise Problem(415, f"content-encoding {coding!r}; send the body as it is")
+            raise Problem(f"content-encoding {coding!r}; send the body as it is", status=415)
         most = self.max_body
         too_large = Problem(
-            413,
             f"the body is larger than {most} bytes, the most this server reads; send less, or start"
             " it with a larger --max-body",
+            status=413,
             code="body_too_large",
         )
         length = request.headers.get("content-length", "")
@@ -211,7 +211,7 @@ class Middleware:
 
     def _check_headers(self, request: Request) -> None:
         if sum(len(name) + len(value) for name, value in request.headers.raw) > MOST_HEADERS:
-            raise Problem(431, f"the headers are larger than {MOST_HEADERS} bytes")
+            raise Problem(f"the headers are larger than {MOST_HEADERS} bytes", status=431)
 
     def _check_origin(self, request: Request) -> None:
         """Refuse, with 415, requests that a page of another site can send without a preflight.
@@ -224,10 +224,10 @@ class Middleware:
             return
         if not is_own_page(origin, request.headers.get("host", "")):
             raise Problem(
-                415,
                 f"content-type {', '.join(kinds)[:100]!r} in a request with the Origin header"
                 f" {origin[:100]!r}; send application/json, or start the server with --cors-origin"
                 " and that origin",
+                status=415,
                 code="unsupported_content_type",
             )
 
@@ -246,9 +246,9 @@ class Middleware:
         if True in good:
             return good.index(True)
         raise Problem(
-            401,
             "the API key is missing or wrong; send it in the header Authorization: Bearer KEY,"
             " or x-api-key: KEY",
+            status=401,
             code="invalid_api_key",
         )
 
@@ -261,7 +261,6 @@ def _check_framing(headers: Headers, version: str) -> None:
     if "transfer-encoding" in headers and ("content-length" in headers or version < "1.1"):
         other = "a Content-Length header" if "content-length" in headers else f"HTTP/{version}"
         raise Problem(
-            400,
             f"a Transfer-Encoding header and {other} contradict each other; send one length",
             code="ambiguous_length",
         )
@@ -275,9 +274,9 @@ def _check_hosts(headers: Headers, hosts: AllowedHosts) -> None:
     given = headers.getlist("host")
     if len(given) > 1 or not all(map(hosts.accepts, given)):
         raise Problem(
-            403,
             f"the Host header is {', '.join(given)[:100]!r}, which is not known as a name of this"
             " server; use its address, or start it with --allowed-host and that name",
+            status=403,
             code="host_not_allowed",
         )
 

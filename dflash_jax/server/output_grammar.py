@@ -32,13 +32,13 @@ def structure_of(
     try:
         if _requires_call(request):
             if syntax is None or tokenizer is None:
-                raise Problem(400, "this model's template knows no tool calls", param="tool_choice")
+                raise Problem("this model's template knows no tool calls", param="tool_choice")
             return {"grammar": _calls(request, prompt, syntax, tokenizer)}
         if request.grammar is None:
             return None
         around = grammar_around(request, prompt, syntax, tokenizer)
     except RequestError as error:
-        raise Problem(400, str(error), param="tools") from None
+        raise Problem(str(error), param="tools") from None
     kind, value = request.grammar
     structure = {kind: value}
     if around is not None:
@@ -51,9 +51,9 @@ def structure_of(
 def structure_problem(error: StructureError, request: GenerationRequest) -> Problem:
     """Return the response to a structure that cannot be followed, with the field it comes from."""
     if error.of_prompt:
-        return Problem(400, str(error), param=request.source)
+        return Problem(str(error), param=request.source)
     calls = _requires_call(request)
-    return Problem(400, str(error), param="tools" if calls else request.grammar_field)
+    return Problem(str(error), param="tools" if calls else request.grammar_field)
 
 
 def usable_tools(request: GenerationRequest, grammars: Grammars) -> GenerationRequest:
@@ -72,7 +72,7 @@ def usable_tools(request: GenerationRequest, grammars: Grammars) -> GenerationRe
     try:
         end = grammars.deadline()
     except RequestError as error:
-        raise Problem(400, str(error)) from None
+        raise Problem(str(error)) from None
     tools, warnings = [], list(request.warnings)
     for tool in request.declared_tools:
         if request.tool_choice.kind == "named" and tool.name != request.tool_choice.name:
@@ -98,15 +98,15 @@ def _usable(tool: Tool, grammars: Grammars, end: float) -> Any:
     try:
         return grammars.usable_schema(tool.parameters, end)
     except RequestError as error:
-        raise Problem(400, f"the tool {tool.name!r}: {error}", param="tools") from None
+        raise Problem(f"the tool {tool.name!r}: {error}", param="tools") from None
 
 
 def _tool_problem(tool: Tool, path: str, reason: str) -> Problem:
     strict = " of a strict tool" if tool.strict else ""
     return Problem(
-        400, f"the tool {tool.name!r}: the schema{strict} is not supported at {path}: {reason}",
+        f"the tool {tool.name!r}: the schema{strict} is not supported at {path}: {reason}",
         param="tools",
-    )  # fmt: skip
+    )
 
 
 def _requires_call(request: GenerationRequest) -> bool:

@@ -129,19 +129,20 @@ class ConversationStore:
         whole = size + sum(len(data) for _, data in new)
         if whole > self._max_bytes:
             raise Problem(
-                413,
                 f"the conversation would have {whole} bytes; at most {self._max_bytes} are kept:"
                 " start a new conversation",
-                param="items", code="conversation_full",
-            )  # fmt: skip
+                status=413,
+                param="items",
+                code="conversation_full",
+            )
 
     def _find(self, conversation_id: str) -> StoredConversation:
         stored = self._stored.get(conversation_id)
         if stored is None:
             raise Problem(
-                404,
                 f"the conversation {conversation_id[:100]!r} is not kept here; create one by POST"
                 " /v1/conversations, or send the whole input",
+                status=404,
                 param="conversation",
                 code="conversation_not_found",
             )
@@ -232,7 +233,7 @@ class ResponseStore:
         stored = self._stored.get(response_id)
         if stored is None:
             raise Problem(
-                404, f"the response {response_id!r} is not kept here", param="response_id"
+                f"the response {response_id!r} is not kept here", status=404, param="response_id"
             )
         return stored
 
@@ -279,9 +280,10 @@ class ResponseStore:
         """Return the items before those of a request."""
         if previous and previous not in self._stored:
             raise Problem(
-                400, f"the response {previous!r} is not kept here; send the whole input",
-                param="previous_response_id", code="previous_response_not_found",
-            )  # fmt: skip
+                f"the response {previous!r} is not kept here; send the whole input",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
         if conversation is not None:
             return [data for _, data in self.conversations.items(conversation)]
         return self._stored[previous].items if previous else []
@@ -289,7 +291,9 @@ class ResponseStore:
     def _referenced(self, item_id: str, where: str) -> bytes:
         if item_id not in self._items:
             raise Problem(
-                404, f"the item {item_id[:100]!r} is not kept here; send it whole", param=where
+                f"the item {item_id[:100]!r} is not kept here; send it whole",
+                status=404,
+                param=where,
             )
         return self._items[item_id]
 
@@ -303,11 +307,11 @@ class ResponseStore:
         size, most = sum(map(len, pulled)), self._max_input()
         if size > most:
             raise Problem(
-                400,
                 f"the request refers to stored items of {size} bytes; at most {most} are read, as"
                 " in a body: start a new conversation, or the server with a larger --max-body",
-                param="input", code="stored_input_too_large",
-            )  # fmt: skip
+                param="input",
+                code="stored_input_too_large",
+            )
         check_messages(range(count), "input")
 
 

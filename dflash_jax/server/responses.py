@@ -78,9 +78,9 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
     parsed, unknown = decode(body, ResponsesRequest)
     for name in ("background", "prompt"):
         if getattr(parsed, name):
-            raise Problem(400, f"{name} is not supported here", param=name)
+            raise Problem(f"{name} is not supported here", param=name)
     if not parsed.input and isinstance(parsed.input, list):
-        raise Problem(400, "input is empty; give at least one item", param="input")
+        raise Problem("input is empty; give at least one item", param="input")
     items = parsed.input
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
@@ -128,14 +128,14 @@ def _conversation(parsed: ResponsesRequest) -> str | None:
         given = given.get("id", given)
     if given is not None and not (given and isinstance(given, str)):
         raise Problem(
-            400, f"conversation is {str(given)[:100]!r}; expected an id, or an object with one",
+            f"conversation is {str(given)[:100]!r}; expected an id, or an object with one",
             param="conversation",
-        )  # fmt: skip
+        )
     if given and parsed.previous_response_id:
         raise Problem(
-            400, "conversation and previous_response_id were given; give one of them",
+            "conversation and previous_response_id were given; give one of them",
             param="conversation",
-        )  # fmt: skip
+        )
     return given
 
 

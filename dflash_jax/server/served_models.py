@@ -66,7 +66,9 @@ class ServedModel:
           Problem: 503 until the engine is ready, 500 after it failed.
         """
         if self.worker.error is not None:
-            raise Problem(500, f"the engine stopped: {self.worker.error}", code="engine_failed")
+            raise Problem(
+                f"the engine stopped: {self.worker.error}", status=500, code="engine_failed"
+            )
         engine = self.worker.engine
         if engine is None or not self.worker.ready.is_set():
             raise not_ready(engine.core.runner.compiled if engine else None, self.worker.first)
@@ -81,9 +83,9 @@ class ServedModel:
         seconds = self.worker.turn.seconds if self.worker.ready.is_set() else 0.0
         if seconds > STALLED_S:
             raise Problem(
-                503,
                 f"{self.name}: a step of the engine has taken {seconds:.0f} s so far, and requests"
                 f" wait; expected at most {STALLED_S:g} s: restart the server",
+                status=503,
                 code="engine_stalled",
             )
 
@@ -148,11 +150,11 @@ class ServedModels:
         if name in NO_NAME or (self._any_name and not long):
             return max(self, key=lambda m: m.last_used_ms)
         raise Problem(
-            404,
             f"there is no model {(name or '')[:LONGEST_NAME]!r}; loaded are"
             f" {', '.join(self.names)}, and {ANY!r} takes the last used; `dflash-jax serve`"
             " gives a model further names by --alias NAME=MODEL, and takes every name with"
             " --serve-any-name",
+            status=404,
             param="model",
             code="model_not_found",
         )

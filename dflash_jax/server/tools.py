@@ -231,7 +231,7 @@ def _add_responses_tools(
             case "namespace" if namespace is None:
                 inner, name = tool.get("tools"), tool.get("name")
                 if not (isinstance(inner, list) and name and isinstance(name, str)):
-                    raise Problem(400, f"{place} has no name and list of tools", param=place)
+                    raise Problem(f"{place} has no name and list of tools", param=place)
                 _add_responses_tools(found, inner, f"{place}.tools", name)
             case kind:
                 found.warnings.append(f"the tool type {kind!r:.99} was ignored")
@@ -261,7 +261,6 @@ def responses_choice(choice: Any, found: DeclaredTools) -> Any:
     ):
         return named
     raise Problem(
-        400,
         f"tool_choice names a tool of type {kind!r:.99}, which does not run here; choose a declared"
         " function or custom tool, or 'auto'",
         param="tool_choice",
@@ -299,10 +298,9 @@ def parse_tools(
         name = inner.get("name") if isinstance(inner, dict) else None
         if tool.get("type", "function") != "function" or not isinstance(name, str):
             where = where.removesuffix(".function")
-            raise Problem(400, f"{where} is no function with a name", param=where)
+            raise Problem(f"{where} is no function with a name", param=where)
         if not NAME.fullmatch(name):
             raise Problem(
-                400,
                 f"the tool name {name[:150]!r}: expected 1 to 128 letters, digits, '_', '.', '-'",
                 param=f"{where}.name",
             )
@@ -311,19 +309,17 @@ def parse_tools(
         declared, choice = _allowed_tools(choice, declared)
     if isinstance(choice, str) and choice not in CHOICES:
         raise Problem(
-            400, f"tool_choice is {choice!r}; expected none, auto, required or a function",
+            f"tool_choice is {choice!r}; expected none, auto, required or a function",
             param="tool_choice",
-        )  # fmt: skip
+        )
     if isinstance(choice, Mapping) and isinstance(body := choice.get("custom"), Mapping):
         choice = {"name": body.get("name")}
     try:
         chosen = choice_of(choice or "auto", declared)
     except RequestError as error:
-        raise Problem(400, str(error), param="tool_choice") from None
+        raise Problem(str(error), param="tool_choice") from None
     if chosen.kind in ("required", "named") and not declared:
-        raise Problem(
-            400, "tool_choice demands a call, but no tools were given", param="tool_choice"
-        )
+        raise Problem("tool_choice demands a call, but no tools were given", param="tool_choice")
     if chosen.kind == "none":
         return [], (), chosen
     return given, declared, chosen
@@ -336,7 +332,7 @@ def check_tools(given: Sequence[Any] | None) -> None:
       Problem: there are more than MOST_TOOLS.
     """
     if given is not None and len(given) > MOST_TOOLS:
-        raise Problem(400, f"{len(given)} tools were given; at most {MOST_TOOLS}", param="tools")
+        raise Problem(f"{len(given)} tools were given; at most {MOST_TOOLS}", param="tools")
 
 
 def _allowed_tools(
@@ -355,7 +351,7 @@ def _allowed_tools(
     names, mode = {tool.name for tool in tools_of(entries)}, body.get("mode", "auto")
     if not names or names - {tool.name for tool in declared} or mode not in ("auto", "required"):
         raise Problem(
-            400, "tool_choice allows no declared tool, or has another mode than auto and required",
+            "tool_choice allows no declared tool, or has another mode than auto and required",
             param="tool_choice",
-        )  # fmt: skip
+        )
     return tuple(tool for tool in declared if tool.name in names), mode

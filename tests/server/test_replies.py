@@ -908,7 +908,7 @@ def test_every_api_says_exactly_why_an_output_ended(
 def test_a_response_that_failed_says_so_by_a_code_that_clients_know(tokenizer: Tokenizer) -> None:
     reply, _ = replied(tokenizer, "So", request := asked("responses"))
     raw = ResponsesWriter(generation(reply, request)).error(
-        Problem(500, "x", code="compute_failed")
+        Problem("x", status=500, code="compute_failed")
     )
     response = json.loads(raw.partition(b"data: ")[2])["response"]
     assert response["status"] == "failed"
