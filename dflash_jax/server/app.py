@@ -26,14 +26,13 @@ from dflash_jax.server.completions import (
     decode_chat,
     decode_completion,
 )
-from dflash_jax.server.connection import (
+from dflash_jax.server.generation import Generation, ReplyEvents, prepare, sampling_params
+from dflash_jax.server.http_connection import (
     ClientDisconnected,
     EventStreamResponse,
     JsonPieces,
-    drain_events,
     unless_disconnected,
 )
-from dflash_jax.server.generation import Generation, ReplyEvents, prepare, sampling_params
 from dflash_jax.server.information import InfoRoutes, Reader, StoredRoutes, WebPage
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Handler, Middleware, Settings, log_error
@@ -165,8 +164,9 @@ class Server:
                 while await unless_disconnected(anext(events), raw_request.receive) is None:
                     pass  # errors before the first update are not streamed
                 chunks = self._chunks(generation, writer, events)
-                return EventStreamResponse(generation, chunks)
-            await unless_disconnected(drain_events(events), raw_request.receive)
+                end = functools.partial(generation.cancel, "disconnect")
+                return EventStreamResponse(chunks, end)
+            await unless_disconnected(_drained(events), raw_request.receive)
             self._record(generation, writer.id)
             size = generation.answer_size
             text = await by_size(size, lambda: encode(writer.to_json()))
@@ -251,6 +251,11 @@ class Server:
                 stats.cached_tokens, stats.output_tokens, stats.first_token_s,
                 stats.tokens_per_s, tau, reply.finish_reason, seconds, notes,
             )  # fmt: skip
+
+
+async def _drained(events: AsyncGenerator[ReplyEvents]) -> None:
+    async for _ in events:
+        pass
 
 
 def _size(generation: Generation, update: tuple[Reply, list[Event]]) -> int:

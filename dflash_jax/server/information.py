@@ -15,10 +15,10 @@ from starlette.responses import Response
 
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.background import in_thread, read_body
-from dflash_jax.server.connection import JsonPieces, json_response
 from dflash_jax.server.conversation import parse_messages
 from dflash_jax.server.fields import EFFORTS, SERVED, check_unknown_fields
 from dflash_jax.server.generation import prepare
+from dflash_jax.server.http_connection import JsonPieces, json_response
 from dflash_jax.server.message_formats import messages_from_responses
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Handler, Middleware, Settings

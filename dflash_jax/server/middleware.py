@@ -15,9 +15,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dflash_jax.server.access import ANY, AllowedHosts, is_json, is_own_page
 from dflash_jax.server.background import POOLS
-from dflash_jax.server.connection import ClientDisconnected, json_response
 from dflash_jax.server.errors import shutting_down
 from dflash_jax.server.fields import check_path
+from dflash_jax.server.http_connection import ClientDisconnected, json_response
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.protocol import Problem, new_id
 from dflash_jax.server.served_models import ServedModels
