@@ -20,7 +20,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
 from dflash_jax.graph.build import BackgroundCompiler
 from dflash_jax.server.app import Server
-from dflash_jax.server.engine_thread import Worker
+from dflash_jax.server.engine_thread import Warm, Worker
 from dflash_jax.server.errors import shutting_down
 from dflash_jax.server.http_connection import (
     ACCEPTED_AT_ONCE,
@@ -31,7 +31,6 @@ from dflash_jax.server.http_connection import (
     most_connections,
     report_loop_error,
 )
-from dflash_jax.server.lifecycle import Warm
 from dflash_jax.server.middleware import Settings
 from dflash_jax.server.served_models import RequestDefaults, ServedModel
 

@@ -80,7 +80,7 @@ class ServedModel:
         Raises:
           Problem: 503, its current turn takes longer than `STALLED_S`.
         """
-        seconds = self.worker.turn.seconds if self.worker.ready.is_set() else 0.0
+        seconds = self.worker.turn_s if self.worker.ready.is_set() else 0.0
         if seconds > STALLED_S:
             raise Problem(
                 f"{self.name}: a step of the engine has taken {seconds:.0f} s so far, and requests"

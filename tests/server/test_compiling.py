@@ -22,8 +22,7 @@ from dflash_jax.errors import PlanError
 from dflash_jax.graph import Graph, build
 from dflash_jax.graph.keys import Variant
 from dflash_jax.graph.programs import Program
-from dflash_jax.server.engine_thread import Job, Worker
-from dflash_jax.server.lifecycle import Warm
+from dflash_jax.server.engine_thread import Job, Warm, Worker
 from dflash_jax.server.middleware import Settings
 from dflash_jax.server.run import ServerConfig, log_to_stderr
 from tests.server.conftest import QUEUE, LiveServer, run_server
