@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -112,7 +112,7 @@ def model_options(command: Any) -> None:
     """Add the options that choose the models and the plan."""
     models = command.add_argument_group("models and plan")
     add_flags(models, ServeOptions, SERVE_FIELDS, MODELS)
-    add_plan_options(models, [name for name in FIELDS if name not in WITHOUT_FLAG])
+    add_flags(models, Plan, FIELDS, [name for name in FIELDS if name not in WITHOUT_FLAG])
     models.add_argument(
         "--plan",
         dest="plan_file",
@@ -144,11 +144,6 @@ def _plan_fields(text: str) -> dict[str, Any]:
     for name in ("stored", "queue"):  # the models' own, and an option of `serve`
         found.pop(name, None)
     return found
-
-
-def add_plan_options(group: Any, names: Iterable[str]) -> None:
-    """Add the flags of fields of a plan."""
-    add_flags(group, Plan, FIELDS, names)
 
 
 def add_flags(
@@ -303,11 +298,9 @@ def load_engine(
     return engine, ids
 
 
-@contextlib.contextmanager
-def report_progress(what: str, *, quiet: bool) -> Iterator[None]:
+def report_progress(what: str, *, quiet: bool) -> contextlib.AbstractContextManager[None]:
     """Report on standard error what runs in the block."""
-    with announced(what, shown=not quiet and is_shown(), patience=0):
-        yield
+    return announced(what, shown=not quiet and is_shown(), patience=0)
 
 
 def use_compilation_cache() -> None:

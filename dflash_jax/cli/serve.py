@@ -10,12 +10,13 @@ from typing import Any
 from dflash_jax.cli.options import (
     MODELS,
     add_flags,
-    add_plan_options,
     chosen_plan,
     model_options,
     new_command,
 )
 from dflash_jax.errors import RequestError, install_hint
+from dflash_jax.plan import FIELDS as PLAN_FIELDS
+from dflash_jax.plan import Plan
 from dflash_jax.serve_options import FIELDS, KEYS, PREFIX_CACHE, ServeOptions
 
 
@@ -25,7 +26,7 @@ def add_command(commands: Any) -> None:
     command = new_command(commands, "serve", run, text, check=check)
     server = command.add_argument_group("server")
     add_flags(server, ServeOptions, FIELDS, [name for name in FIELDS if name not in MODELS])
-    add_plan_options(server, ["prefix_folder", "prefix_disk"])
+    add_flags(server, Plan, PLAN_FIELDS, ["prefix_folder", "prefix_disk"])
     model_options(command)
     command.set_defaults(prefix_cache=PREFIX_CACHE, report_drafts=None)
 

@@ -14,8 +14,8 @@ request passes the modules in this order:
    conversations, of each key.
 4. `prompt`: chat template and token ids, also those of a prompt with a suffix.
 5. `generation`: submits one job per output to the thread that owns the engine (`engine_thread`);
-   `output_grammar` adds reasoning and calls to the grammar of an answer, `errors` has the responses
-   of requests that fail.
+   the grammar of an answer gets reasoning and calls around it, and `errors` has the responses of
+   requests that fail.
 6. `reply`: parses output into reasoning, content and tool calls, and filters repeated calls.
 7. The module of step 3 writes the response, with `writer`.
 """

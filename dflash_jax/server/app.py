@@ -26,21 +26,26 @@ from dflash_jax.server.completions import (
     decode_chat,
     decode_completion,
 )
-from dflash_jax.server.generation import Generation, ReplyEvents, prepare, sampling_params
+from dflash_jax.server.generation import (
+    Generation,
+    ReplyEvents,
+    prepare,
+    sampling_params,
+    usable_tools,
+)
 from dflash_jax.server.http_connection import (
     ClientDisconnected,
     EventStreamResponse,
     JsonPieces,
     unless_disconnected,
 )
-from dflash_jax.server.information import InfoRoutes, Reader, StoredRoutes, WebPage
+from dflash_jax.server.information import InfoRoutes, Reader, StoredRoutes, page_routes
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Handler, Middleware, Settings, log_error
-from dflash_jax.server.output_grammar import usable_tools
 from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.response_store import ResponseStores
+from dflash_jax.server.response_store import response_stores
 from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
 from dflash_jax.server.served_models import ServedModel, ServedModels
 from dflash_jax.server.writer import ResponseWriter, encode, keepalive_event
@@ -84,13 +89,13 @@ class Server:
         self._settings, self._metrics = settings, Metrics()
         self._middleware = Middleware(settings, self._metrics, self.models)
         self._running: set[Generation] = set()
-        stores = ResponseStores(len(settings.api_keys), lambda: self._middleware.max_body)
+        stores = response_stores(len(settings.api_keys), lambda: self._middleware.max_body)
         parameters = {path: kind.__struct_fields__ for path, kind in BODIES.items()}
         shared = self.models, self._middleware, settings, self._metrics
         information = InfoRoutes(*shared, parameters)
 
         def read_responses(raw_request: Request) -> Callable[[bytes], GenerationRequest]:
-            return functools.partial(decode_responses, store=stores.of(raw_request.state.owner))
+            return functools.partial(decode_responses, store=stores[raw_request.state.owner])
 
         posts = information.posts | {
             "/v1/chat/completions": self._generation_handler(lambda _: decode_chat),
@@ -105,7 +110,7 @@ class Server:
         routes = [Route(path, wrap_handler(f), methods=["POST"]) for path, f in posts.items()]
         self.routes = routes
         routes += [Route(p, wrap_handler(f), methods=["GET"]) for p, f in information.gets.items()]
-        for path, page in WebPage().gets.items() if settings.ui else ():
+        for path, page in page_routes().items() if settings.ui else ():
             routes.append(Route(path, wrap_handler(page, needs_key=False), methods=["GET"]))
         for path, (handler, methods) in StoredRoutes(stores, self._middleware).handlers.items():
             routes.append(Route(path, wrap_handler(handler), methods=methods))

@@ -11,65 +11,27 @@ from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.errors import ConfigError
 from dflash_jax.server.protocol import MOST_CHOICES, Problem
 
-# Fields and paths of other servers that are refused by name instead of ignored.
-
-
-# Field name: values without effect, which are accepted. APIs that support a field skip this table.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (),
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "compaction": (),
-    "container": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "ebnf": (),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "grammar": ("",),
-    "include_stop_str_in_output": (False,),
-    "json_schema": (),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "logprobs": (False,),
-    "lora": ([],),
-    "lora_path": (),
-    "max_completion_tokens": (),
-    "max_output_tokens": (),
-    "max_tokens": (),
-    "mcp_servers": ([],),
-    "messages": ([],),
-    "mirostat": (0,),
-    "modalities": (["text"],),
-    "n": (1,),
-    "n_predict": (-1,),
-    "n_probs": (0,),
-    "parallel_tool_calls": (True,),
-    "prompt_logprobs": (),
-    "reasoning_effort": (),
-    "regex": (),
-    "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "structural_tag": (),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
-    "web_search_options": (),
-    "xtc_probability": (0,),
-}
+# Fields of other servers that would change the output, by the values without effect, with which they
+# are accepted. APIs that support a field skip this table.
+NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
+    ((), "add_special_tokens audio chat_template compaction container ebnf json_schema lora_path"
+     " max_completion_tokens max_output_tokens max_tokens prompt_logprobs reasoning_effort regex"
+     " structural_tag truncate_prompt_tokens web_search_options"),
+    ((0,), "dry_multiplier dynatemp_range mirostat n_probs top_logprobs xtc_probability"),
+    ((1,), "best_of length_penalty n typical_p"),
+    ((-1,), "n_predict"),
+    ((True,), "add_generation_prompt parallel_tool_calls skip_special_tokens"
+     " spaces_between_special_tokens"),
+    ((False,), "continue_final_message echo include_stop_str_in_output logprobs use_beam_search"),
+    (("",), "grammar suffix"),
+    (("none", "auto"), "function_call tool_choice"),
+    (([],), "allowed_token_ids bad_words documents functions logits_processors lora mcp_servers"
+     " messages tools"),
+    (({},), "chat_template_kwargs"),
+    ((["text"],), "modalities"),
+    (({"type": "text"},), "response_format"),
+)  # fmt: skip
+UNSUPPORTED = {name: values for values, names in NEUTRAL for name in names.split()}
 MOST_WARNINGS, LONGEST_NAME = 64, 100  # responses repeat the names of unknown fields
 MEDIA_FIELDS = ("audio", "modalities")
 MEDIA_PATHS = ("/v1/audio", "/v1/embeddings", "/v1/images", "/v1/realtime", "/v1/videos")

@@ -1,11 +1,10 @@
 """Routes that generate nothing: tokenization, models, health, stored items, the web page."""
 
-import dataclasses
 import datetime
 import functools
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from dflash_jax.server.message_formats import messages_from_responses
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Handler, Middleware, Settings
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode
-from dflash_jax.server.response_store import ResponseStore, ResponseStores, StoredItem
+from dflash_jax.server.response_store import ResponseStore, StoredItem
 from dflash_jax.server.served_models import ServedModel, ServedModels, answer_name
 from dflash_jax.server.tools import chat_tools, parse_tools
 from dflash_jax.server.writer import encode
@@ -349,7 +348,7 @@ class ConversationBody(msgspec.Struct):
 class StoredRoutes:
     """Handlers of what is stored. What a client can make large is handled in threads."""
 
-    def __init__(self, stores: ResponseStores, middleware: Middleware):
+    def __init__(self, stores: Sequence[ResponseStore], middleware: Middleware):
         self._stores, self._middleware = stores, middleware
 
     @property
@@ -364,7 +363,7 @@ class StoredRoutes:
         }
 
     def _store(self, raw_request: Request) -> ResponseStore:
-        return self._stores.of(raw_request.state.owner)
+        return self._stores[raw_request.state.owner]
 
     async def _response(self, raw_request: Request) -> Response:
         response_id, store = raw_request.path_params["response_id"], self._store(raw_request)
@@ -456,55 +455,28 @@ HEADERS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class PageFile:
-    """A file of the page, as it is sent.
+def page_routes() -> dict[str, Handler]:
+    """Return the handlers of the page's files by path; they are read once, and there are no others.
 
-    Attributes:
-      etag: a quoted digest of the content.
+    They need no API key: the page has a field for the key.
     """
+    files: dict[str, tuple[bytes, str, str]] = {}  # content, media type and quoted digest
+    for path in FOLDER.iterdir():
+        if kind := CONTENT_TYPES.get(path.suffix):
+            content = path.read_bytes()
+            files[path.name] = content, kind, f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
-    content: bytes
-    media_type: str
-    etag: str
-
-
-class WebPage:
-    """The page's files, read once; no other file can be requested.
-
-    Its routes need no API key: the page has a field for the key.
-    """
-
-    def __init__(self) -> None:
-        self._files = {
-            path.name: _read(path) for path in FOLDER.iterdir() if path.suffix in CONTENT_TYPES
-        }
-
-    @property
-    def gets(self) -> dict[str, Handler]:
-        """Return the handlers of GET by path."""
-        return {"/": self._index, f"{PREFIX}/{{name}}": self._file}
-
-    async def _index(self, raw_request: Request) -> Response:
-        return self._answer(raw_request, INDEX)
-
-    async def _file(self, raw_request: Request) -> Response:
-        return self._answer(raw_request, raw_request.path_params["name"])
-
-    def _answer(self, raw_request: Request, name: str) -> Response:
+    async def show(raw_request: Request) -> Response:
         """Return a file, or 304 if the browser has it."""
-        file = self._files.get(name)
-        if file is None:
-            path = raw_request.scope["path"]
-            raise Problem(f"the page has no file {path[:200]}", status=404, code="unknown_url")
-        headers = HEADERS | {"ETag": file.etag}
+        name = raw_request.path_params.get("name", INDEX)
+        if name not in files:
+            path = raw_request.scope["path"][:200]
+            raise Problem(f"the page has no file {path}", status=404, code="unknown_url")
+        content, kind, etag = files[name]
+        headers = HEADERS | {"ETag": etag}
         known = raw_request.headers.get("if-none-match", "").split(",")
-        if file.etag in (tag.strip().removeprefix("W/") for tag in known):
+        if etag in (tag.strip().removeprefix("W/") for tag in known):
             return Response(status_code=304, headers=headers)
-        return Response(file.content, headers=headers, media_type=file.media_type)
+        return Response(content, headers=headers, media_type=kind)
 
-
-def _read(path: Path) -> PageFile:
-    content = path.read_bytes()
-    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    return PageFile(content, CONTENT_TYPES[path.suffix], etag)
+    return {"/": show, f"{PREFIX}/{{name}}": show}

@@ -341,18 +341,12 @@ class RequestTurn:
             self._store.put(response, self.stored)
 
 
-class ResponseStores:
-    """One store per owner, which is an API key: nobody sees, continues or evicts what others keep.
+def response_stores(owners: int, max_input: Callable[[], int]) -> list[ResponseStore]:
+    """Return one store per owner, an API key: nobody sees, continues or evicts what others keep.
 
     Args:
-      owners: number of API keys; one owner without keys.
+      owners: number of API keys, as `Middleware` numbers them; one owner without keys.
       max_input: as in `ResponseStore`.
     """
-
-    def __init__(self, owners: int, max_input: Callable[[], int]):
-        most = min(MOST_BYTES, MOST_TOTAL // max(owners, 1))
-        self._stores = [ResponseStore(most, max_input) for _ in range(max(owners, 1))]
-
-    def of(self, owner: int) -> ResponseStore:
-        """Return the store of an owner, which `Middleware` numbers."""
-        return self._stores[owner]
+    most = min(MOST_BYTES, MOST_TOTAL // max(owners, 1))
+    return [ResponseStore(most, max_input) for _ in range(max(owners, 1))]

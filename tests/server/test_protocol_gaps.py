@@ -12,8 +12,8 @@ import tokenizers
 from dflash_jax.engine.engine import Engine
 from dflash_jax.server import response_store
 from dflash_jax.server.completions import decode_chat, decode_completion
+from dflash_jax.server.generation import grammar_around
 from dflash_jax.server.middleware import Settings
-from dflash_jax.server.output_grammar import grammar_around
 from dflash_jax.server.prompt import (
     INFILL_TOKENS,
     EncodedPrompt,

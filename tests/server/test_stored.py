@@ -17,7 +17,7 @@ from dflash_jax.server.response_store import (
     MOST_BYTES,
     ConversationStore,
     ResponseStore,
-    ResponseStores,
+    response_stores,
 )
 from dflash_jax.server.run import ServerConfig
 from tests.server.conftest import LiveServer, run_server, twin
@@ -69,8 +69,7 @@ def test_a_key_cannot_see_continue_or_delete_what_another_one_stored(keyed: Live
 
 
 def test_a_key_that_stores_much_drops_only_what_is_its_own() -> None:
-    stores = ResponseStores(100, lambda: MOST_BYTES)
-    first, second = stores.of(0), stores.of(1)
+    first, second, *_ = response_stores(100, lambda: MOST_BYTES)
     second.put({"id": "resp_b", "output": []}, [b'"b"'])
     large = b'"%s"' % (b"a" * 2**20)
     for number in range(40):
