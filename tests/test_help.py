@@ -118,6 +118,8 @@ def test_a_shell_completes_commands_and_options(
 def test_completion_names_the_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
+    from dflash_jax.cli import installation
+
     monkeypatch.setitem(sys.modules, "shtab", None)
     with pytest.raises(RequestError, match="pip install shtab"):
         installation.print_completion(argparse.Namespace(shell="bash"))

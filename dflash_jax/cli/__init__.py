@@ -1,5 +1,6 @@
 """The command line `dflash-jax`: a file per command; the converters add theirs.
 
+What cannot be done is raised as one of `dflash_jax.errors`, of which one line is printed.
 Imports are inside functions, so that Ctrl-C during an import ends the command without a traceback.
 """
 

@@ -64,11 +64,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `dflash-jax bench`; exit code 1 if speculative and plain outputs differ.
-
-    Raises:
-      RequestError: an option is wrong, or a file cannot be written.
-    """
+    """Run `dflash-jax bench`; exit code 1 if speculative and plain outputs differ."""
     from dflash_jax.bench.prompts import read_prompts
     from dflash_jax.bench.report import (
         InProcess,

@@ -202,11 +202,7 @@ class ChatSession:
             yield _print(event, shown=shown)
 
     def _prompt(self) -> list[int]:
-        """Return the ids of the conversation; removes its oldest exchanges if it is too long.
-
-        Raises:
-          RequestError: the last message alone is too long.
-        """
+        """Return the ids of the conversation; removes its oldest exchanges if it is too long."""
         variables = {"enable_thinking": False} if self._options.no_thinking else {}
         first = 1 if self._messages[0]["role"] == "system" else 0
         wanted = min(self._options.max_tokens, self.engine.plan.max_length // 4)

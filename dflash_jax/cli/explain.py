@@ -37,11 +37,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `dflash-jax explain`.
-
-    Raises:
-      RequestError: the program or device is unknown.
-    """
+    """Run `dflash-jax explain`."""
     from dflash_jax.graph.explain import EXPLAINED
 
     with announced("planning", shown=is_shown()):

@@ -44,11 +44,7 @@ def add_command(commands: Any) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check the options before JAX is imported or a model is opened.
-
-    Raises:
-      RequestError: an option is wrong.
-    """
+    """Check the options before JAX is imported or a model is opened."""
     if options.compare and options.show_drafts:
         raise RequestError("--compare shows no drafts; drop it or --show-drafts")
     report_shown_drafts(options)
@@ -56,11 +52,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `dflash-jax generate`; with --compare, exit code 1 if the outputs differ.
-
-    Raises:
-      RequestError: the options are wrong for this engine.
-    """
+    """Run `dflash-jax generate`; with --compare, exit code 1 if the outputs differ."""
     params = SamplingParams(**chosen_sampling(options), trace=options.show_drafts)
 
     def check_fits(engine: Any, prompts: list[list[int]]) -> None:

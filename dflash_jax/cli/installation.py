@@ -33,11 +33,7 @@ def add_completion(commands: Any) -> None:
 
 
 def print_kernels(options: argparse.Namespace) -> int:
-    """Run `dflash-jax native`.
-
-    Raises:
-      NativeError: the kernels cannot be compiled or loaded.
-    """
+    """Run `dflash-jax native`."""
     from dflash_jax.kernels.native.build import library
 
     found = library()
@@ -48,11 +44,7 @@ def print_kernels(options: argparse.Namespace) -> int:
 
 
 def print_completion(options: argparse.Namespace) -> int:
-    """Run `dflash-jax completion`.
-
-    Raises:
-      RequestError: the package `shtab` is missing.
-    """
+    """Run `dflash-jax completion`."""
     from dflash_jax.cli import parser
 
     try:

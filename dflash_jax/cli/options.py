@@ -52,13 +52,7 @@ def new_command(
 
 
 def check_values(options: argparse.Namespace) -> None:
-    """Check the options that can be checked before JAX is imported or a model opened.
-
-    Raises:
-      CheckpointError: a model or tokenizer does not exist.
-      PlanError: an option of the plan is wrong, or options contradict each other.
-      RequestError: the prompt is missing, empty or given twice.
-    """
+    """Check the options that can be checked before JAX is imported or a model opened."""
     if hasattr(options, "prompt_ids"):
         _check_prompt(options)
     if hasattr(options, "memory_limit"):
@@ -69,11 +63,7 @@ def check_values(options: argparse.Namespace) -> None:
 
 
 def check_request(options: argparse.Namespace) -> None:
-    """Check the options of generation as well, as `check_values` does.
-
-    Raises:
-      RequestError: an option is wrong.
-    """
+    """Check the options of generation as well, as `check_values` does."""
     check_values(options)
     SamplingParams(**chosen_sampling(options))
 
@@ -220,11 +210,7 @@ def prompt_options(command: argparse.ArgumentParser) -> None:
 
 
 def chosen_plan(options: argparse.Namespace) -> Plan:
-    """Return the plan that the options describe; one that is None has its default.
-
-    Raises:
-      PlanError: a value is wrong, or options contradict each other.
-    """
+    """Return the plan that the options describe; one that is None has its default."""
     names = FIELDS.keys() - {"queue"}  # `--queue` of `serve` counts running requests as well
     given = {name: getattr(options, name, None) for name in names}
     given = {name: value for name, value in given.items() if value is not None}
@@ -350,11 +336,7 @@ def _not_empty(text: str) -> str:
 
 
 def encode_prompt(text: str, options: argparse.Namespace, tokenizer: Any) -> list[int]:
-    """Return the ids of a text, in the chat template unless --raw was given.
-
-    Raises:
-      RequestError: there is no tokenizer.
-    """
+    """Return the ids of a text, in the chat template unless --raw was given."""
     if tokenizer is None:
         raise RequestError("this model ships no tokenizer; give --prompt-ids instead of text")
     if options.raw or tokenizer.template is None:

@@ -48,11 +48,7 @@ def add_command(commands: Any) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check the output file, and the options that `check_values` checks.
-
-    Raises:
-      RequestError: the file exists, or has another suffix than .npz and .safetensors.
-    """
+    """Check the output file, and the options that `check_values` checks."""
     if options.recovery:
         _check_recovery(options)
         return
@@ -99,11 +95,7 @@ def _probe_recovery(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `dflash-jax probe`.
-
-    Raises:
-      RequestError: the file cannot be written.
-    """
+    """Run `dflash-jax probe`."""
     use_compilation_cache()
     if options.recovery:
         return _probe_recovery(options)

@@ -119,11 +119,7 @@ def _prompts(turns: list[Any], tokenizer: Any) -> list[list[int]]:
 
 
 def _check(engine: Any, turns: list[Any], prompts: list[list[int]]) -> None:
-    """Check that the engine can answer the turns, before programs are compiled.
-
-    Raises:
-      RequestError: it cannot; the error names the turn.
-    """
+    """Check that the engine can answer the turns, before programs are compiled."""
     for turn, ids in zip(turns, prompts, strict=True):
         with _named(turn):
             engine.check(

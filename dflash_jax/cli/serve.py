@@ -32,11 +32,7 @@ def add_command(commands: Any) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check the options before JAX is imported or a model is opened, and put them together.
-
-    Raises:
-      RequestError: a value is wrong, or the extra `ray` is missing.
-    """
+    """Check the options before JAX is imported or a model is opened, and put them together."""
     from dflash_jax.server.configuration import normalized
 
     given: dict[str, Any] = {name: getattr(options, name) for name in (*FIELDS, "report_drafts")}
@@ -49,11 +45,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `dflash-jax serve` until a signal arrives.
-
-    Raises:
-      RequestError: the extra `serve` is missing, or an option is wrong.
-    """
+    """Run `dflash-jax serve` until a signal arrives."""
     try:
         import asyncio
 

@@ -97,12 +97,7 @@ def host_options(command: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `dflash-jax train`.
-
-    Raises:
-      ConfigError: the extra `train` is missing, or a setting is wrong.
-      RequestError: the extra `ray` is missing, or no cluster answers.
-    """
+    """Run `dflash-jax train`."""
     try:
         import optax  # noqa: F401
         import rich  # noqa: F401
@@ -178,11 +173,7 @@ def train(options: argparse.Namespace, recipe: Any) -> Any:
 
 
 def among_hosts(options: argparse.Namespace, recipe: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which this process is one of the hosts of a run; none for a single one.
-
-    Raises:
-      ConfigError: the options contradict each other, or the devices cannot be divided.
-    """
+    """Return a context in which this process is one of the hosts of a run, if there are several."""
     count, host = options.hosts, options.host
     if count < 1:
         raise ConfigError(f"--hosts is {count}; expected at least 1")
@@ -222,11 +213,7 @@ def among_hosts(options: argparse.Namespace, recipe: Any) -> contextlib.Abstract
 
 
 def devices_of_each(recipe: Any, hosts: int) -> int:
-    """Return the devices of each host.
-
-    Raises:
-      ConfigError: they cannot be divided.
-    """
+    """Return the devices of each host."""
     each, rest = divmod(recipe.devices, hosts)
     if rest:
         raise ConfigError(

@@ -36,11 +36,7 @@ def add_command(commands: Any) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check the options before anything is measured.
-
-    Raises:
-      RequestError: a count is below 1, or the file exists or cannot be written.
-    """
+    """Check the options before anything is measured."""
     check_request(options)
     for name in ("count", "rounds", "max_tokens"):
         if getattr(options, name) < 1:
@@ -53,11 +49,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `dflash-jax tune`.
-
-    Raises:
-      RequestError: the target has no tokenizer or template, or a file cannot be read or written.
-    """
+    """Run `dflash-jax tune`."""
     import dataclasses
 
     from dflash_jax.bench import tune

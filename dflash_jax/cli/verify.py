@@ -33,11 +33,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `dflash-jax verify`; exit code 0 if the tokens of all prompts are equal, else 1.
-
-    Raises:
-      RequestError: there is no drafter, or a prompt is wrong.
-    """
+    """Run `dflash-jax verify`; exit code 0 if the tokens of all prompts are equal, else 1."""
     from dflash_jax.bench.compare import check
 
     asked: Any = {"seed": 0} | chosen_sampling(options)

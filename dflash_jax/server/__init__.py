@@ -18,4 +18,6 @@ request passes the modules in this order:
    requests that fail.
 6. `reply`: parses output into reasoning, content and tool calls, and filters repeated calls.
 7. The module of step 3 writes the response, with `writer`.
+
+What steps 3 to 5 refuse, they raise as `protocol.Problem`.
 """

@@ -58,9 +58,6 @@ def decode_messages(body: bytes, *, counting: bool = False) -> GenerationRequest
 
     Args:
       counting: the request only counts tokens, and needs no max_tokens.
-
-    Raises:
-      Problem: the body is invalid, or asks for something unsupported.
     """
     parsed, unknown = decode(body, MessagesRequest)
     if parsed.thread is not None:

@@ -151,11 +151,7 @@ class ChatRequest(OpenAIFields, kw_only=True):
 
 
 def decode_chat(body: bytes) -> GenerationRequest:
-    """Return the request of a body.
-
-    Raises:
-      Problem: the body is invalid, or asks for something unsupported.
-    """
+    """Return the request of a body."""
     parsed, unknown = decode(body, ChatRequest)
     reasoning, thinking = parsed.reasoning, parsed.thinking
     given = dict(parsed.chat_template_kwargs or {})
@@ -301,11 +297,7 @@ class CompletionRequest(OpenAIFields, kw_only=True):
 
 
 def decode_completion(body: bytes) -> GenerationRequest:
-    """Return the request of a body.
-
-    Raises:
-      Problem: the body is invalid, or asks for something unsupported.
-    """
+    """Return the request of a body."""
     parsed, unknown = decode(body, CompletionRequest)
     prompts: list[Any] = [parsed.prompt]
     if isinstance(parsed.prompt, list) and not all(isinstance(p, int) for p in parsed.prompt):

@@ -36,11 +36,7 @@ def unwrap(texts: list[str]) -> str | list[str]:
 
 
 def content_text(content: Any, param: str, warnings: list[str]) -> str | None:
-    """Return a content as one text: model output that a client split into parts.
-
-    Raises:
-      Problem: as for `content_texts`.
-    """
+    """Return a content as one text: model output that a client split into parts."""
     texts = content_texts(content, param, warnings)
     return "".join(texts) if isinstance(texts, list) else texts
 
@@ -51,9 +47,6 @@ def content_texts(content: Any, param: str, warnings: list[str]) -> str | list[s
     Args:
       param: path of the content in the request.
       warnings: parts without text, which are left out, are added here.
-
-    Raises:
-      Problem: the content is neither text nor a list of parts, or has media.
     """
     if content is None or isinstance(content, str):
         return content
@@ -72,9 +65,6 @@ def result_texts(
 
     Args:
       failed: the client reports that the call failed.
-
-    Raises:
-      Problem: the content has media.
     """
     parts = content if isinstance(content, list) else [content]
     if content is not None and not all(
@@ -96,9 +86,6 @@ def part_text(part: Any, param: str, warnings: list[str]) -> str | None:
 
     Args:
       param: path of the part in the request.
-
-    Raises:
-      Problem: the part is a medium, such as an image, or no part.
     """
     if isinstance(part, str):
         return part
@@ -243,11 +230,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def check_messages(given: Sequence[Any], param: str = "messages") -> None:
-    """Refuse too many messages, or input items.
-
-    Raises:
-      Problem: there are more than MOST_MESSAGES.
-    """
+    """Refuse too many messages, or input items."""
     if len(given) > MOST_MESSAGES:
         raise Problem(
             f"{param} has {len(given)} entries; at most {MOST_MESSAGES} are accepted: merge"
@@ -267,9 +250,6 @@ def parse_messages(
 
     Args:
       warnings: parts of the messages that are left out or changed are added here.
-
-    Raises:
-      Problem: a message is invalid, or there are none or too many.
     """
     if not messages:
         raise Problem("messages is empty; give at least one", param="messages")
@@ -363,9 +343,6 @@ def parse_tool_calls(
     Args:
       where: path of the message in the request.
       warnings: arguments that are no JSON object are added here.
-
-    Raises:
-      Problem: a call has no function name, or too many arguments.
     """
     if calls is None:
         return []

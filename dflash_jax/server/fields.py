@@ -11,8 +11,8 @@ from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.errors import ConfigError
 from dflash_jax.server.protocol import MOST_CHOICES, Problem
 
-# Fields of other servers that would change the output, by the values without effect, with which they
-# are accepted. APIs that support a field skip this table.
+# Fields of other servers that would change the output, by the values that have no effect and are
+# accepted. APIs that support a field skip this table.
 NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
     ((), "add_special_tokens audio chat_template compaction container ebnf json_schema lora_path"
      " max_completion_tokens max_output_tokens max_tokens prompt_logprobs reasoning_effort regex"
@@ -112,9 +112,6 @@ def reasoning_options(
       where: name of the field that `effort` comes from.
       reasoning: OpenRouter's and OpenAI's `reasoning` object.
       thinking: Anthropic's `thinking` object.
-
-    Raises:
-      Problem: the effort is not a string, or `reasoning.exclude` is set.
     """
     variables: dict[str, Any] = {}
     warnings: tuple[str, ...] = ()
@@ -244,9 +241,6 @@ def common_arguments(
       unknown: fields that the API does not know.
       output_format: requested output format, such as `response_format`.
       where: name of the field that contains `output_format`.
-
-    Raises:
-      Problem: a value is out of range or not supported.
     """
     options: dict[str, Any] = {}
     for name, fields in SERVED.items():
@@ -286,11 +280,7 @@ def first_given(body: Any, *names: str) -> Any:
 
 
 def openai_arguments(body: OpenAIFields, unknown: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `GenerationRequest` that chat completions and completions set.
-
-    Raises:
-      Problem: a value is out of range or not supported.
-    """
+    """Return the arguments of `GenerationRequest` that chat completions and completions set."""
     n = 1 if body.n is None else body.n
     if not 1 <= n <= MOST_CHOICES:
         raise Problem(f"n is {n}; expected 1 to {MOST_CHOICES}", param="n")
@@ -332,9 +322,6 @@ def parse_recovery(given: bool | str | Mapping[str, Any] | None) -> Recovery | N
     """Return the recovery rules of a request, or None for the server's defaults.
 
     Settings that name files of the server cannot be set by requests.
-
-    Raises:
-      Problem: an unknown setting or a wrong value.
     """
     if given is None or isinstance(given, bool):
         return {None: None, True: Recovery(), False: OFF}[given]
@@ -365,11 +352,7 @@ GRAMMAR_KINDS = ("json", "regex", "choice", "grammar")
 
 
 def output_grammar(body: CommonFields, output_format: Any, where: str) -> dict[str, Any]:
-    """Return the output grammar, one of GRAMMAR_KINDS and its value or None, and its field's name.
-
-    Raises:
-      Problem: more than one grammar, or an unknown kind.
-    """
+    """Return the output grammar, a kind and its value, and its field's name; None without one."""
     candidates = [(kind, getattr(body, f"guided_{kind}"), f"guided_{kind}")
                   for kind in GRAMMAR_KINDS]  # fmt: skip
     structured = body.structured_outputs or {}
@@ -392,11 +375,7 @@ def output_grammar(body: CommonFields, output_format: Any, where: str) -> dict[s
 
 
 def response_format(given: Any, where: str) -> tuple[str, Any]:
-    """Return the grammar of an output format such as `response_format`.
-
-    Raises:
-      Problem: the format is unknown, or its schema is missing.
-    """
+    """Return the grammar of an output format such as `response_format`."""
     kind = given.get("type") if isinstance(given, dict) else None
     if kind == "text":
         return "json", None

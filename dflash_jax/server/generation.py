@@ -52,11 +52,7 @@ MOST_GRAMMAR = 2**18  # characters; larger grammars would block other requests f
 def sampling_params(
     model: ServedModel, request: GenerationRequest, prompt: EncodedPrompt
 ) -> SamplingParams:
-    """Return the options of a request for the engine. Takes time if the request is large.
-
-    Raises:
-      Problem: no engine could serve them.
-    """
+    """Return the options of a request for the engine. Takes time if the request is large."""
     defaults, engine = model.defaults, model.engine
     options: dict[str, Any] = {"temperature": defaults.temperature} | request.options
     if request.stop:
@@ -274,9 +270,6 @@ class Generation:
         Args:
           pause: yield None after this many seconds without an update, or after a shorter time while
             programs are being compiled.
-
-        Raises:
-          Problem: the engine refused the request, or the computation failed.
         """
         left, failed = len(self._jobs), False
         try:
@@ -333,11 +326,7 @@ class Generation:
 
 
 async def prepare(model: ServedModel, request: GenerationRequest) -> list[EncodedPrompt]:
-    """Return the prompts of a request, built in a thread since they may take seconds.
-
-    Raises:
-      Problem: a prompt is invalid, or certainly does not fit the plan.
-    """
+    """Return the prompts of a request, built in a thread since they may take seconds."""
     engine = model.engine
     tokenizer, most = engine.tokenizer, engine.plan.max_length
     if request.messages is None:
@@ -362,9 +351,6 @@ def structure_of(
     """Return what the output has to follow, as `SamplingParams.structured`; None if nothing.
 
     A required call leaves no content, so that `request.grammar` does not apply.
-
-    Raises:
-      Problem: the model has no syntax of tool calls, or a tool's arguments cannot be followed.
     """
     if syntax and syntax.thought and syntax.thought.is_open(prompt.prefix):
         prompt = dataclasses.replace(prompt, thinking=True)
@@ -400,9 +386,6 @@ def usable_tools(request: GenerationRequest, grammars: Grammars) -> GenerationRe
 
     Values that grammars do not support, such as patterns that look ahead, are left out with a
     warning. It may take about a second.
-
-    Raises:
-      Problem: such a value belongs to a strict tool, or no arguments fit a tool's schema.
     """
     auto = request.tool_choice.kind == "auto" and request.grammar is not None
     wanted = request.declared_tools and (auto or _requires_call(request))
@@ -429,11 +412,7 @@ def usable_tools(request: GenerationRequest, grammars: Grammars) -> GenerationRe
 
 
 def _usable(tool: Tool, grammars: Grammars, end: float) -> Any:
-    """Return what `Grammars.usable_schema` does for a tool.
-
-    Raises:
-      Problem: no arguments fit its schema, or one of its numbers cannot be followed exactly.
-    """
+    """Return what `Grammars.usable_schema` does for a tool."""
     try:
         return grammars.usable_schema(tool.parameters, end)
     except RequestError as error:

@@ -52,11 +52,7 @@ class PastCall(NamedTuple):
 
 
 def item_call(item: Block, where: str) -> PastCall | None:
-    """Return the call of an item of the Responses API; None if it is no call, or has no content.
-
-    Raises:
-      Problem: the item has no name.
-    """
+    """Return the call of an item of the Responses API; None if it is no call, or has no content."""
     kind, result = str(item.get("type")), None
     match kind:
         case "function_call":
@@ -87,11 +83,7 @@ def item_call(item: Block, where: str) -> PastCall | None:
 
 
 def item_result(item: Block, where: str, warnings: list[str]) -> Message | None:
-    """Return the result of a call in an item of the Responses API; None if it is no result.
-
-    Raises:
-      Problem: a function's result has media.
-    """
+    """Return the result of a call in an item of the Responses API; None if it is no result."""
     kind = item.get("type")
     if not (isinstance(kind, str) and kind.endswith("_output")):
         return None
@@ -109,11 +101,7 @@ def item_result(item: Block, where: str, warnings: list[str]) -> Message | None:
 
 
 def block_call(block: Block, place: str, warnings: list[str]) -> dict[str, Any] | None:
-    """Return the call of an Anthropic content block; None if it is none.
-
-    Raises:
-      Problem: the block has no name.
-    """
+    """Return the call of an Anthropic content block; None if it is none."""
     kind = block.get("type")
     if kind != "tool_use" and kind not in SERVER_USES:
         return None
@@ -126,11 +114,7 @@ def block_call(block: Block, place: str, warnings: list[str]) -> dict[str, Any] 
 
 
 def block_result(block: Block, place: str, warnings: list[str]) -> Message | None:
-    """Return the result of a call in an Anthropic content block; None if it is none.
-
-    Raises:
-      Problem: the result of a client's tool has media.
-    """
+    """Return the result of a call in an Anthropic content block; None if it is none."""
     kind, content = block.get("type"), block.get("content")
     if not (isinstance(kind, str) and kind.endswith("tool_result")):
         return None
@@ -169,9 +153,6 @@ def messages_from_responses(
 
     Args:
       warnings: items that are left out are added here.
-
-    Raises:
-      Problem: an item is invalid, or has media.
     """
     check_messages(items, "input")
     warnings = [] if warnings is None else warnings
@@ -265,9 +246,6 @@ def messages_from_anthropic(
 
     Args:
       warnings: blocks that are left out or changed are added here.
-
-    Raises:
-      Problem: a message or content block is invalid, or has media.
     """
     check_messages(messages)
     warnings = [] if warnings is None else warnings

@@ -104,9 +104,6 @@ def render_messages(
     Args:
       messages: with texts as contents, see `Tokenizer.plain`.
       warnings: repairs that change what the model sees are added here.
-
-    Raises:
-      Problem: the template refuses every form; the message is that of the first one.
     """
     try:
         return tokenizer.render(messages, **variables)
@@ -432,9 +429,6 @@ def resolve_max_tokens(
     Args:
       most: capacity of the plan in tokens, for prompt and output.
       default: value for requests without max_tokens; 0 for all that fits.
-
-    Raises:
-      Problem: prompt and output do not fit.
     """
     free = most - len(prompt)
     asked = request.max_tokens

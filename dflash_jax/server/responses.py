@@ -70,9 +70,6 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
 
     Args:
       store: responses that the request may refer to. Its own is added unless `store` is false.
-
-    Raises:
-      Problem: the body is invalid, or asks for something unsupported.
     """
     store = store or ResponseStore()
     parsed, unknown = decode(body, ResponsesRequest)

@@ -244,11 +244,7 @@ def _is_hosted(tool: Mapping[str, Any]) -> bool:
 
 
 def responses_choice(choice: Any, found: DeclaredTools) -> Any:
-    """Return the `tool_choice` of Responses in the format of chat completions.
-
-    Raises:
-      Problem: it names a tool that does not run here.
-    """
+    """Return the `tool_choice` of Responses in the format of chat completions."""
     if not isinstance(choice, Mapping):
         return choice
     kind = choice.get("type")
@@ -286,9 +282,6 @@ def parse_tools(
       choice: `tool_choice`, in the same format.
       places: paths of the functions in the request, for errors; `tools[0].function` and so on by
         default.
-
-    Raises:
-      Problem: a definition or the choice is invalid.
     """
     given = tools or []
     check_tools(given)
@@ -326,11 +319,7 @@ def parse_tools(
 
 
 def check_tools(given: Sequence[Any] | None) -> None:
-    """Refuse too many tools.
-
-    Raises:
-      Problem: there are more than MOST_TOOLS.
-    """
+    """Refuse too many tools."""
     if given is not None and len(given) > MOST_TOOLS:
         raise Problem(f"{len(given)} tools were given; at most {MOST_TOOLS}", param="tools")
 
