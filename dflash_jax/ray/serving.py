@@ -178,7 +178,6 @@ class ConversationRouter(RequestRouter):
 
 # A replica: the server's ASGI application over engines of its own, in an actor of Ray Serve.
 
-
 LEAVE_S = 10.0  # seconds in which the application ends a request whose client left
 
 

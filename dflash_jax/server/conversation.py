@@ -14,7 +14,6 @@ from dflash_jax.tool_parsers.tool_schema import call_arguments
 
 # The text of message contents, whose parts differ between APIs.
 
-
 TEXT_MEDIA = re.compile(r"text/[\w.+-]+|application/(json|xml|yaml|x-yaml|toml)")
 MEDIA = re.compile(r"(.*_)?(image|audio|video|file|screenshot)(_url|_file)?")
 TEXTS = ("text", "input_text", "output_text", "summary_text", "refusal", None)

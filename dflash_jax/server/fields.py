@@ -89,7 +89,6 @@ def check_unknown_fields(unknown: Mapping[str, Any]) -> tuple[str, ...]:
 
 # Reasoning options of requests, and reasoning of past turns.
 
-
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 

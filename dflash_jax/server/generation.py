@@ -44,7 +44,6 @@ from dflash_jax.tool_parsers.tool_schema import Tool
 
 # The engine's options of a `GenerationRequest`.
 
-
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions
 MOST_GRAMMAR = 2**18  # characters; larger grammars would block other requests for seconds
 

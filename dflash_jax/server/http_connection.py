@@ -21,7 +21,6 @@ from dflash_jax.server.writer import encode
 
 # The bound on open connections, below the limit of file descriptors.
 
-
 log = logging.getLogger("dflash_jax.server")
 MOST_CONNECTIONS = 2048
 LEAST_CONNECTIONS = 16
@@ -100,7 +99,6 @@ def most_connections() -> int:
 
 
 # Log lines that clients cause, at a limited rate.
-
 
 WINDOW_S = 10.0  # seconds
 MOST_LINES = 20  # of one message in a window

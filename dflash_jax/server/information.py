@@ -334,7 +334,6 @@ def _default_model(model: ServedModel) -> dict[str, Any]:
 
 # Routes of stored responses and of /v1/conversations. Every API key has stores of its own.
 
-
 HEAD, TAIL = b'{"object":"list","data":[', b'],"has_more":false,"first_id":%b,"last_id":%b}'
 
 
@@ -431,7 +430,6 @@ def _list(items: list[StoredItem]) -> list[bytes]:
 
 
 # The web page at `/`: static files of the package, served with a strict content policy.
-
 
 FOLDER = Path(__file__).parent / "page"
 INDEX, PREFIX = "index.html", "/page"

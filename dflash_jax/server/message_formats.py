@@ -21,7 +21,6 @@ from dflash_jax.server.tools import PARAMETER, joined_name
 
 # Past tool calls of other kinds than functions, with their results, as calls of functions.
 
-
 Block = Mapping[str, Any]
 # Items whose call has its arguments in one field, with the name of the function.
 ARGUMENTS = {

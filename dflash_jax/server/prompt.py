@@ -23,7 +23,6 @@ from dflash_jax.tool_parsers.syntax import Thought, as_json
 # A client cannot edit past turns, so a conversation that a template refuses is rendered in a form
 # that is closer to what the template expects.
 
-
 Repair = Callable[[Sequence[Message]], list[Message]]
 
 

@@ -13,7 +13,6 @@ from dflash_jax.server.protocol import Problem, new_id
 
 # Conversations in memory, which responses of a conversation extend.
 
-
 Item = dict[str, Any]
 StoredItem = tuple[str, bytes]  # the id and the JSON of an item
 

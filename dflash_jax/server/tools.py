@@ -13,7 +13,6 @@ from dflash_jax.tool_parsers.tool_schema import CHOICES, Tool, ToolChoice, choic
 
 # Freeform (custom) tools: functions of one string, whose calls are answered as plain text.
 
-
 PARAMETER = "input"
 HEAD = re.compile(rf'\s*\{{\s*"{PARAMETER}"\s*:\s*"')
 LETTERS = re.compile(r'[^"\\]+|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4}')

@@ -140,7 +140,6 @@ def _glibc() -> ctypes.CDLL | None:
 
 # Memory in huge pages, from which a processor reads weights faster.
 
-
 _CHUNK = 1 << 25  # bytes that are asked of the kernel at a time
 _HUGE = 1 << 21  # bytes of a huge page
 _ALIGNMENT = 64  # bytes; JAX uses such arrays in place
