@@ -16,7 +16,7 @@ from dflash_jax.server.generation import Generation
 from dflash_jax.server.message_formats import continues_assistant, messages_from_anthropic
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode
 from dflash_jax.server.reply import Reply, ReplyPart
-from dflash_jax.server.tools import check_tools, parse_tools
+from dflash_jax.server.tools import DeclaredTools, check_tools, tool_arguments
 from dflash_jax.server.writer import ResponseWriter, cached_tokens, sse_event
 from dflash_jax.tokenizer import well_formed
 from dflash_jax.tool_parsers.calls import (
@@ -27,7 +27,7 @@ from dflash_jax.tool_parsers.calls import (
     ToolCallEnd,
     ToolCallStart,
 )
-from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice, is_deep
+from dflash_jax.tool_parsers.tool_schema import is_deep
 
 SIGNATURE = "unsigned"  # clients drop thinking blocks without a signature
 
@@ -72,7 +72,7 @@ def decode_messages(body: bytes, *, counting: bool = False) -> GenerationRequest
         output_format, where = parsed.output_format, "output_format"
     common = common_arguments(parsed, unknown, output_format, where)
     warnings = list(common["warnings"])
-    tools, declared, tool_choice = _tools(parsed)
+    tools = _tool_arguments(parsed)
     template, more_warnings = reasoning_options(
         parsed.chat_template_kwargs,
         effort=output.get("effort"),
@@ -90,25 +90,19 @@ def decode_messages(body: bytes, *, counting: bool = False) -> GenerationRequest
     return GenerationRequest(
         api="messages",
         messages=messages,
-        tools=tools,
-        declared_tools=declared,
-        tool_choice=tool_choice,
         parallel_tool_calls=not (parsed.tool_choice or {}).get("disable_parallel_tool_use"),
         template_kwargs=template,
         continue_final_message=continues_assistant(parsed.messages),
         max_tokens=parsed.max_tokens,
         clamp_max_tokens=True,
-        **common | more,
+        **tools | common | more,
     )
 
 
-def _tools(
-    parsed: MessagesRequest,
-) -> tuple[list[dict[str, Any]], tuple[Tool, ...], ToolChoice]:
-    """Return tools and choice as `parse_tools` does."""
+def _tool_arguments(parsed: MessagesRequest) -> dict[str, Any]:
+    """Return the arguments of `GenerationRequest` about tools."""
     check_tools(parsed.tools)
-    given = []
-    places = []
+    found = DeclaredTools()
     for at, tool in enumerate(parsed.tools or []):
         if (kind := tool.get("type")) not in (None, "custom"):
             raise Problem(
@@ -120,16 +114,15 @@ def _tools(
         if tool.get("strict") is True:
             inner["strict"] = True
         inner["parameters"] = tool.get("input_schema") or {"type": "object", "properties": {}}
-        given.append({"type": "function", "function": inner})
-        places.append(f"tools[{at}]")
+        found.functions.append({"type": "function", "function": inner})
+        found.places.append(f"tools[{at}]")
     choice = parsed.tool_choice or {"type": "auto"}
     kind = choice.get("type")
     if kind not in ("auto", "any", "none", "tool"):
-        raise Problem(
-            f"tool_choice type {kind!r}; expected auto, any, none or tool", param="tool_choice.type"
-        )
+        text = f"tool_choice type {kind!r}; expected auto, any, none or tool"
+        raise Problem(text, param="tool_choice.type")
     wanted = {"function": {"name": choice.get("name")}} if kind == "tool" else kind
-    return parse_tools(given, wanted, places)
+    return tool_arguments(found, wanted)
 
 
 def _no_threads() -> Problem:

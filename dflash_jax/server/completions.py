@@ -15,7 +15,7 @@ from dflash_jax.server.fields import (
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.protocol import MOST_CHOICES, GenerationRequest, Problem, decode
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.tools import FreeformInput, chat_tools, freeform_input, parse_tools
+from dflash_jax.server.tools import FreeformInput, chat_tools, freeform_input, tool_arguments
 from dflash_jax.server.writer import ResponseWriter, sse_data
 from dflash_jax.tokenizer import TextStream
 from dflash_jax.tool_parsers.calls import (
@@ -167,9 +167,7 @@ def decode_chat(body: bytes) -> GenerationRequest:
     if parsed.add_generation_prompt is not None:
         template["add_generation_prompt"] = parsed.add_generation_prompt
     given_tools = chat_tools(parsed.tools)
-    tools, declared, choice = parse_tools(
-        given_tools.functions, parsed.tool_choice, given_tools.places
-    )
+    tools = tool_arguments(given_tools, parsed.tool_choice)
     if parsed.top_logprobs and not parsed.logprobs:
         raise Problem("top_logprobs needs logprobs: true", param="top_logprobs")
     common = openai_arguments(parsed, unknown)
@@ -184,15 +182,11 @@ def decode_chat(body: bytes) -> GenerationRequest:
     return GenerationRequest(
         api="chat",
         messages=messages,
-        tools=tools,
-        declared_tools=declared,
-        client_tools=given_tools.client_tools,
-        tool_choice=choice,
         parallel_tool_calls=parsed.parallel_tool_calls is not False,
         template_kwargs=template,
         continue_final_message=bool(parsed.continue_final_message),
         logprobs=(parsed.top_logprobs or 0) if parsed.logprobs else None,
-        **common,
+        **tools | common,
     )
 
 

@@ -1,4 +1,8 @@
-"""Validation and normalization of messages, and the text of their contents."""
+"""Validation and normalization of messages, and the text of their contents.
+
+`param`, `where` and `place` are paths in the request, for errors. What is left out or changed is
+added to `warnings`.
+"""
 
 import base64
 import json
@@ -41,12 +45,7 @@ def content_text(content: Any, param: str, warnings: list[str]) -> str | None:
 
 
 def content_texts(content: Any, param: str, warnings: list[str]) -> str | list[str] | None:
-    """Return the text of a message's content, or a list if it has more than one text.
-
-    Args:
-      param: path of the content in the request.
-      warnings: parts without text, which are left out, are added here.
-    """
+    """Return the text of a message's content, or a list if it has more than one text."""
     if content is None or isinstance(content, str):
         return content
     if isinstance(content, dict):
@@ -81,11 +80,7 @@ def with_failure(texts: str | list[str]) -> str | list[str]:
 
 
 def part_text(part: Any, param: str, warnings: list[str]) -> str | None:
-    """Return the text of a content part; None if it has none, which adds a warning.
-
-    Args:
-      param: path of the part in the request.
-    """
+    """Return the text of a content part; None if it has none, which adds a warning."""
     if isinstance(part, str):
         return part
     if part is None:
@@ -246,9 +241,6 @@ def parse_messages(
     A content becomes a text or a list of texts, which the tokenizer joins the way the template
     does. `developer` becomes `system`, adjacent system messages are merged, and call arguments are
     decoded.
-
-    Args:
-      warnings: parts of the messages that are left out or changed are added here.
     """
     if not messages:
         raise Problem("messages is empty; give at least one", param="messages")
@@ -337,12 +329,7 @@ def _join_system(messages: list[Message], contents: Sequence[Any]) -> None:
 def parse_tool_calls(
     calls: Any, where: str, warnings: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return an assistant message's tool calls as functions, with decoded arguments.
-
-    Args:
-      where: path of the message in the request.
-      warnings: arguments that are no JSON object are added here.
-    """
+    """Return an assistant message's tool calls as functions, with decoded arguments."""
     if calls is None:
         return []
     result = []

@@ -24,7 +24,7 @@ from dflash_jax.server.middleware import Handler, Middleware, Settings
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode
 from dflash_jax.server.response_store import ResponseStore, StoredItem
 from dflash_jax.server.served_models import ServedModel, ServedModels, answer_name
-from dflash_jax.server.tools import chat_tools, parse_tools
+from dflash_jax.server.tools import chat_tools, tool_arguments
 from dflash_jax.server.writer import encode
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.version import __version__
@@ -207,18 +207,14 @@ class InfoRoutes:
 
 def _conversation_request(parsed: TokenizeRequest) -> GenerationRequest:
     """Return the conversation to tokenize as a request."""
-    given = chat_tools(parsed.tools)
-    tools, declared, choice = parse_tools(given.functions, None, given.places)
     template = dict(parsed.chat_template_kwargs or {})
     if parsed.add_generation_prompt is not None:
         template["add_generation_prompt"] = parsed.add_generation_prompt
     return GenerationRequest(
+        **tool_arguments(chat_tools(parsed.tools), None),
         api="chat",
         model=None,
         messages=parse_messages(parsed.messages or ()),
-        tools=tools,
-        declared_tools=declared,
-        tool_choice=choice,
         template_kwargs=template,
         continue_final_message=bool(parsed.continue_final_message),
     )

@@ -1,4 +1,7 @@
-"""Responses items and Anthropic content blocks, converted to chat completions messages."""
+"""Responses items and Anthropic content blocks, converted to chat completions messages.
+
+Arguments are named as in `conversation`.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -148,11 +151,7 @@ ENCRYPTED = "encrypted reasoning of past turns was left out"
 def messages_from_responses(
     instructions: str | None, items: list[dict[str, Any]], warnings: list[str] | None = None
 ) -> list[Message]:
-    """Return the items of a Responses input as messages; adjacent calls become one turn.
-
-    Args:
-      warnings: items that are left out are added here.
-    """
+    """Return the items of a Responses input as messages; adjacent calls become one turn."""
     check_messages(items, "input")
     warnings = [] if warnings is None else warnings
     system: list[str] = [instructions] if instructions else []
@@ -241,11 +240,7 @@ def continues_assistant(messages: list[dict[str, Any]]) -> bool:
 def messages_from_anthropic(
     system: System, messages: Sequence[dict[str, Any]], warnings: list[str] | None = None
 ) -> list[Message]:
-    """Return Anthropic's system prompt and messages as chat completions messages.
-
-    Args:
-      warnings: blocks that are left out or changed are added here.
-    """
+    """Return Anthropic's system prompt and messages as chat completions messages."""
     check_messages(messages)
     warnings = [] if warnings is None else warnings
     result: list[Message] = []

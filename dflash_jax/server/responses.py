@@ -21,9 +21,9 @@ from dflash_jax.server.tools import (
     CLIENT_TYPES,
     FreeformInput,
     freeform_input,
-    parse_tools,
     responses_choice,
     responses_tools,
+    tool_arguments,
 )
 from dflash_jax.server.writer import ResponseWriter, chat_logprobs, responses_usage, sse_event
 from dflash_jax.tool_parsers.calls import (
@@ -94,7 +94,7 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
         warnings.append("text.verbosity was ignored")
     given = responses_tools(parsed.tools)
     wanted = responses_choice(parsed.tool_choice, given)
-    tools, declared, choice = parse_tools(given.functions, wanted, given.places)
+    tools = tool_arguments(given, wanted)
     warnings += given.warnings
     messages = messages_from_responses(parsed.instructions, turn.items, warnings)
     messages = parse_messages(messages, warnings)
@@ -104,17 +104,13 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
     return GenerationRequest(
         api="responses",
         messages=messages,
-        tools=tools,
-        declared_tools=declared,
-        client_tools=given.client_tools,
-        tool_choice=choice,
         parallel_tool_calls=parsed.parallel_tool_calls is not False,
         template_kwargs=template,
         max_tokens=parsed.max_output_tokens,
         logprobs=(parsed.top_logprobs or 0) if logprobs else None,
         echoed_fields=_echoed(parsed),
         store=turn.record if keep or conversation else None,
-        **common | {"warnings": tuple(warnings)},
+        **tools | common | {"warnings": tuple(warnings)},
     )
 
 

@@ -317,6 +317,17 @@ def parse_tools(
     return given, declared, chosen
 
 
+def tool_arguments(found: DeclaredTools, choice: Any) -> dict[str, Any]:
+    """Return the arguments of `GenerationRequest` about tools, given `tool_choice` as for chat."""
+    tools, declared, chosen = parse_tools(found.functions, choice, found.places)
+    return {
+        "tools": tools,
+        "declared_tools": declared,
+        "client_tools": found.client_tools,
+        "tool_choice": chosen,
+    }
+
+
 def check_tools(given: Sequence[Any] | None) -> None:
     """Refuse too many tools."""
     if given is not None and len(given) > MOST_TOOLS:
