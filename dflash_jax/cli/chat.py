@@ -57,7 +57,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _chat_loop(session: "ChatSession", interrupts: Callable[[], int]) -> int:
-    """Read lines and answer them until the end of input."""
     interactive = sys.stdin.isatty()
     if interactive:
         note(HELP)
@@ -101,7 +100,6 @@ def _line(interactive: bool) -> str:
 
 
 def _notice(*parts: str) -> None:
-    """Print a message about the conversation to standard error."""
     note(bracketed(parts, columns(sys.stderr)))
 
 

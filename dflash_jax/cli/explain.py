@@ -85,7 +85,6 @@ def _tools_note(target: str) -> str | None:
 
 
 def _graph(options: argparse.Namespace) -> Any:
-    """Return the graph that the options describe."""
     from dflash_jax.cli.describe import describe, have_weights
     from dflash_jax.graph import Graph
     from dflash_jax.graph.memory import DEVICES
@@ -102,7 +101,6 @@ def _graph(options: argparse.Namespace) -> Any:
 
 
 def _text(program: Any, *, optimised: bool) -> str:
-    """Return a program's StableHLO, or its optimised HLO."""
     from dflash_jax.graph.build import compile_programs
     from dflash_jax.graph.explain import stablehlo
 

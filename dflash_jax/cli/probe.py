@@ -71,7 +71,6 @@ def _check_recovery(options: argparse.Namespace) -> None:
 
 
 def _probe_recovery(options: argparse.Namespace) -> int:
-    """Show how recovery judges fresh ends of outputs by the odds of a target."""
     from dflash_jax import loading
     from dflash_jax.bench import endings
     from dflash_jax.tool_parsers import syntax_of

@@ -104,7 +104,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _prompts(turns: list[Any], tokenizer: Any) -> list[list[int]]:
-    """Return the prompt ids of all turns."""
     prompts = []
     for turn in turns:
         if turn.prompt_ids:
@@ -129,7 +128,6 @@ def _check(engine: Any, turns: list[Any], prompts: list[list[int]]) -> None:
 
 @contextlib.contextmanager
 def _named(turn: Any) -> Iterator[None]:
-    """Add the name of a turn to RequestErrors."""
     try:
         yield
     except RequestError as error:

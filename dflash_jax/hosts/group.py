@@ -329,7 +329,6 @@ class HostGroup:
         return "; ".join(found)
 
     def _end(self, error: HostError) -> None:
-        """End all waits with an error, close the connections and kill the workers."""
         self._closed.set()
         with self._lock:
             waits: list[Future[Any]] = [*self._values.values()]

@@ -63,7 +63,6 @@ class RemoteArray(RemoteTree):
             self._fetched = self._group.fetch(self.handle)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return the value."""
         self.copy_to_host_async()
         assert self._fetched is not None
         value = self._group.wait(self._fetched)

@@ -205,7 +205,6 @@ def train(
 
 
 def _connect(address: str) -> None:
-    """Connect to a cluster; errors as for `decoder`."""
     check_installed()
     import ray
 

@@ -46,7 +46,6 @@ class Gateway:
         self._conversations = Conversations()
 
     async def __call__(self, request: Request) -> Response:
-        """Answer an HTTP request."""
         call = await self._read(request)
         for _ in range(ATTEMPTS):
             stream = self._replicas.remote(call)

@@ -100,7 +100,6 @@ def decode_messages(body: bytes, *, counting: bool = False) -> GenerationRequest
 
 
 def _tool_arguments(parsed: MessagesRequest) -> dict[str, Any]:
-    """Return the arguments of `GenerationRequest` about tools."""
     check_tools(parsed.tools)
     found = DeclaredTools()
     for at, tool in enumerate(parsed.tools or []):
@@ -243,7 +242,6 @@ class MessagesWriter(ResponseWriter):
 
 
 def _block(part: ReplyPart) -> dict[str, Any]:
-    """Return a reply part as a content block."""
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
     if part.call is None:

@@ -182,7 +182,6 @@ class Server:
     async def _parse(
         self, read: Callable[[bytes], GenerationRequest], body: bytes, *, stored: bool
     ) -> tuple[ServedModel, GenerationRequest, list[EncodedPrompt], list[SamplingParams]]:
-        """Return the model, the request, its prompts and their options."""
         request = await read_body(read, body, stored=stored)
         if self._settings.metrics:
             request = dataclasses.replace(request, metrics=True, timings=True)
@@ -238,7 +237,6 @@ class Server:
             await events.aclose()
 
     def _record(self, generation: Generation, response_id: str) -> None:
-        """Record metrics and log one line per output."""
         self._metrics.ended(generation)
         if not requests.isEnabledFor(logging.INFO):
             return

@@ -58,7 +58,6 @@ class OpenAIWriter(ResponseWriter):
         """Return a finished output as an entry of `choices`."""
 
     def _chunk_event(self, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
-        """Return a chunk with one choice."""
         if self.request.continuous_usage_stats:
             more = {"usage": writer.token_usage(self.generation)} | more
         return sse_data(self._object([choice], **more))
@@ -81,7 +80,6 @@ class OpenAIWriter(ResponseWriter):
         }
 
     def _usage(self) -> dict[str, Any]:
-        """Return `usage` and the requested statistics."""
         usage = writer.token_usage(self.generation)
         return {"usage": usage} | writer.requested_statistics(self.generation, self.id)
 
@@ -103,12 +101,10 @@ class OpenAIWriter(ResponseWriter):
         return writer.completion_logprobs(entries, tokenizer, before, as_ids=as_ids)
 
     def _new_logprobs(self, reply: Reply) -> dict[str, Any] | None:
-        """Return the log probabilities that were not sent in a chunk yet."""
         entries, reply.reported = reply.logprobs[reply.reported :], len(reply.logprobs)
         return self._logprobs(entries, reply.logprob_text)
 
     def _prompt_logprobs(self, reply: Reply) -> dict[str, Any]:
-        """Return vLLM's `prompt_logprobs` field, if it was requested."""
         most = self.request.prompt_logprobs
         logprobs = None if reply.result is None else reply.result.prompt_logprobs
         if most is None or logprobs is None:

@@ -121,7 +121,6 @@ def _plan(options: ServeOptions, pair: Any) -> Any:
 
 
 def _pairs(options: ServeOptions, launcher: Callable[[], Any] | None) -> dict[str, Any]:
-    """Return the opened models by name."""
     pairs = {options.first_name: _first(options, launcher)}
     for text in options.model:
         name, _, paths = text.partition("=")

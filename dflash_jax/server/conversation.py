@@ -194,7 +194,6 @@ def _block_text(block: Any) -> Any:
 
 
 def _lines(*texts: Any) -> str:
-    """Return the non-empty strings, one per line."""
     return "\n".join(text for text in texts if isinstance(text, str) and text)
 
 
@@ -279,7 +278,6 @@ def parse_messages(
 
 
 def _read_turn(message: Message, where: str, warnings: list[str]) -> None:
-    """Normalize an assistant's turn: its text, its reasoning and its calls."""
     content = message.get("content")
     thoughts: list[str] = []
     if isinstance(content, list):

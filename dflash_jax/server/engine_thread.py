@@ -353,7 +353,6 @@ class Worker:
             self._enqueue(job)
 
     def _enqueue(self, job: Job) -> None:
-        """Queue a request in the engine."""
         assert self.engine is not None
         assert job.handle is not None
         try:

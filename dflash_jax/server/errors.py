@@ -76,7 +76,6 @@ def still_compiling(compiled: CompiledPrograms, variants: Sequence[Variant]) -> 
 
 
 def _wait(compiled: CompiledPrograms, variants: Sequence[Variant]) -> int:
-    """Return the seconds after which the variants may be compiled."""
     return min(max(math.ceil(compiled.estimate_s(variants)), 1), LONGEST_RETRY)
 
 

@@ -198,7 +198,6 @@ class Generation:
         self._cancel_jobs(reason)
 
     def _refuse_uncompiled(self) -> None:
-        """Refuse the request if its programs are still being compiled."""
         if waits_for := self.waits_for:
             self._refuse(still_compiling(self.model.engine.core.runner.compiled, waits_for))
 
@@ -411,7 +410,6 @@ def usable_tools(request: GenerationRequest, grammars: Grammars) -> GenerationRe
 
 
 def _usable(tool: Tool, grammars: Grammars, end: float) -> Any:
-    """Return what `Grammars.usable_schema` does for a tool."""
     try:
         return grammars.usable_schema(tool.parameters, end)
     except RequestError as error:
@@ -485,5 +483,4 @@ def _calls(
 
 
 def _may_think(request: GenerationRequest, prompt: EncodedPrompt) -> bool:
-    """Return whether an output may start with reasoning."""
     return prompt.may_think and request.template_kwargs.get("enable_thinking") is not False

@@ -304,7 +304,6 @@ class Connection(H11Protocol):
         self._all.move(self, group)
 
     def _check(self) -> None:
-        """Close the connection if a timeout was reached."""
         self._timer = self.loop.call_later(CHECK_S, self._check)
         now, waits = self.loop.time(), self.transport.get_write_buffer_size()
         if self.transport.is_closing() or self.flow.write_paused:
@@ -475,7 +474,6 @@ class JsonPieces(StreamingResponse):
 
 
 async def _blocks(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
-    """Yield the pieces in blocks of about `BLOCK` bytes."""
     block = bytearray()
     for piece in pieces:
         for at in range(0, len(piece), BLOCK):

@@ -206,7 +206,6 @@ class InfoRoutes:
 
 
 def _conversation_request(parsed: TokenizeRequest) -> GenerationRequest:
-    """Return the conversation to tokenize as a request."""
     template = dict(parsed.chat_template_kwargs or {})
     if parsed.add_generation_prompt is not None:
         template["add_generation_prompt"] = parsed.add_generation_prompt
@@ -237,7 +236,6 @@ def _tokens_answer(
     max_length: int,
     more: dict[str, Any],
 ) -> Response:
-    """Return the response of /tokenize."""
     answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": max_length}
     if (parsed.with_pieces or parsed.return_token_strs) and len(ids) > max_length:
         raise Problem(

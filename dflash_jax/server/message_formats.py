@@ -205,7 +205,6 @@ def messages_from_responses(
 
 
 def _message_of(item: dict[str, Any], where: str, warnings: list[str]) -> Message:
-    """Return a message item as a chat completions message."""
     role, content, place = item.get("role"), item.get("content"), f"{where}.content"
     if role not in ("system", "developer", "user", "assistant", "tool"):
         known = "system, developer, user or assistant"

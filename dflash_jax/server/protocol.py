@@ -269,7 +269,6 @@ def _outside_strings(body: bytes) -> Iterator[bytes]:
 
 @functools.cache
 def _integer_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
-    """Return the names of a body's integer fields."""
     fields = msgspec.structs.fields(kind)
     return frozenset(field.encode_name for field in fields if field.type == int | None)
 

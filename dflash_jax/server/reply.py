@@ -167,7 +167,6 @@ class Reply:
         return not (parsed or marked or request.stop or kept)
 
     def _reset(self) -> None:
-        """Start over with an empty answer."""
         request = self._request
         # With tools, the parser looks for stop strings: they do not count inside calls.
         parser_stops = bool(self._syntax and request.declared_tools)
@@ -284,7 +283,6 @@ class Reply:
         return events
 
     def _append(self, kind: Literal["reasoning", "content"], text: str) -> None:
-        """Extend the last part, or add one of another kind."""
         if not self._parts or self._parts[-1].kind != kind:
             self._parts.append(ReplyPart(kind))
         self._parts[-1].text += text
@@ -301,7 +299,6 @@ class Reply:
 
     @property
     def _ended_early(self) -> bool:
-        """Return whether a limit or the caller ended the output, rather than the model."""
         assert self.result is not None
         return bool(self.ended_by) or self.result.finish_reason in ("length", "cancelled")
 

@@ -276,7 +276,6 @@ class ResponseStore:
         return turn
 
     def _before(self, previous: str | None, conversation: str | None) -> list[bytes]:
-        """Return the items before those of a request."""
         if previous and previous not in self._stored:
             raise Problem(
                 f"the response {previous!r} is not kept here; send the whole input",

@@ -273,7 +273,6 @@ class ResponsesWriter(ResponseWriter):
         return out + self._place("response.content_part.added", part=item["content"][0])
 
     def _enter_call(self, call_id: str, tool: ClientTool) -> bytes:
-        """Return the event that starts a call."""
         item = call_item(new_id(CALL_PREFIXES[tool.kind]), call_id, tool, "", "in_progress")
         self._tool, self._freeform = tool, FreeformInput()
         return self._added(item, item)

@@ -194,7 +194,6 @@ def new_server(
 
 
 def _bind(host: str, port: int) -> list[socket.socket]:
-    """Bind sockets on every address of a host name, all on one port."""
     sockets: list[socket.socket] = []
     failures: list[Exception] = []
     try:

@@ -157,7 +157,6 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def _take(size: int) -> np.ndarray:
-    """Return bytes, which are zero."""
     whole = -(-size // _ALIGNMENT) * _ALIGNMENT
     if whole > _CHUNK // 4:
         return _mapped(whole)[:size]

@@ -169,7 +169,6 @@ class ShownCount:
         self._next = 0.0
 
     def __call__(self, count: int = 1) -> None:
-        """Count finished work."""
         with self._lock:
             self._done += count
             now = time.perf_counter()
