@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,13 +10,12 @@ from typing import Any
 from dflash_jax.cli.options import (
     add_show_drafts,
     check_request,
+    chosen_plan,
     chosen_sampling,
-    conversation_plan,
     model_options,
     new_command,
     open_pair,
     report_progress,
-    report_shown_drafts,
     sampling_options,
     use_compilation_cache,
     wanted_variant,
@@ -43,7 +43,7 @@ def add_command(commands: Any) -> None:
 
 def check(options: argparse.Namespace) -> None:
     """Check the options before JAX is imported or a model is opened."""
-    report_shown_drafts(options)
+    options.report_drafts |= options.show_drafts
     check_request(options)
 
 
@@ -104,10 +104,16 @@ def _notice(*parts: str) -> None:
 
 
 def _load(options: argparse.Namespace) -> Any:
+    from dflash_jax.server.configuration import LONGEST
+
     with report_progress("loading", quiet=False):
         use_compilation_cache()
         pair = open_pair(options)
-        engine = pair.engine(conversation_plan(options, pair))
+        plan = chosen_plan(options)
+        if not plan.max_length:
+            longest = min(LONGEST, pair.configs[0].max_length)
+            plan = dataclasses.replace(plan, max_length=longest)
+        engine = pair.engine(plan)
     if engine.tokenizer is None or engine.tokenizer.template is None:
         raise RequestError("this model ships no chat template; use `dflash-jax generate --raw`")
     with report_progress("compiling", quiet=False):

@@ -15,7 +15,6 @@ from dflash_jax.cli.options import (
     prompt_ids,
     prompt_options,
     report_progress,
-    report_shown_drafts,
     sampling_options,
 )
 from dflash_jax.cli.terminal import bracketed, columns, has_colours, note
@@ -47,7 +46,7 @@ def check(options: argparse.Namespace) -> None:
     """Check the options before JAX is imported or a model is opened."""
     if options.compare and options.show_drafts:
         raise RequestError("--compare shows no drafts; drop it or --show-drafts")
-    report_shown_drafts(options)
+    options.report_drafts |= options.show_drafts
     check_request(options)
 
 

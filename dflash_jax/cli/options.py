@@ -217,27 +217,13 @@ def chosen_plan(options: argparse.Namespace) -> Plan:
     return Plan(**given, devices=(options.target_device, options.drafter_device))
 
 
-def conversation_plan(options: argparse.Namespace, pair: Any) -> Any:
-    """Return the chosen plan, with room for a conversation if --max-length was not given."""
-    from dflash_jax.server.configuration import LONGEST
-
-    plan = chosen_plan(options)
-    length = plan.max_length or min(LONGEST, pair.configs[0].max_length)
-    return dataclasses.replace(plan, max_length=length)
-
-
 def add_show_drafts(group: Any) -> None:
-    """Add `--show-drafts`; commands with it call `report_shown_drafts`."""
+    """Add `--show-drafts`; commands with it set `report_drafts` by it, which the plan reads."""
     group.add_argument(
         "--show-drafts",
         action="store_true",
         help="mark accepted drafts, the target's own tokens and rejected drafts",
     )
-
-
-def report_shown_drafts(options: argparse.Namespace) -> None:
-    """Let the plan report drafts if they are to be shown."""
-    options.report_drafts |= options.show_drafts
 
 
 def open_pair(options: argparse.Namespace) -> Any:

@@ -35,9 +35,10 @@ class OpenAIWriter(ResponseWriter):
 
     Attributes:
       kind: the `object` field.
+      field: of a choice, with its new output in a chunk.
     """
 
-    kind = ""
+    kind = field = ""
 
     def error(self, problem: Problem) -> bytes:
         """Return the error object and the end of the stream."""
@@ -57,10 +58,16 @@ class OpenAIWriter(ResponseWriter):
     def _choice(self, reply: Reply) -> dict[str, Any]:
         """Return a finished output as an entry of `choices`."""
 
-    def _chunk_event(self, choice: dict[str, Any], more: dict[str, Any]) -> bytes:
+    def _chunk(
+        self, reply: Reply, new: Any, choice: dict[str, Any] | None = None, **more: Any
+    ) -> bytes:
+        """Return a chunk with more of one choice."""
+        entry: dict[str, Any] = {"index": reply.index, self.field: new, "finish_reason": None}
+        entry["logprobs"] = self._new_logprobs(reply)
+        entry |= self._new_rounds(reply) | (choice or {})
         if self.request.continuous_usage_stats:
             more = {"usage": writer.token_usage(self.generation)} | more
-        return sse_data(self._object([choice], **more))
+        return sse_data(self._object([entry], **more))
 
     def _new_rounds(self, reply: Reply) -> dict[str, Any]:
         """Return the rounds that were not sent yet as a field of a choice, if requested."""
@@ -189,7 +196,7 @@ def decode_chat(body: bytes) -> GenerationRequest:
 class ChatWriter(OpenAIWriter):
     """Writes responses and chunks of chat completions."""
 
-    prefix, kind = "chatcmpl-", "chat.completion"
+    prefix, kind, field = "chatcmpl-", "chat.completion", "delta"
 
     def __init__(self, generation: Generation):
         super().__init__(generation)
@@ -239,14 +246,6 @@ class ChatWriter(OpenAIWriter):
             return {"id": call_id, "type": "custom", "custom": custom}
         function = {"name": name, "arguments": arguments}
         return {"id": call_id, "type": "function", "function": function}
-
-    def _chunk(
-        self, reply: Reply, delta: dict[str, Any], choice: dict[str, Any] | None = None, **more: Any
-    ) -> bytes:
-        base: dict[str, Any] = {"index": reply.index, "delta": delta, "finish_reason": None}
-        base["logprobs"] = self._new_logprobs(reply)
-        base |= self._new_rounds(reply)
-        return self._chunk_event(base | (choice or {}), more)
 
     def _choice(self, reply: Reply) -> dict[str, Any]:
         calls = [self._call(call.id, call.name, call.arguments) for call in reply.done_calls]
@@ -316,7 +315,7 @@ def decode_completion(body: bytes) -> GenerationRequest:
 class CompletionWriter(OpenAIWriter):
     """Writes responses and chunks of completions."""
 
-    prefix, kind = "cmpl-", "text_completion"
+    prefix, kind, field = "cmpl-", "text_completion", "text"
 
     def start(self) -> bytes:
         """Return a chunk with the prompt of every choice, if the request asks to echo it."""
@@ -331,14 +330,6 @@ class CompletionWriter(OpenAIWriter):
         if reply.result is not None:
             return self._chunk(reply, text, self._end(reply), **self._final_fields(reply))
         return self._chunk(reply, text) if text else b""
-
-    def _chunk(
-        self, reply: Reply, text: str, choice: dict[str, Any] | None = None, **more: Any
-    ) -> bytes:
-        base: dict[str, Any] = {"index": reply.index, "text": text, "finish_reason": None}
-        base["logprobs"] = self._new_logprobs(reply)
-        base |= self._new_rounds(reply)
-        return self._chunk_event(base | (choice or {}), more)
 
     def _end(self, reply: Reply) -> dict[str, Any]:
         end = writer.choice_statistics(reply, self.request, self.id)

@@ -114,7 +114,11 @@ class Middleware:
             request.state.id = request_id = new_id("req_")
             request.state.owner = 0
             try:
-                self._check_headers(request)
+                if (
+                    sum(len(name) + len(value) for name, value in request.headers.raw)
+                    > MOST_HEADERS
+                ):
+                    raise Problem(f"the headers are larger than {MOST_HEADERS} bytes", status=431)
                 if needs_key and self._settings.api_keys:
                     request.state.owner = self._owner(request)
                 return _with_request_id(await handler(request), request_id)
@@ -208,10 +212,6 @@ class Middleware:
             headers["WWW-Authenticate"] = "Bearer"
         body = problem.to_json() | {"request_id": request_id}
         return _with_request_id(json_response(body, problem.status, headers), request_id)
-
-    def _check_headers(self, request: Request) -> None:
-        if sum(len(name) + len(value) for name, value in request.headers.raw) > MOST_HEADERS:
-            raise Problem(f"the headers are larger than {MOST_HEADERS} bytes", status=431)
 
     def _check_origin(self, request: Request) -> None:
         """Refuse, with 415, requests that a page of another site can send without a preflight.

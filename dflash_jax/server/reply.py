@@ -90,10 +90,6 @@ class RepeatedCallFilter:
         held, self._held = self._held, []
         return held
 
-    def drop(self) -> bool:
-        """Discard the events held so far; return whether there were any."""
-        return bool(self.release())
-
 
 class Reply:
     """One output of a request: parses its pieces into events, and accumulates them.
@@ -247,7 +243,7 @@ class Reply:
         if not self._ended_early:  # the model itself left the call unfinished: it is content
             events += self._filter_and_apply(self._parser.unfinished_call())
         if result.stats.recovery[guards.REPEATED_CALLS]:
-            self.shortened |= self._repeated_calls.drop()
+            self.shortened |= bool(self._repeated_calls.release())
         events += self._apply(self._repeated_calls.release())
         if self._request.include_stop_str and self.stop_string:
             kind = Thinking if self._parser.thinking else Content

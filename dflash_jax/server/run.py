@@ -87,7 +87,7 @@ class _DrainingServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        if not _in_main_thread():
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
         loop, signals = asyncio.get_running_loop(), _ending_signals()
@@ -225,10 +225,6 @@ def _ending_signals() -> list[int]:
     hangup = getattr(signal, "SIGHUP", None)  # not on Windows
     handled = hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([hangup] if handled else [])]
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 async def _watch(runner: uvicorn.Server, workers: Sequence[Worker]) -> None:
