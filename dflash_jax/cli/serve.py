@@ -59,9 +59,9 @@ def run(options: argparse.Namespace) -> int:
 
     given: ServeOptions = options.serve
     engines, config = configuration(given, _launcher(given))
-    if given.host not in ("127.0.0.1", "::1", "localhost") and not config.settings.api_keys:
+    if given.host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
         print(f"warning: open to the network without a key; set {KEYS}", file=sys.stderr)
-    if "*" in given.cors_origin and not config.settings.api_keys:
+    if "*" in given.cors_origin and not config.api_keys:
         print(f"warning: open to any web page without a key; set {KEYS}", file=sys.stderr)
     log_to_stderr(quiet=given.quiet)
 

@@ -41,13 +41,13 @@ from dflash_jax.server.http_connection import (
 )
 from dflash_jax.server.information import InfoRoutes, Reader, StoredRoutes, page_routes
 from dflash_jax.server.metrics import Metrics
-from dflash_jax.server.middleware import Handler, Middleware, Settings, log_error
+from dflash_jax.server.middleware import Handler, Middleware, log_error
 from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.response_store import response_stores
 from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
-from dflash_jax.server.served_models import ServedModel, ServedModels
+from dflash_jax.server.served_models import ServedModel, ServedModels, ServerConfig
 from dflash_jax.server.writer import ResponseWriter, encode, keepalive_event
 from dflash_jax.tool_parsers.calls import Content, Event, ToolCallDelta
 
@@ -82,16 +82,16 @@ class Server:
     def __init__(
         self,
         models: Sequence[ServedModel],
-        settings: Settings,
+        config: ServerConfig,
         bound: Sequence[str] = ("127.0.0.1",),
     ):
-        self.models = ServedModels(models, settings.aliases, any_name=settings.any_name)
-        self._settings, self._metrics = settings, Metrics()
-        self._middleware = Middleware(settings, self._metrics, self.models)
+        self.models = ServedModels(models, config.aliases, any_name=config.any_name)
+        self._config, self._metrics = config, Metrics()
+        self._middleware = Middleware(config, self._metrics, self.models)
         self._running: set[Generation] = set()
-        stores = response_stores(len(settings.api_keys), lambda: self._middleware.max_body)
+        stores = response_stores(len(config.api_keys), lambda: self._middleware.max_body)
         parameters = {path: kind.__struct_fields__ for path, kind in BODIES.items()}
-        shared = self.models, self._middleware, settings, self._metrics
+        shared = self.models, self._middleware, config, self._metrics
         information = InfoRoutes(*shared, parameters)
 
         def read_responses(raw_request: Request) -> Callable[[bytes], GenerationRequest]:
@@ -110,21 +110,21 @@ class Server:
         routes = [Route(path, wrap_handler(f), methods=["POST"]) for path, f in posts.items()]
         self.routes = routes
         routes += [Route(p, wrap_handler(f), methods=["GET"]) for p, f in information.gets.items()]
-        for path, page in page_routes().items() if settings.ui else ():
+        for path, page in page_routes().items() if config.ui else ():
             routes.append(Route(path, wrap_handler(page, needs_key=False), methods=["GET"]))
         for path, (handler, methods) in StoredRoutes(stores, self._middleware).handlers.items():
             routes.append(Route(path, wrap_handler(handler), methods=methods))
         handlers: Any = {404: self._middleware.no_route, 405: self._middleware.no_route}
-        keys = bool(settings.api_keys)
-        hosts = allowed_hosts(bound, settings.allowed_hosts, has_keys=keys)
+        keys = bool(config.api_keys)
+        hosts = allowed_hosts(bound, config.allowed_hosts, has_keys=keys)
         inner = Starlette(routes=routes, exception_handlers=handlers)
         self.app: ASGIApp = self._middleware.wrap_app(inner, hosts)
-        if settings.cors:  # outermost: error responses need its headers, preflights have no key
+        if config.cors:  # outermost: error responses need its headers, preflights have no key
             from starlette.middleware.cors import CORSMiddleware
 
             self.app = CORSMiddleware(
                 self.app,
-                allow_origins=settings.cors,
+                allow_origins=config.cors,
                 allow_methods=["*"],
                 allow_headers=["*"],
                 allow_private_network=True,
@@ -157,10 +157,10 @@ class Server:
                 raise
             self._middleware.check_open()  # again: reading may take seconds
             model, request, prompts, options = parsed
-            limits = [t for t in (request.timeout, self._settings.timeout) if t is not None]
+            limits = [t for t in (request.timeout, self._config.timeout) if t is not None]
             generation = Generation(
                 model, request, prompts, options, min(limits, default=None),
-                compile_wait=self._settings.compile_wait, request_id=raw_request.state.id,
+                compile_wait=self._config.compile_wait, request_id=raw_request.state.id,
                 body_size=len(body),
             )  # fmt: skip
             writer = WRITERS[request.api](generation)
@@ -183,7 +183,7 @@ class Server:
         self, read: Callable[[bytes], GenerationRequest], body: bytes, *, stored: bool
     ) -> tuple[ServedModel, GenerationRequest, list[EncodedPrompt], list[SamplingParams]]:
         request = await read_body(read, body, stored=stored)
-        if self._settings.metrics:
+        if self._config.metrics:
             request = dataclasses.replace(request, metrics=True, timings=True)
         model = self.models.named(request.model)
         if request.declared_tools:
@@ -199,7 +199,7 @@ class Server:
     async def _track(self, generation: Generation) -> AsyncGenerator[ReplyEvents]:
         """Yield the generation's events, and keep it in `_running` until they end."""
         self._running.add(generation)
-        events = generation.events(self._settings.keepalive)
+        events = generation.events(self._config.keepalive)
         logged = False  # at most once: it waits for programs
         try:
             async for update in events:

@@ -20,10 +20,10 @@ from dflash_jax.server.generation import prepare
 from dflash_jax.server.http_connection import JsonPieces, json_response
 from dflash_jax.server.message_formats import messages_from_responses
 from dflash_jax.server.metrics import Metrics
-from dflash_jax.server.middleware import Handler, Middleware, Settings
+from dflash_jax.server.middleware import Handler, Middleware
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode
 from dflash_jax.server.response_store import ResponseStore, StoredItem
-from dflash_jax.server.served_models import ServedModel, ServedModels, answer_name
+from dflash_jax.server.served_models import ServedModel, ServedModels, ServerConfig, answer_name
 from dflash_jax.server.tools import chat_tools, tool_arguments
 from dflash_jax.server.writer import encode
 from dflash_jax.tokenizer import Tokenizer
@@ -67,12 +67,12 @@ class InfoRoutes:
         self,
         models: ServedModels,
         middleware: Middleware,
-        settings: Settings,
+        config: ServerConfig,
         metrics: Metrics,
         parameters: dict[str, tuple[str, ...]],
     ):
         self._models, self._middleware = models, middleware
-        self._settings, self._metrics = settings, metrics
+        self._config, self._metrics = config, metrics
         self._parameters = parameters
 
     @property
@@ -191,7 +191,7 @@ class InfoRoutes:
         return Response(self._metrics.text(self._models), media_type=kind)
 
     async def _props(self, raw_request: Request) -> Response:
-        limits = {"max_body": self._middleware.max_body, "timeout": self._settings.timeout}
+        limits = {"max_body": self._middleware.max_body, "timeout": self._config.timeout}
         endpoints = sorted(route.path for route in raw_request.app.routes)
         fields = {
             "schema": 2,

@@ -1,7 +1,6 @@
 """Checks around every route (hosts, API keys, limits), and conversion of errors to responses."""
 
 import asyncio
-import dataclasses
 import hmac
 import logging
 import threading
@@ -20,7 +19,7 @@ from dflash_jax.server.fields import check_path
 from dflash_jax.server.http_connection import ClientDisconnected, json_response
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.protocol import Problem, new_id
-from dflash_jax.server.served_models import ServedModels
+from dflash_jax.server.served_models import ServedModels, ServerConfig
 from dflash_jax.utils.allocator import give_back
 
 log = logging.getLogger("dflash_jax.server")
@@ -35,40 +34,6 @@ LEAST_BODY, MOST_BODY = 4 * 2**20, 32 * 2**20  # bounds in bytes of the derived 
 LARGE, GIVE_BACK_S = 2**20, 1.0  # bytes; seconds after the response, and between two calls
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of request handling.
-
-    Attributes:
-      api_keys: accepted keys; if empty, no key is needed.
-      max_body: limit of request bodies in bytes; None derives it from the longest context of the
-        models.
-      timeout: seconds after which outputs end with the tokens generated so far; requests may set a
-        shorter one.
-      compile_wait: seconds after which a request that is not streamed is refused if its programs
-        are still being compiled. Proxies commonly time out after 60.
-      keepalive: seconds without output after which a stream gets a comment.
-      metrics: include the statistics of `return_metrics` and `timings_per_token` in all responses.
-      cors: origins whose pages may use the server, or "*" for any.
-      allowed_hosts: additional hosts to accept, see `access.allowed_hosts`.
-      ui: serve the web page at `/`.
-      aliases: further names of models, see `ServedModels`.
-      any_name: answer requests for models of any name.
-    """
-
-    api_keys: tuple[str, ...] = ()
-    max_body: int | None = None
-    timeout: float | None = 600.0
-    compile_wait: float = 50.0
-    keepalive: float = 15.0
-    metrics: bool = False
-    cors: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
-    ui: bool = True
-    aliases: tuple[tuple[str, str], ...] = ()
-    any_name: bool = False
-
-
 class Middleware:
     """Checks requests before handlers run, and converts exceptions to error responses.
 
@@ -76,16 +41,16 @@ class Middleware:
       draining: refuse new requests that generate.
     """
 
-    def __init__(self, settings: Settings, metrics: Metrics, models: ServedModels):
-        self._settings, self._metrics, self._models = settings, metrics, models
+    def __init__(self, config: ServerConfig, metrics: Metrics, models: ServedModels):
+        self._config, self._metrics, self._models = config, metrics, models
         self.draining = False
         self._trim_scheduled = False
 
     @property
     def max_body(self) -> int:
         """Return the limit of request bodies in bytes."""
-        if self._settings.max_body is not None:
-            return self._settings.max_body
+        if self._config.max_body is not None:
+            return self._config.max_body
         engines = [engine for model in self._models if (engine := model.worker.engine)]
         longest = max((engine.plan.max_length for engine in engines), default=0)
         return min(max(BYTES_PER_TOKEN * longest, LEAST_BODY), MOST_BODY)
@@ -119,7 +84,7 @@ class Middleware:
                     > MOST_HEADERS
                 ):
                     raise Problem(f"the headers are larger than {MOST_HEADERS} bytes", status=431)
-                if needs_key and self._settings.api_keys:
+                if needs_key and self._config.api_keys:
                     request.state.owner = self._owner(request)
                 return _with_request_id(await handler(request), request_id)
             except Problem as problem:
@@ -220,7 +185,7 @@ class Middleware:
         """
         origin, kinds = request.headers.get("origin"), request.headers.getlist("content-type")
         known = (ANY, origin, (origin or "").lower())
-        if origin is None or is_json(kinds) or any(o in self._settings.cors for o in known):
+        if origin is None or is_json(kinds) or any(o in self._config.cors for o in known):
             return
         if not is_own_page(origin, request.headers.get("host", "")):
             raise Problem(
@@ -242,7 +207,7 @@ class Middleware:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else ""
         given = (given or request.headers.get("x-api-key", "")).encode()
-        good = [hmac.compare_digest(given, key.encode()) for key in self._settings.api_keys]
+        good = [hmac.compare_digest(given, key.encode()) for key in self._config.api_keys]
         if True in good:
             return good.index(True)
         raise Problem(

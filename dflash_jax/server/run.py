@@ -20,7 +20,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
 from dflash_jax.graph.build import BackgroundCompiler
 from dflash_jax.server.app import Server
-from dflash_jax.server.engine_thread import Warm, Worker
+from dflash_jax.server.engine_thread import Worker
 from dflash_jax.server.errors import shutting_down
 from dflash_jax.server.http_connection import (
     ACCEPTED_AT_ONCE,
@@ -31,32 +31,11 @@ from dflash_jax.server.http_connection import (
     most_connections,
     report_loop_error,
 )
-from dflash_jax.server.middleware import Settings
-from dflash_jax.server.served_models import RequestDefaults, ServedModel
+from dflash_jax.server.served_models import ServedModel, ServerConfig
 
 log = logging.getLogger("dflash_jax.server")
 
 ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # a resolved address family that is disabled
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """Configuration of a server.
-
-    Attributes:
-      port: 0 for a free one.
-      drain: seconds after SIGTERM in which running requests may finish.
-      warm: programs to compile before the server is ready, see `Worker`.
-      defaults: values for fields that a request leaves out.
-      settings: of request handling.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    drain: float = 30.0
-    warm: Warm = "none"
-    defaults: RequestDefaults = dataclasses.field(default_factory=RequestDefaults)
-    settings: Settings = dataclasses.field(default_factory=Settings)
 
 
 class _DrainingServer(uvicorn.Server):
@@ -189,8 +168,8 @@ def new_server(
         name: Worker(make, name=name, warm=config.warm, compiler=compiler)
         for name, make in engines.items()
     }
-    models = [ServedModel(name, worker, config.defaults) for name, worker in workers.items()]
-    return Server(models, config.settings, bound)
+    models = [ServedModel(name, worker, config) for name, worker in workers.items()]
+    return Server(models, config, bound)
 
 
 def _bind(host: str, port: int) -> list[socket.socket]:

@@ -1,4 +1,4 @@
-"""Served models (pairs of target and drafter) by name, and request defaults."""
+"""Served models (pairs of target and drafter) by name, and the configuration of their server."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.state_machine import OFF, Recovery
-from dflash_jax.server.engine_thread import Worker
+from dflash_jax.server.engine_thread import Warm, Worker
 from dflash_jax.server.errors import not_ready
 from dflash_jax.server.prompt import ToolTurnCache
 from dflash_jax.server.protocol import Problem
@@ -26,15 +26,48 @@ def answer_name(name: str, asked: str | None) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RequestDefaults:
-    """Values for fields that a request leaves out.
+class ServerConfig:
+    """Configuration of a server, of its handling of requests, and values that requests leave out.
 
     Attributes:
-      max_tokens: 0 for all that fits.
+      port: 0 for a free one.
+      drain: seconds after SIGTERM in which running requests may finish.
+      warm: programs to compile before the server is ready, see `Worker`.
+      api_keys: accepted keys; if empty, no key is needed.
+      max_body: limit of request bodies in bytes; None derives it from the longest context of the
+        models.
+      timeout: seconds after which outputs end with the tokens generated so far; requests may set a
+        shorter one.
+      compile_wait: seconds after which a request that is not streamed is refused if its programs
+        are still being compiled. Proxies commonly time out after 60.
+      keepalive: seconds without output after which a stream gets a comment.
+      metrics: include the statistics of `return_metrics` and `timings_per_token` in all responses.
+      cors: origins whose pages may use the server, or "*" for any.
+      allowed_hosts: additional hosts to accept, see `access.allowed_hosts`.
+      ui: serve the web page at `/`.
+      aliases: further names of models, see `ServedModels`.
+      any_name: answer requests for models of any name.
+      max_tokens: of requests that leave it out; 0 for all that fits.
+      temperature: of requests that leave it out.
       recovery: rules for requests without tools.
       with_tools: recovery rules for requests with tools.
     """
 
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drain: float = 30.0
+    warm: Warm = "none"
+    api_keys: tuple[str, ...] = ()
+    max_body: int | None = None
+    timeout: float | None = 600.0
+    compile_wait: float = 50.0
+    keepalive: float = 15.0
+    metrics: bool = False
+    cors: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    ui: bool = True
+    aliases: tuple[tuple[str, str], ...] = ()
+    any_name: bool = False
     max_tokens: int = 0
     temperature: float = 0.0
     recovery: Recovery = OFF
@@ -53,7 +86,7 @@ class ServedModel:
 
     name: str
     worker: Worker
-    defaults: RequestDefaults = dataclasses.field(default_factory=RequestDefaults)
+    defaults: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     last_used_ms: int = 0
     tool_turns: ToolTurnCache = dataclasses.field(default_factory=ToolTurnCache)

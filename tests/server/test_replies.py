@@ -32,7 +32,7 @@ from dflash_jax.server.protocol import GenerationRequest, Problem, new_id
 from dflash_jax.server.reply import Reply, ToolCall
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
-from dflash_jax.server.served_models import RequestDefaults
+from dflash_jax.server.served_models import ServerConfig
 from dflash_jax.server.tools import parse_tools
 from dflash_jax.server.writer import chat_logprobs, completion_logprobs, encode, reused
 from dflash_jax.tokenizer import Tokenizer
@@ -105,7 +105,7 @@ def replied(
 
 
 def generation(reply: Reply, request: GenerationRequest) -> Generation:
-    model = SimpleNamespace(name="tiny", defaults=RequestDefaults(), fingerprint="fp_0")
+    model = SimpleNamespace(name="tiny", defaults=ServerConfig(), fingerprint="fp_0")
     model.engine = SimpleNamespace(tokenizer=None)
     prompts = [EncodedPrompt([1] * 5)]
     made = SimpleNamespace(model=model, request=request, replies=[reply], prompts=prompts, cached=0)

@@ -11,7 +11,6 @@ import pytest
 from benchmarks.audit.server import CHAT, RESPONSES
 from dflash_jax.engine.engine import Engine
 from dflash_jax.server import app, information, response_store
-from dflash_jax.server.middleware import Settings
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.response_store import (
     MOST_BYTES,
@@ -30,8 +29,9 @@ USER = {"type": "message", "role": "user", "content": "Hello"}
 @pytest.fixture(scope="module")
 def keyed(random_tiny: Engine) -> Iterator[LiveServer]:
     """A server with two keys."""
-    settings = Settings(api_keys=("first", "second"))
-    live = run_server(lambda: twin(random_tiny), ServerConfig(port=0, drain=5, settings=settings))
+    live = run_server(
+        lambda: twin(random_tiny), ServerConfig(port=0, drain=5, api_keys=("first", "second"))
+    )
     yield live
     live.stop()
 
