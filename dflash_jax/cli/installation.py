@@ -4,7 +4,7 @@ import argparse
 import importlib
 from typing import Any
 
-from dflash_jax.cli.options import new_command
+from dflash_jax.cli import options as shared
 from dflash_jax.errors import NativeError, RequestError
 
 SHELLS = ("bash", "zsh", "tcsh")
@@ -21,13 +21,13 @@ def add_native(commands: Any) -> None:
         "Print the path of the native kernels for this machine's CPU. Where the package ships none,"
         " compile them, which otherwise happens when an engine first needs them."
     )
-    new_command(commands, "native", print_kernels, text, check=lambda options: None)
+    shared.new_command(commands, "native", print_kernels, text, check=lambda options: None)
 
 
 def add_completion(commands: Any) -> None:
     """Add `completion` to the command line."""
     text = "Print a script that completes commands and options in a shell."
-    command = new_command(commands, "completion", print_completion, text)
+    command = shared.new_command(commands, "completion", print_completion, text)
     command.add_argument("shell", choices=SHELLS, help="the shell; see docs/cli.md")
     command.set_defaults(uses_jax=False)
 

@@ -7,13 +7,7 @@ import os
 import sys
 from typing import Any
 
-from dflash_jax.cli.options import (
-    MODELS,
-    add_flags,
-    chosen_plan,
-    model_options,
-    new_command,
-)
+from dflash_jax.cli import options as shared
 from dflash_jax.errors import RequestError, install_hint
 from dflash_jax.plan import FIELDS as PLAN_FIELDS
 from dflash_jax.plan import Plan
@@ -23,11 +17,13 @@ from dflash_jax.serve_options import FIELDS, KEYS, PREFIX_CACHE, ServeOptions
 def add_command(commands: Any) -> None:
     """Add `serve` to the command line."""
     text = "Serve the OpenAI and Anthropic APIs over HTTP."
-    command = new_command(commands, "serve", run, text, check=check)
+    command = shared.new_command(commands, "serve", run, text, check=check)
     server = command.add_argument_group("server")
-    add_flags(server, ServeOptions, FIELDS, [name for name in FIELDS if name not in MODELS])
-    add_flags(server, Plan, PLAN_FIELDS, ["prefix_folder", "prefix_disk"])
-    model_options(command)
+    shared.add_flags(
+        server, ServeOptions, FIELDS, [name for name in FIELDS if name not in shared.MODELS]
+    )
+    shared.add_flags(server, Plan, PLAN_FIELDS, ["prefix_folder", "prefix_disk"])
+    shared.model_options(command)
     command.set_defaults(prefix_cache=PREFIX_CACHE, report_drafts=None)
 
 
@@ -37,7 +33,7 @@ def check(options: argparse.Namespace) -> None:
 
     given: dict[str, Any] = {name: getattr(options, name) for name in (*FIELDS, "report_drafts")}
     given = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
-    options.serve = normalized(ServeOptions(plan=chosen_plan(options), **given))
+    options.serve = normalized(ServeOptions(plan=shared.chosen_plan(options), **given))
     if options.ray is not None:
         from dflash_jax import ray
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.cli.options import new_command, use_compilation_cache
+from dflash_jax.cli import options as shared
 from dflash_jax.errors import ConfigError, install_hint
 
 
 def add_command(commands: Any) -> None:
     """Add `train` to the command line."""
-    command = new_command(
+    command = shared.new_command(
         commands,
         "train",
         run,
@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
         import rich  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"training needs {error.name}; {install_hint('train')}") from error
-    use_compilation_cache()
+    shared.use_compilation_cache()
     from dflash_jax.trainer import exchange
     from dflash_jax.trainer.evaluate import summary
     from dflash_jax.trainer.loop import TrainingStopped
