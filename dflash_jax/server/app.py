@@ -15,17 +15,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from dflash_jax.engine.sampling_params import SamplingParams
+from dflash_jax.server import anthropic, completions, responses
 from dflash_jax.server.access import allowed_hosts
-from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_messages
 from dflash_jax.server.background import by_size, in_thread, read_body
-from dflash_jax.server.completions import (
-    ChatRequest,
-    ChatWriter,
-    CompletionRequest,
-    CompletionWriter,
-    decode_chat,
-    decode_completion,
-)
 from dflash_jax.server.generation import (
     Generation,
     ReplyEvents,
@@ -46,7 +38,6 @@ from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.response_store import response_stores
-from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
 from dflash_jax.server.served_models import ServedModel, ServedModels, ServerConfig
 from dflash_jax.server.writer import ResponseWriter, encode, keepalive_event
 from dflash_jax.tool_parsers.calls import Content, Event, ToolCallDelta
@@ -54,16 +45,16 @@ from dflash_jax.tool_parsers.calls import Content, Event, ToolCallDelta
 log = logging.getLogger("dflash_jax.server")
 requests = logging.getLogger("dflash_jax.server.requests")  # one line per output
 WRITERS: dict[str, Callable[[Generation], ResponseWriter]] = {
-    "chat": ChatWriter,
-    "completions": CompletionWriter,
-    "responses": ResponsesWriter,
-    "messages": MessagesWriter,
+    "chat": completions.ChatWriter,
+    "completions": completions.CompletionWriter,
+    "responses": responses.ResponsesWriter,
+    "messages": anthropic.MessagesWriter,
 }
 BODIES = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/v1/responses": ResponsesRequest,
-    "/v1/messages": MessagesRequest,
+    "/v1/chat/completions": completions.ChatRequest,
+    "/v1/completions": completions.CompletionRequest,
+    "/v1/responses": responses.ResponsesRequest,
+    "/v1/messages": anthropic.MessagesRequest,
 }
 
 
@@ -95,16 +86,18 @@ class Server:
         information = InfoRoutes(*shared, parameters)
 
         def read_responses(raw_request: Request) -> Callable[[bytes], GenerationRequest]:
-            return functools.partial(decode_responses, store=stores[raw_request.state.owner])
+            return functools.partial(
+                responses.decode_responses, store=stores[raw_request.state.owner]
+            )
 
         posts = information.posts | {
-            "/v1/chat/completions": self._generation_handler(lambda _: decode_chat),
-            "/v1/completions": self._generation_handler(lambda _: decode_completion),
+            "/v1/chat/completions": self._generation_handler(lambda _: completions.decode_chat),
+            "/v1/completions": self._generation_handler(lambda _: completions.decode_completion),
             "/v1/responses": self._generation_handler(read_responses, stored=True),
             "/v1/responses/input_tokens": information.token_counter(
                 read_responses, stored=True, object="response.input_tokens"
             ),
-            "/v1/messages": self._generation_handler(lambda _: decode_messages),
+            "/v1/messages": self._generation_handler(lambda _: anthropic.decode_messages),
         }
         wrap_handler = self._middleware.wrap_handler
         routes = [Route(path, wrap_handler(f), methods=["POST"]) for path, f in posts.items()]

@@ -16,16 +16,10 @@ from dflash_jax.engine.state_machine import OFF
 from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.errors import RequestError, StructureError
 from dflash_jax.graph.keys import Variant
+from dflash_jax.server import errors
 from dflash_jax.server.background import LONG_PROMPT, by_size, in_thread
 from dflash_jax.server.conversation import parse_tool_calls
 from dflash_jax.server.engine_thread import Job
-from dflash_jax.server.errors import (
-    queue_full,
-    shutting_down,
-    still_compiling,
-    to_problem,
-    unfinished,
-)
 from dflash_jax.server.prompt import (
     EncodedPrompt,
     chat_prompt,
@@ -89,7 +83,7 @@ def sampling_params(
     try:
         return SamplingParams(**options, max_tokens=most)
     except RequestError as error:
-        raise to_problem(error, request.api) from error
+        raise errors.to_problem(error, request.api) from error
 
 
 COMPILING_KEEPALIVE_S = 5.0  # seconds between comments in a stream that waits for programs
@@ -139,7 +133,7 @@ class Generation:
         self.cancelled: tuple[Reason, str] | None = None
         engine = model.engine
         if not model.worker.has_room(len(prompts) * request.n):
-            raise queue_full()
+            raise errors.queue_full()
         self.replies: list[Reply] = []
         self._jobs: list[Job] = []
         self._updates: asyncio.Queue[ReplyUpdate] = asyncio.Queue()
@@ -185,13 +179,13 @@ class Generation:
         pending = any(job.pending for job in self._jobs)
         if reason == "shutdown":
             self.cancelled = self.cancelled or (reason, self.phase)
-            self._refuse(shutting_down())
+            self._refuse(errors.shutting_down())
             return
         if reason == "deadline" and self.waits_for:
             self._refuse_uncompiled()
             return
         if reason == "deadline" and pending:
-            self._refuse(unfinished())
+            self._refuse(errors.unfinished())
             return
         if any(reply.result is None for reply in self.replies):
             self.cancelled = self.cancelled or (reason, self.phase)
@@ -199,7 +193,7 @@ class Generation:
 
     def _refuse_uncompiled(self) -> None:
         if waits_for := self.waits_for:
-            self._refuse(still_compiling(self.model.engine.core.runner.compiled, waits_for))
+            self._refuse(errors.still_compiling(self.model.engine.core.runner.compiled, waits_for))
 
     def _refuse(self, problem: Problem) -> None:
         self._updates.put_nowait((0, [], problem))
@@ -283,7 +277,7 @@ class Generation:
                     failed = True
                     if isinstance(end, StructureError):
                         raise structure_problem(end, self.request)
-                    raise to_problem(end, self.request.api)
+                    raise errors.to_problem(end, self.request.api)
                 if pieces and self.first_token is None:
                     self.first_token = time.perf_counter()
                 events = [event for piece in pieces for event in reply.push(piece)]

@@ -19,18 +19,10 @@ import uvicorn
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
 from dflash_jax.graph.build import BackgroundCompiler
+from dflash_jax.server import http_connection
 from dflash_jax.server.app import Server
 from dflash_jax.server.engine_thread import Worker
 from dflash_jax.server.errors import shutting_down
-from dflash_jax.server.http_connection import (
-    ACCEPTED_AT_ONCE,
-    QUEUED,
-    BoundedConnections,
-    Connection,
-    limit_logs,
-    most_connections,
-    report_loop_error,
-)
 from dflash_jax.server.served_models import ServedModel, ServerConfig
 
 log = logging.getLogger("dflash_jax.server")
@@ -46,7 +38,7 @@ class _DrainingServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, routes: Server, drain: float):
         super().__init__(config)
-        self._connections = BoundedConnections(most_connections())
+        self._connections = http_connection.BoundedConnections(http_connection.most_connections())
         vars(self)["server_state"] = self._connections  # which uvicorn passes to connections
         self._routes, self._drain, self._signals = routes, drain, 0
 
@@ -54,7 +46,7 @@ class _DrainingServer(uvicorn.Server):
         """Listen, with a longer queue of connections than are accepted at once."""
         await super().startup(sockets)
         for each in sockets or ():
-            each.listen(QUEUED)
+            each.listen(http_connection.QUEUED)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for running requests; refuse those whose body has not come."""
@@ -118,8 +110,8 @@ async def serve(
       RequestError: the address cannot be bound.
       DFlashError: a model could not be loaded.
     """
-    limit_logs()
-    asyncio.get_running_loop().set_exception_handler(report_loop_error)
+    http_connection.limit_logs()
+    asyncio.get_running_loop().set_exception_handler(http_connection.report_loop_error)
     sockets = _bind(listening.host, listening.port)  # first, since loading takes long
     bound = [listening.host, *(each.getsockname()[0] for each in sockets)]
     server = new_server(engines, listening, bound, compiler or BackgroundCompiler())
@@ -127,12 +119,12 @@ async def serve(
     config = uvicorn.Config(
         server.app,
         host=listening.host,
-        http=Connection,
+        http=http_connection.Connection,
         ws="none",
         h11_max_incomplete_event_size=64 * 1024,
         loop="asyncio",
         lifespan="off",
-        backlog=ACCEPTED_AT_ONCE,
+        backlog=http_connection.ACCEPTED_AT_ONCE,
         timeout_keep_alive=75,  # longer than clients reuse idle connections
         log_level="warning",
         access_log=False,
