@@ -20,7 +20,6 @@ def add_command(commands: Any) -> None:
         action="store_true",
         help="compile the programs, and also show their scratch memory and costs",
     )
-    command.add_argument("--no-compile", action="store_true", help=argparse.SUPPRESS)  # the default
     command.add_argument("--params", action="store_true", help="list every parameter")
     command.add_argument(
         "--stablehlo", metavar="PROGRAM", help="print a program's StableHLO instead"

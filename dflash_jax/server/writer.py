@@ -246,7 +246,7 @@ def encoded_round(traced: RoundTrace) -> msgspec.Raw:
         "copied": traced.copied,
         "ms": traced.seconds * 1e3,
     }
-    return msgspec.Raw(msgspec.json.encode(fields))
+    return _encoded(fields)
 
 
 def reused(generation: Generation) -> int:
