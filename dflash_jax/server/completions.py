@@ -119,19 +119,15 @@ class OpenAIWriter(ResponseWriter):
         tokenizer = self.generation.model.engine.tokenizer
         return {"prompt_logprobs": writer.prompt_logprobs(logprobs, most, tokenizer)}
 
-    def _final_fields(self, reply: Reply) -> dict[str, Any]:
+    def _final_fields(self) -> dict[str, Any]:
         """Return additional fields of an output's last chunk."""
-        if (
-            self.request.stream
-            and not self.request.include_usage
-            and len(self.generation.replies) == 1
-        ):
-            fields = self._usage()
-            return {k: v for k, v in fields.items() if k != "usage"}
+        if not self.request.stream or self.request.include_usage:
+            return {}
+        if len(self.generation.replies) == 1:
+            return writer.requested_statistics(self.generation, self.id)
         last = all(reply.result for reply in self.generation.replies)
-        adds_warnings = self.request.stream and not self.request.include_usage and last
-        fields = writer.warnings(self.generation) if adds_warnings else []
-        return {"warnings": fields} if fields else {}
+        texts = writer.warnings(self.generation) if last else []
+        return {"warnings": texts} if texts else {}
 
 
 class ChatRequest(OpenAIFields, kw_only=True):
@@ -227,7 +223,7 @@ class ChatWriter(OpenAIWriter):
                     out += self._call_chunk(reply, index, "", ended=True)
         if reply.result is not None:
             choice = writer.choice_statistics(reply, self.request, self.id)
-            out += self._chunk(reply, {}, choice, **self._final_fields(reply))
+            out += self._chunk(reply, {}, choice, **self._final_fields())
         return out
 
     def _call_chunk(self, reply: Reply, index: int, text: str, *, ended: bool = False) -> bytes:
@@ -328,7 +324,7 @@ class CompletionWriter(OpenAIWriter):
         """Return a chunk with the new text, if there is some or the output ended."""
         text = "".join(event.text for event in events if isinstance(event, Content))
         if reply.result is not None:
-            return self._chunk(reply, text, self._end(reply), **self._final_fields(reply))
+            return self._chunk(reply, text, self._end(reply), **self._final_fields())
         return self._chunk(reply, text) if text else b""
 
     def _end(self, reply: Reply) -> dict[str, Any]:

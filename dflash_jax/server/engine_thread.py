@@ -213,6 +213,11 @@ class Worker:
                 self._step()
         self.engine.close()
 
+    @property
+    def _loaded(self) -> Engine:
+        assert self.engine is not None
+        return self.engine
+
     def _compile(self, engine: Engine) -> None:
         """Queue programs for compilation in the order in which requests will probably need them."""
         compiled, compiler = engine.core.runner.compiled, self._compiler
@@ -235,8 +240,7 @@ class Worker:
 
     def _replace(self, engine: Engine) -> None:
         """Serve from an engine that was loaded again, with the grammars of the old one."""
-        assert self.engine is not None
-        engine.core.grammars = self.engine.core.grammars
+        engine.core.grammars = self._loaded.core.grammars
         self.engine = engine
         self._compile(engine)
 
@@ -258,19 +262,17 @@ class Worker:
 
     def _measure(self) -> bool:
         """Find out when drafting pays off; return whether the hosts are still there."""
-        assert self.engine is not None
         try:
-            self.engine.time_drafting()
-            self.engine.measures_drafting = True  # narrower blocks, compiled after `ready`
+            self._loaded.time_drafting()
+            self._loaded.measures_drafting = True  # narrower blocks, compiled after `ready`
         except BaseException as error:  # nothing may end this thread silently
             self._recover(errors.as_exception(error))
             return not isinstance(error, HostError)
         return True
 
     def _step(self) -> None:
-        assert self.engine is not None
         try:
-            self.engine.advance()
+            self._loaded.advance()
         except BaseException as error:  # nothing may end this thread silently
             self._recover(errors.as_exception(error))
             return
@@ -295,17 +297,15 @@ class Worker:
 
     def _is_fast(self, job: Job) -> bool:
         """Return whether `_prepare` will take no longer than a trial compilation of the grammar."""
-        assert self.engine is not None
         structure = job.params.structured
-        return job.cancelled or structure is None or self.engine.core.grammars.decide(structure)
+        return job.cancelled or structure is None or self._loaded.core.grammars.decide(structure)
 
     def _prepare(self, job: Job) -> None:
         """Validate a job's request and compile its grammar, in this or a structure thread."""
-        assert self.engine is not None
         if job.cancelled:
             return
         try:
-            [handle] = self.engine.prepare(job.prompt, job.params, cancel=job.cell)
+            [handle] = self._loaded.prepare(job.prompt, job.params, cancel=job.cell)
         except BaseException as error:
             self._refuse(job, errors.as_exception(error))
             return
@@ -316,15 +316,14 @@ class Worker:
 
     def _accept(self, job: Job, handle: RequestHandle) -> None:
         """Queue a prepared request in the engine, or compile its programs first."""
-        assert self.engine is not None
         if job.cancelled:  # while its structure was compiled
             return
         job.handle = handle
-        compiled, variants = self.engine.core.runner.compiled, handle.variants
+        compiled, variants = self._loaded.core.runner.compiled, handle.variants
         missing = tuple(variant for variant in variants if compiled.missing([variant]))
         if not missing:
             self._enqueue(job)
-        elif len(self._waiting) >= max(self.engine.plan.queue // 2, 1):  # leave room for others
+        elif len(self._waiting) >= max(self._loaded.plan.queue // 2, 1):  # leave room for others
             self._refuse(job, errors.still_compiling(compiled, missing))
         else:
             job.waits_for = missing
@@ -353,10 +352,9 @@ class Worker:
             self._enqueue(job)
 
     def _enqueue(self, job: Job) -> None:
-        assert self.engine is not None
         assert job.handle is not None
         try:
-            self.engine.enqueue([job.handle])
+            self._loaded.enqueue([job.handle])
         except DFlashError as error:
             self._refuse(job, error)
             return
@@ -371,7 +369,6 @@ class Worker:
         elif job.cell and not waiting:
             return  # the engine's next step ends it
         elif not job.handle.done:
-            assert self.engine is not None
             job.handle.close()
             if update := job.take_update():
                 self._publish([update])
@@ -383,7 +380,6 @@ class Worker:
 
     def _recover(self, error: Exception) -> None:
         """Restart the engine after a failed step; its requests end, as device state is lost."""
-        assert self.engine is not None
         hosts = isinstance(error, HostError)  # which have logged the cause
         log.error("a step failed: %s", error, exc_info=None if hosts else error)
         failure = errors.step_failure(error)
@@ -400,7 +396,7 @@ class Worker:
             self._end(error)
             return
         try:
-            self.engine = rebuilt(self.engine)
+            self.engine = rebuilt(self._loaded)
         except Exception as last:
             self._end(last)
 

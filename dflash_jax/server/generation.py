@@ -74,11 +74,8 @@ def sampling_params(
     if recovery != OFF:
         options["recovery"] = recovery
     if request.declared_tools:
-        choice = (
-            {"name": request.tool_choice.name}
-            if request.tool_choice.name
-            else request.tool_choice.kind
-        )
+        named = request.tool_choice.name
+        choice = {"name": named} if named else request.tool_choice.kind
         options |= {"tools": request.tools, "tool_choice": choice}
     try:
         return SamplingParams(**options, max_tokens=most)
