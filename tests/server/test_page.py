@@ -96,7 +96,7 @@ def test_an_option_leaves_the_page_out(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[bool] = []
 
     async def note(engines: object, listening: ServerConfig, **more: object) -> None:
-        found.append(listening.settings.ui)
+        found.append(listening.ui)
 
     monkeypatch.setattr("dflash_jax.server.run.serve", note)
     for words in ([], ["--no-ui"]):

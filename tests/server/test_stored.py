@@ -18,6 +18,7 @@ from dflash_jax.server.response_store import (
     ResponseStore,
     response_stores,
 )
+from dflash_jax.server.responses import ResponsesWriter
 from dflash_jax.server.run import ServerConfig
 from tests.server.conftest import LiveServer, run_server, twin
 
@@ -152,9 +153,7 @@ def test_the_event_loop_neither_decodes_nor_writes_what_clients_can_make_large(
             for name in names:
                 monkeypatch.setattr(place, name, noted(getattr(place, name)))
         for name in ("to_json", "start", "close"):
-            monkeypatch.setattr(
-                app.ResponsesWriter, name, noted(getattr(app.ResponsesWriter, name))
-            )
+            monkeypatch.setattr(ResponsesWriter, name, noted(getattr(ResponsesWriter, name)))
         asked = ASK | {"metadata": large}
         answer = http.post(RESPONSES, json=asked).json()
         text = http.post(RESPONSES, json=asked | {"stream": True}).text
