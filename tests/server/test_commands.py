@@ -201,8 +201,7 @@ def test_rules_for_agents_are_on_and_the_environment_has_its_say(
     monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     def chosen(*words: str) -> tuple[Recovery, Recovery]:
-        found = configuration._defaults(served(*words))
-        return found.recovery, found.with_tools
+        return configuration._recovery(served(*words))
 
     assert chosen() == (OFF, Recovery())
     assert chosen("--recovery", "all") == (Recovery(), Recovery())
