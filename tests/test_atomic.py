@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dflash_jax.errors import CheckpointError
-from dflash_jax.utils import partial
+from dflash_jax.utils import atomic
 from dflash_jax.utils.atomic import new_path
 
 ORACLE = Path(__file__).parent / "oracle"
@@ -194,7 +194,7 @@ def test_a_replaced_file_exists_until_the_new_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
 ) -> None:
     if not exchanges:
-        monkeypatch.setattr(partial, "_exchange", lambda *_: False)
+        monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
     place = tmp_path / "model"
     write(place, "first")
     write(place, "second", overwrite=True)
@@ -239,7 +239,7 @@ def test_contents_are_flushed_before_they_get_their_name(
 
 def test_destinations_with_long_names_have_separate_temporary_files(tmp_path: Path) -> None:
     long = "a" * 200
-    folder = left_by(dead(), tmp_path / partial._stem(tmp_path / f"{long}1"))
+    folder = left_by(dead(), tmp_path / atomic._stem(tmp_path / f"{long}1"))
     write(tmp_path / f"{long}2", "{}")
     assert folder.exists()
     write(tmp_path / f"{long}1", "{}")

@@ -425,7 +425,7 @@ def test_explain_json_is_one_object(run: Run, pair: list[object]) -> None:
         "speculative[greedy]",
         "clear_rows",
     }
-    _, out, _ = run("explain", *pair, "--no-compile", "--json", "--inexact", "--steps-per-call", 3)
+    _, out, _ = run("explain", *pair, "--json", "--inexact", "--steps-per-call", 3)
     assert json.loads(out)["plan"]["steps_per_call"] == 3
     single, wide = (
         next(p["work"] for p in report["programs"] if p["name"] == "plain[greedy]")

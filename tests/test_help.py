@@ -9,8 +9,8 @@ import pytest
 
 from dflash_jax.cli import help as help_
 from dflash_jax.cli import main, parser
-from dflash_jax.cli.completion import SHELLS
 from dflash_jax.cli.help import HIDDEN, CommandParser
+from dflash_jax.cli.installation import SHELLS
 from dflash_jax.engine.sampling_params import OPTIONS
 from dflash_jax.errors import RequestError
 from dflash_jax.plan import FIELDS
@@ -118,8 +118,8 @@ def test_a_shell_completes_commands_and_options(
 def test_completion_names_the_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    from dflash_jax.cli import completion
+    from dflash_jax.cli import installation
 
     monkeypatch.setitem(sys.modules, "shtab", None)
     with pytest.raises(RequestError, match="pip install shtab"):
-        completion.run(argparse.Namespace(shell="bash"))
+        installation.print_completion(argparse.Namespace(shell="bash"))

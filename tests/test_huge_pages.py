@@ -6,21 +6,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dflash_jax.utils import huge_pages as pages
+from dflash_jax.utils import allocator
 
 HUGE = 1 << 21
 
 
 def test_large_arrays_begin_with_a_huge_page_and_are_zero() -> None:
     for shape in (3 * HUGE // 4, 4), (1 << 25,), (HUGE + 5, 7):
-        array = pages.zeros(shape, np.uint8)
+        array = allocator.zeros(shape, np.uint8)
         assert array.shape == shape
         assert not array.any()
         assert array.ctypes.data % (HUGE if array.nbytes > 1 << 23 else 64) == 0
 
 
 def test_small_arrays_share_a_chunk() -> None:
-    one, other = (pages.zeros((1000,), np.float32) for _ in range(2))
+    one, other = (allocator.zeros((1000,), np.float32) for _ in range(2))
     one[:] = 1
     assert not other.any()
     assert 0 < abs(other.ctypes.data - one.ctypes.data) < 1 << 25
@@ -29,7 +29,7 @@ def test_small_arrays_share_a_chunk() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_memory_is_private() -> None:
     """Shared memory gets huge pages only where a setting of the system, off by default, says so."""
-    array = pages.zeros((1 << 24,), np.uint8)
+    array = allocator.zeros((1 << 24,), np.uint8)
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, modes, *_ = line.split()
         first, last = (int(end, 16) for end in span.split("-"))

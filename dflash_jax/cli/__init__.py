@@ -1,5 +1,6 @@
-"""The command line `dflash-jax`: one file per command; the converters add theirs.
+"""The command line `dflash-jax`: a file per command; the converters add theirs.
 
+What cannot be done is raised as one of `dflash_jax.errors`, of which one line is printed.
 Imports are inside functions, so that Ctrl-C during an import ends the command without a traceback.
 """
 
@@ -43,17 +44,16 @@ def parser() -> "argparse.ArgumentParser":
     from dflash_jax.cli import (
         bench,
         chat,
-        completion,
         explain,
         generate,
-        native,
+        installation,
         probe,
         replay,
         serve,
         train,
         tune,
         verify,
-    )
+    )  # fmt: skip
     from dflash_jax.cli.help import HIDDEN, CommandParser
     from dflash_jax.cli.options import check_values
     from dflash_jax.converters.cli import add_commands
@@ -66,21 +66,12 @@ def parser() -> "argparse.ArgumentParser":
     top.set_defaults(check=check_values, uses_jax=True)
     commands = top.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
     for module in (
-        generate,
-        chat,
-        serve,
-        explain,
-        bench,
-        tune,
-        verify,
-        replay,
-        probe,
-        train,
-        native,
-    ):
+        generate, chat, serve, explain, bench, tune, verify, replay, probe, train,
+    ):  # fmt: skip
         module.add_command(commands)
+    installation.add_native(commands)
     add_commands(commands)
-    completion.add_command(commands)
+    installation.add_completion(commands)
     for name, command in commands.choices.items():
         if hidden := HIDDEN.get(name):
             command.hide(hidden)

@@ -8,15 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.cli.options import (
-    check_request,
-    chosen_plan,
-    model_options,
-    new_command,
-    open_pair,
-    report_progress,
-    use_compilation_cache,
-)
+from dflash_jax.cli import options as shared
 from dflash_jax.cli.terminal import columns, table
 from dflash_jax.errors import RequestError
 
@@ -35,7 +27,7 @@ COLUMNS = {
 def add_command(commands: Any) -> None:
     """Add `bench` to the command line."""
     text = "Time speculative against plain decoding."
-    command = new_command(commands, "bench", run, text, check=check_request)
+    command = shared.new_command(commands, "bench", run, text, check=shared.check_request)
     command.add_argument(
         "--data",
         default="heldout",
@@ -60,15 +52,11 @@ def add_command(commands: Any) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.add_argument("--out", type=Path, help="write the JSON object to a file")
     command.add_argument("--plot", type=Path, help="write a picture (extra plot)")
-    model_options(command)
+    shared.model_options(command)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `dflash-jax bench`; exit code 1 if speculative and plain outputs differ.
-
-    Raises:
-      RequestError: an option is wrong, or a file cannot be written.
-    """
+    """Run `dflash-jax bench`; exit code 1 if speculative and plain outputs differ."""
     from dflash_jax.bench.prompts import read_prompts
     from dflash_jax.bench.report import (
         InProcess,
@@ -101,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         settings = {"target": options.target, "drafter": options.drafter}
         settings["plan"] = dataclasses.asdict(engine.plan)
     settings |= {"data": options.data, "count": len(talks)} | dataclasses.asdict(asking)
-    with report_progress("measuring", quiet=options.json):
+    with shared.report_progress("measuring", quiet=options.json):
         results = summary(measure(runner, talks, levels, options.repeats), settings)
     if options.profile is not None:
         results["profile"] = _profiles(runner.engine, talks[0], options)
@@ -178,13 +166,13 @@ def _levels(text: str) -> list[int]:
 
 
 def _engine(options: argparse.Namespace, rows: int) -> Any:
-    with report_progress("loading", quiet=options.json):
-        use_compilation_cache()
-        pair = open_pair(options)
-        plan = dataclasses.replace(chosen_plan(options), rows=max(rows, options.rows))
+    with shared.report_progress("loading", quiet=options.json):
+        shared.use_compilation_cache()
+        pair = shared.open_pair(options)
+        plan = dataclasses.replace(shared.chosen_plan(options), rows=max(rows, options.rows))
         if not plan.max_length:
             plan = dataclasses.replace(plan, max_length=min(1024, pair.configs[0].max_length))
         engine = pair.engine(plan)
-    with report_progress("compiling", quiet=options.json):
+    with shared.report_progress("compiling", quiet=options.json):
         engine.warm_up("sampled" if options.temperature > 0 else "greedy")
     return engine

@@ -2,24 +2,12 @@
 
 import argparse
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dflash_jax.cli.options import (
-    add_show_drafts,
-    check_request,
-    chosen_sampling,
-    conversation_plan,
-    model_options,
-    new_command,
-    open_pair,
-    report_progress,
-    report_shown_drafts,
-    sampling_options,
-    use_compilation_cache,
-    wanted_variant,
-)
+from dflash_jax.cli import options as shared
 from dflash_jax.cli.terminal import bracketed, columns, has_colours, note
 from dflash_jax.errors import RequestError
 from dflash_jax.show import legend, marked
@@ -31,20 +19,20 @@ HELP = "/stats: figures of the last answer; /reset: forget all; /exit: end"
 def add_command(commands: Any) -> None:
     """Add `chat` to the command line."""
     text = "Chat with the model; reads lines until the end of input."
-    command = new_command(commands, "chat", run, text, check=check)
+    command = shared.new_command(commands, "chat", run, text, check=check)
     command.add_argument("--system", help="system message")
-    sampling_options(command, max_tokens=512)
+    shared.sampling_options(command, max_tokens=512)
     command.add_argument(
         "--no-thinking", action="store_true", help="ask for answers without reasoning"
     )
-    add_show_drafts(command)
-    model_options(command)
+    shared.add_show_drafts(command)
+    shared.model_options(command)
 
 
 def check(options: argparse.Namespace) -> None:
     """Check the options before JAX is imported or a model is opened."""
-    report_shown_drafts(options)
-    check_request(options)
+    options.report_drafts |= options.show_drafts
+    shared.check_request(options)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,7 +45,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _chat_loop(session: "ChatSession", interrupts: Callable[[], int]) -> int:
-    """Read lines and answer them until the end of input."""
     interactive = sys.stdin.isatty()
     if interactive:
         note(HELP)
@@ -101,19 +88,24 @@ def _line(interactive: bool) -> str:
 
 
 def _notice(*parts: str) -> None:
-    """Print a message about the conversation to standard error."""
     note(bracketed(parts, columns(sys.stderr)))
 
 
 def _load(options: argparse.Namespace) -> Any:
-    with report_progress("loading", quiet=False):
-        use_compilation_cache()
-        pair = open_pair(options)
-        engine = pair.engine(conversation_plan(options, pair))
+    from dflash_jax.server.configuration import LONGEST
+
+    with shared.report_progress("loading", quiet=False):
+        shared.use_compilation_cache()
+        pair = shared.open_pair(options)
+        plan = shared.chosen_plan(options)
+        if not plan.max_length:
+            longest = min(LONGEST, pair.configs[0].max_length)
+            plan = dataclasses.replace(plan, max_length=longest)
+        engine = pair.engine(plan)
     if engine.tokenizer is None or engine.tokenizer.template is None:
         raise RequestError("this model ships no chat template; use `dflash-jax generate --raw`")
-    with report_progress("compiling", quiet=False):
-        engine.warm_up(wanted_variant(options))
+    with shared.report_progress("compiling", quiet=False):
+        engine.warm_up(shared.wanted_variant(options))
         engine.time_drafting()
         engine.measures_drafting = True  # narrower blocks, once they are compiled
     return engine
@@ -189,7 +181,8 @@ class ChatSession:
         room = self.engine.plan.max_length - len(prompt)
         self._stream = self.engine.submit(
             prompt,
-            **chosen_sampling(options) | {"max_tokens": max(1, min(options.max_tokens, room))},
+            **shared.chosen_sampling(options)
+            | {"max_tokens": max(1, min(options.max_tokens, room))},
             trace=options.show_drafts,
         )
         shown = not options.show_drafts
@@ -202,11 +195,7 @@ class ChatSession:
             yield _print(event, shown=shown)
 
     def _prompt(self) -> list[int]:
-        """Return the ids of the conversation; removes its oldest exchanges if it is too long.
-
-        Raises:
-          RequestError: the last message alone is too long.
-        """
+        """Return the ids of the conversation; removes its oldest exchanges if it is too long."""
         variables = {"enable_thinking": False} if self._options.no_thinking else {}
         first = 1 if self._messages[0]["role"] == "system" else 0
         wanted = min(self._options.max_tokens, self.engine.plan.max_length // 4)

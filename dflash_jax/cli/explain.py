@@ -4,27 +4,22 @@ import argparse
 import json
 from typing import Any
 
-from dflash_jax.cli.options import (
-    chosen_plan,
-    model_options,
-    new_command,
-    open_pair,
-    use_compilation_cache,
-)
+from dflash_jax.cli import options as shared
 from dflash_jax.errors import RequestError
 from dflash_jax.utils.progress import announced, is_shown
 
 
 def add_command(commands: Any) -> None:
     """Add `explain` to the command line."""
-    command = new_command(commands, "explain", run, "Show plan, memory, programs and rooflines.")
+    command = shared.new_command(
+        commands, "explain", run, "Show plan, memory, programs and rooflines."
+    )
     command.add_argument("--device", help="roofline for this device, e.g. H200 (default: this one)")
     command.add_argument(
         "--compile",
         action="store_true",
         help="compile the programs, and also show their scratch memory and costs",
     )
-    command.add_argument("--no-compile", action="store_true", help=argparse.SUPPRESS)  # the default
     command.add_argument("--params", action="store_true", help="list every parameter")
     command.add_argument(
         "--stablehlo", metavar="PROGRAM", help="print a program's StableHLO instead"
@@ -33,15 +28,11 @@ def add_command(commands: Any) -> None:
         "--hlo", metavar="PROGRAM", help="print a program's optimised HLO instead; compiles it"
     )
     command.add_argument("--json", action="store_true")
-    model_options(command)
+    shared.model_options(command)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `dflash-jax explain`.
-
-    Raises:
-      RequestError: the program or device is unknown.
-    """
+    """Run `dflash-jax explain`."""
     from dflash_jax.graph.explain import EXPLAINED
 
     with announced("planning", shown=is_shown()):
@@ -54,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
         print(_text(programs[name], optimised=not options.stablehlo))
         return 0
     if options.compile:
-        use_compilation_cache()
+        shared.use_compilation_cache()
     what = f"compiling {len(programs)} programs" if options.compile else "counting"
     patience = 0 if options.compile else None
     with announced(what, shown=is_shown(), patience=patience):
@@ -89,16 +80,18 @@ def _tools_note(target: str) -> str | None:
 
 
 def _graph(options: argparse.Namespace) -> Any:
-    """Return the graph that the options describe."""
     from dflash_jax.cli.describe import describe, have_weights
     from dflash_jax.graph import Graph
     from dflash_jax.graph.memory import DEVICES
 
     if options.device and options.device not in DEVICES:
         raise RequestError(f"device {options.device!r} is unknown; known: {', '.join(DEVICES)}")
-    plan, drafts = chosen_plan(options), None if options.drafter == "none" else options.drafter
+    plan, drafts = (
+        shared.chosen_plan(options),
+        None if options.drafter == "none" else options.drafter,
+    )
     if plan.weights == "packed" or have_weights(options.target, drafts):
-        opened = open_pair(options)
+        opened = shared.open_pair(options)
         pair, plan = opened.pair, opened.with_stored(plan)
     else:
         pair = describe(options.target, drafts, taps_at=options.taps_at)
@@ -106,12 +99,11 @@ def _graph(options: argparse.Namespace) -> Any:
 
 
 def _text(program: Any, *, optimised: bool) -> str:
-    """Return a program's StableHLO, or its optimised HLO."""
     from dflash_jax.graph.build import compile_programs
     from dflash_jax.graph.explain import stablehlo
 
     if not optimised:
         return stablehlo(program)
-    use_compilation_cache()
+    shared.use_compilation_cache()
     with announced("compiling", shown=is_shown(), patience=0):
         return compile_programs([program])[program.key].compiled.as_text() or ""

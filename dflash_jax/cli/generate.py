@@ -5,19 +5,7 @@ import json
 import sys
 from typing import Any
 
-from dflash_jax.cli.options import (
-    add_show_drafts,
-    check_request,
-    chosen_sampling,
-    load_engine,
-    model_options,
-    new_command,
-    prompt_ids,
-    prompt_options,
-    report_progress,
-    report_shown_drafts,
-    sampling_options,
-)
+from dflash_jax.cli import options as shared
 from dflash_jax.cli.terminal import bracketed, columns, has_colours, note
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.errors import RequestError
@@ -28,40 +16,32 @@ from dflash_jax.utils.command import INTERRUPTED
 def add_command(commands: Any) -> None:
     """Add `generate` to the command line."""
     text = "Generate text, streamed, with statistics."
-    command = new_command(commands, "generate", run, text, check=check)
-    prompt_options(command)
+    command = shared.new_command(commands, "generate", run, text, check=check)
+    shared.prompt_options(command)
     output = command.add_argument_group("output")
-    sampling_options(output)
+    shared.sampling_options(output)
     output.add_argument(
         "--compare",
         action="store_true",
         help="time speculative against plain decoding; prints the text, then a table",
     )
-    add_show_drafts(output)
+    shared.add_show_drafts(output)
     output.add_argument("--json", action="store_true", help="print one JSON object at the end")
     output.add_argument("--quiet", action="store_true", help="no statistics on standard error")
-    model_options(command)
+    shared.model_options(command)
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check the options before JAX is imported or a model is opened.
-
-    Raises:
-      RequestError: an option is wrong.
-    """
+    """Check the options before JAX is imported or a model is opened."""
     if options.compare and options.show_drafts:
         raise RequestError("--compare shows no drafts; drop it or --show-drafts")
-    report_shown_drafts(options)
-    check_request(options)
+    options.report_drafts |= options.show_drafts
+    shared.check_request(options)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `dflash-jax generate`; with --compare, exit code 1 if the outputs differ.
-
-    Raises:
-      RequestError: the options are wrong for this engine.
-    """
-    params = SamplingParams(**chosen_sampling(options), trace=options.show_drafts)
+    """Run `dflash-jax generate`; with --compare, exit code 1 if the outputs differ."""
+    params = SamplingParams(**shared.chosen_sampling(options), trace=options.show_drafts)
 
     def check_fits(engine: Any, prompts: list[list[int]]) -> None:
         if options.compare and engine.graph.drafter_config is None:
@@ -70,9 +50,9 @@ def run(options: argparse.Namespace) -> int:
             raise RequestError("--compare is for greedy decoding; leave --temperature at 0")
         engine.check(prompts[0], params)
 
-    engine, [prompt] = load_engine(
+    engine, [prompt] = shared.load_engine(
         options,
-        lambda tokenizer: [prompt_ids(options, tokenizer)],
+        lambda tokenizer: [shared.prompt_ids(options, tokenizer)],
         quiet=options.json,
         check=check_fits,
         measure=not options.compare,
@@ -106,8 +86,8 @@ def run(options: argparse.Namespace) -> int:
 def _compare(engine: Any, prompt: list[int], options: argparse.Namespace) -> int:
     from dflash_jax.bench.compare import compare
 
-    with report_progress("timing", quiet=options.json):
-        request = chosen_sampling(options)
+    with shared.report_progress("timing", quiet=options.json):
+        request = shared.chosen_sampling(options)
         request.pop("speculative", None)
         comparison = compare(engine, prompt, **request)
     result = comparison.check.speculative

@@ -22,31 +22,16 @@ def _rare_model_options(*usual: str) -> tuple[str, ...]:
 
 
 # Options of requests without the usual ones.
-_RARE_SAMPLING = (
-    *(name for name in OPTIONS if name not in ("max_tokens", "temperature")),
-    "stop",
-)
+_RARE_SAMPLING = (*(x for x in OPTIONS if x not in ("max_tokens", "temperature")), "stop")
 
 # By command, the attributes set by options that only `--help-all` shows.
 HIDDEN = {
-    "generate": (
-        *("prompt_ids", "raw", "json"),
-        *_RARE_SAMPLING,
-        *_rare_model_options(),
-    ),
+    "generate": ("prompt_ids", "raw", "json", *_RARE_SAMPLING, *_rare_model_options()),
     "chat": (*_RARE_SAMPLING, *_rare_model_options()),
     "serve": (
         *("queue", "timeout", "drain", "max_body", "max_tokens", "temperature", "recovery"),
-        *(
-            "allowed_host",
-            "cors_origin",
-            "metrics",
-            "quiet",
-            "warm",
-            "compile_wait",
-            "grammar_timeout",
-        ),
-        *("hosts", "ray"),
+        *("allowed_host", "cors_origin", "metrics", "quiet", "warm", "compile_wait"),
+        *("grammar_timeout", "hosts", "ray"),
         *_rare_model_options("rows"),
     ),
     "explain": ("params", "stablehlo", "hlo", *_rare_model_options("rows", "dtype")),

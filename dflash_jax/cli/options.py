@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -52,13 +52,7 @@ def new_command(
 
 
 def check_values(options: argparse.Namespace) -> None:
-    """Check the options that can be checked before JAX is imported or a model opened.
-
-    Raises:
-      CheckpointError: a model or tokenizer does not exist.
-      PlanError: an option of the plan is wrong, or options contradict each other.
-      RequestError: the prompt is missing, empty or given twice.
-    """
+    """Check the options that can be checked before JAX is imported or a model opened."""
     if hasattr(options, "prompt_ids"):
         _check_prompt(options)
     if hasattr(options, "memory_limit"):
@@ -69,11 +63,7 @@ def check_values(options: argparse.Namespace) -> None:
 
 
 def check_request(options: argparse.Namespace) -> None:
-    """Check the options of generation as well, as `check_values` does.
-
-    Raises:
-      RequestError: an option is wrong.
-    """
+    """Check the options of generation as well, as `check_values` does."""
     check_values(options)
     SamplingParams(**chosen_sampling(options))
 
@@ -112,7 +102,7 @@ def model_options(command: Any) -> None:
     """Add the options that choose the models and the plan."""
     models = command.add_argument_group("models and plan")
     add_flags(models, ServeOptions, SERVE_FIELDS, MODELS)
-    add_plan_options(models, [name for name in FIELDS if name not in WITHOUT_FLAG])
+    add_flags(models, Plan, FIELDS, [name for name in FIELDS if name not in WITHOUT_FLAG])
     models.add_argument(
         "--plan",
         dest="plan_file",
@@ -144,11 +134,6 @@ def _plan_fields(text: str) -> dict[str, Any]:
     for name in ("stored", "queue"):  # the models' own, and an option of `serve`
         found.pop(name, None)
     return found
-
-
-def add_plan_options(group: Any, names: Iterable[str]) -> None:
-    """Add the flags of fields of a plan."""
-    add_flags(group, Plan, FIELDS, names)
 
 
 def add_flags(
@@ -225,38 +210,20 @@ def prompt_options(command: argparse.ArgumentParser) -> None:
 
 
 def chosen_plan(options: argparse.Namespace) -> Plan:
-    """Return the plan that the options describe; one that is None has its default.
-
-    Raises:
-      PlanError: a value is wrong, or options contradict each other.
-    """
+    """Return the plan that the options describe; one that is None has its default."""
     names = FIELDS.keys() - {"queue"}  # `--queue` of `serve` counts running requests as well
     given = {name: getattr(options, name, None) for name in names}
     given = {name: value for name, value in given.items() if value is not None}
     return Plan(**given, devices=(options.target_device, options.drafter_device))
 
 
-def conversation_plan(options: argparse.Namespace, pair: Any) -> Any:
-    """Return the chosen plan, with room for a conversation if --max-length was not given."""
-    from dflash_jax.server.configuration import LONGEST
-
-    plan = chosen_plan(options)
-    length = plan.max_length or min(LONGEST, pair.configs[0].max_length)
-    return dataclasses.replace(plan, max_length=length)
-
-
 def add_show_drafts(group: Any) -> None:
-    """Add `--show-drafts`; commands with it call `report_shown_drafts`."""
+    """Add `--show-drafts`; commands with it set `report_drafts` by it, which the plan reads."""
     group.add_argument(
         "--show-drafts",
         action="store_true",
         help="mark accepted drafts, the target's own tokens and rejected drafts",
     )
-
-
-def report_shown_drafts(options: argparse.Namespace) -> None:
-    """Let the plan report drafts if they are to be shown."""
-    options.report_drafts |= options.show_drafts
 
 
 def open_pair(options: argparse.Namespace) -> Any:
@@ -303,11 +270,9 @@ def load_engine(
     return engine, ids
 
 
-@contextlib.contextmanager
-def report_progress(what: str, *, quiet: bool) -> Iterator[None]:
+def report_progress(what: str, *, quiet: bool) -> contextlib.AbstractContextManager[None]:
     """Report on standard error what runs in the block."""
-    with announced(what, shown=not quiet and is_shown(), patience=0):
-        yield
+    return announced(what, shown=not quiet and is_shown(), patience=0)
 
 
 def use_compilation_cache() -> None:
@@ -357,11 +322,7 @@ def _not_empty(text: str) -> str:
 
 
 def encode_prompt(text: str, options: argparse.Namespace, tokenizer: Any) -> list[int]:
-    """Return the ids of a text, in the chat template unless --raw was given.
-
-    Raises:
-      RequestError: there is no tokenizer.
-    """
+    """Return the ids of a text, in the chat template unless --raw was given."""
     if tokenizer is None:
         raise RequestError("this model ships no tokenizer; give --prompt-ids instead of text")
     if options.raw or tokenizer.template is None:

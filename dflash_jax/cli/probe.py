@@ -5,21 +5,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.cli.options import (
-    check_values,
-    new_command,
-    prompt_ids,
-    prompt_options,
-    use_compilation_cache,
-)
+from dflash_jax.cli import options as shared
 from dflash_jax.errors import RequestError
 
 
 def add_command(commands: Any) -> None:
     """Add `probe` to the command line."""
     text = "Write the logits and hidden states of a prompt to a file."
-    command = new_command(commands, "probe", run, text, check=check)
-    prompt_options(command)
+    command = shared.new_command(commands, "probe", run, text, check=check)
+    shared.prompt_options(command)
     command.add_argument("--out", type=Path, help="file to write: .safetensors or .npz")
     command.add_argument("--overwrite", action="store_true", help="replace an existing file")
     command.add_argument(
@@ -48,11 +42,7 @@ def add_command(commands: Any) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check the output file, and the options that `check_values` checks.
-
-    Raises:
-      RequestError: the file exists, or has another suffix than .npz and .safetensors.
-    """
+    """Check the output file, and the options that `check_values` checks."""
     if options.recovery:
         _check_recovery(options)
         return
@@ -62,7 +52,7 @@ def check(options: argparse.Namespace) -> None:
         raise RequestError(f"{options.out} exists; choose another name or add --overwrite")
     if options.out and options.out.suffix not in (".npz", ".safetensors"):
         raise RequestError(f"{options.out} must end in .safetensors or .npz")
-    check_values(options)
+    shared.check_values(options)
 
 
 def _check_recovery(options: argparse.Namespace) -> None:
@@ -75,7 +65,6 @@ def _check_recovery(options: argparse.Namespace) -> None:
 
 
 def _probe_recovery(options: argparse.Namespace) -> int:
-    """Show how recovery judges fresh ends of outputs by the odds of a target."""
     from dflash_jax import loading
     from dflash_jax.bench import endings
     from dflash_jax.tool_parsers import syntax_of
@@ -99,12 +88,8 @@ def _probe_recovery(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `dflash-jax probe`.
-
-    Raises:
-      RequestError: the file cannot be written.
-    """
-    use_compilation_cache()
+    """Run `dflash-jax probe`."""
+    shared.use_compilation_cache()
     if options.recovery:
         return _probe_recovery(options)
     import numpy as np
@@ -114,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
     chosen = {"lora": options.lora, "tokenizer": options.tokenizer}
     model = loading.load_target(options.target, dtype=options.dtype, **chosen)
     tokenizer = model.tokenizer
-    ids = prompt_ids(options, tokenizer)
+    ids = shared.prompt_ids(options, tokenizer)
     output = model.forward([ids])
     logits = np.asarray(output.logits)[0]
     hidden = np.asarray(output.hidden.astype("float32"))[:, 0]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.cli.options import load_engine, model_options, new_command, report_progress
+from dflash_jax.cli import options as shared
 from dflash_jax.cli.terminal import columns, filled, table
 from dflash_jax.errors import RequestError
 from dflash_jax.utils.progress import ShownCount
@@ -41,7 +41,7 @@ SHORT = {"bounded length": "bounded", "equal to plain": "equal"}  # headings tha
 
 def add_command(commands: Any) -> None:
     """Add `replay` to the command line."""
-    command = new_command(
+    command = shared.new_command(
         commands, "replay", run, "Generate captured turns again, and classify the answers."
     )
     command.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -55,7 +55,7 @@ def add_command(commands: Any) -> None:
     )
     command.add_argument("--recovery", choices=("on", "off", "both"), default="both")
     command.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    model_options(command)
+    shared.model_options(command)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -68,19 +68,19 @@ def run(options: argparse.Namespace) -> int:
 
     turns = replay.read_turns(options.trace or SHIPPED)
     options.max_tokens = max(turn.max_tokens for turn in turns)
-    engine, _ = load_engine(
+    engine, _ = shared.load_engine(
         options,
         lambda tokenizer: _prompts(turns, tokenizer),
         quiet=options.json,
         check=lambda engine, prompts: _check(engine, turns, prompts),
     )
-    with report_progress("compiling recovery", quiet=options.json):
+    with shared.report_progress("compiling recovery", quiet=options.json):
         engine.warm_up("greedy", "recovery")
     settings = {"off": None, "on": Recovery()}
     report: dict[str, Any] = {}
     bad = 0
     for name in settings if options.recovery == "both" else (options.recovery,):
-        with report_progress(f"{len(turns)} turns, recovery {name}", quiet=options.json):
+        with shared.report_progress(f"{len(turns)} turns, recovery {name}", quiet=options.json):
             count = ShownCount(len(turns), "turns")
             played = []
             for turn in turns:
@@ -104,7 +104,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _prompts(turns: list[Any], tokenizer: Any) -> list[list[int]]:
-    """Return the prompt ids of all turns."""
     prompts = []
     for turn in turns:
         if turn.prompt_ids:
@@ -119,11 +118,7 @@ def _prompts(turns: list[Any], tokenizer: Any) -> list[list[int]]:
 
 
 def _check(engine: Any, turns: list[Any], prompts: list[list[int]]) -> None:
-    """Check that the engine can answer the turns, before programs are compiled.
-
-    Raises:
-      RequestError: it cannot; the error names the turn.
-    """
+    """Check that the engine can answer the turns, before programs are compiled."""
     for turn, ids in zip(turns, prompts, strict=True):
         with _named(turn):
             engine.check(
@@ -133,7 +128,6 @@ def _check(engine: Any, turns: list[Any], prompts: list[list[int]]) -> None:
 
 @contextlib.contextmanager
 def _named(turn: Any) -> Iterator[None]:
-    """Add the name of a turn to RequestErrors."""
     try:
         yield
     except RequestError as error:

@@ -7,40 +7,33 @@ import os
 import sys
 from typing import Any
 
-from dflash_jax.cli.options import (
-    MODELS,
-    add_flags,
-    add_plan_options,
-    chosen_plan,
-    model_options,
-    new_command,
-)
+from dflash_jax.cli import options as shared
 from dflash_jax.errors import RequestError, install_hint
+from dflash_jax.plan import FIELDS as PLAN_FIELDS
+from dflash_jax.plan import Plan
 from dflash_jax.serve_options import FIELDS, KEYS, PREFIX_CACHE, ServeOptions
 
 
 def add_command(commands: Any) -> None:
     """Add `serve` to the command line."""
     text = "Serve the OpenAI and Anthropic APIs over HTTP."
-    command = new_command(commands, "serve", run, text, check=check)
+    command = shared.new_command(commands, "serve", run, text, check=check)
     server = command.add_argument_group("server")
-    add_flags(server, ServeOptions, FIELDS, [name for name in FIELDS if name not in MODELS])
-    add_plan_options(server, ["prefix_folder", "prefix_disk"])
-    model_options(command)
+    shared.add_flags(
+        server, ServeOptions, FIELDS, [name for name in FIELDS if name not in shared.MODELS]
+    )
+    shared.add_flags(server, Plan, PLAN_FIELDS, ["prefix_folder", "prefix_disk"])
+    shared.model_options(command)
     command.set_defaults(prefix_cache=PREFIX_CACHE, report_drafts=None)
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check the options before JAX is imported or a model is opened, and put them together.
-
-    Raises:
-      RequestError: a value is wrong, or the extra `ray` is missing.
-    """
+    """Check the options before JAX is imported or a model is opened, and put them together."""
     from dflash_jax.server.configuration import normalized
 
     given: dict[str, Any] = {name: getattr(options, name) for name in (*FIELDS, "report_drafts")}
     given = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
-    options.serve = normalized(ServeOptions(plan=chosen_plan(options), **given))
+    options.serve = normalized(ServeOptions(plan=shared.chosen_plan(options), **given))
     if options.ray is not None:
         from dflash_jax import ray
 
@@ -48,11 +41,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `dflash-jax serve` until a signal arrives.
-
-    Raises:
-      RequestError: the extra `serve` is missing, or an option is wrong.
-    """
+    """Run `dflash-jax serve` until a signal arrives."""
     try:
         import asyncio
 
@@ -66,9 +55,9 @@ def run(options: argparse.Namespace) -> int:
 
     given: ServeOptions = options.serve
     engines, config = configuration(given, _launcher(given))
-    if given.host not in ("127.0.0.1", "::1", "localhost") and not config.settings.api_keys:
+    if given.host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
         print(f"warning: open to the network without a key; set {KEYS}", file=sys.stderr)
-    if "*" in given.cors_origin and not config.settings.api_keys:
+    if "*" in given.cors_origin and not config.api_keys:
         print(f"warning: open to any web page without a key; set {KEYS}", file=sys.stderr)
     log_to_stderr(quiet=given.quiet)
 

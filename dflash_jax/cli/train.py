@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.cli.options import new_command, use_compilation_cache
+from dflash_jax.cli import options as shared
 from dflash_jax.errors import ConfigError, install_hint
 
 
 def add_command(commands: Any) -> None:
     """Add `train` to the command line."""
-    command = new_command(
+    command = shared.new_command(
         commands,
         "train",
         run,
@@ -97,18 +97,13 @@ def host_options(command: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `dflash-jax train`.
-
-    Raises:
-      ConfigError: the extra `train` is missing, or a setting is wrong.
-      RequestError: the extra `ray` is missing, or no cluster answers.
-    """
+    """Run `dflash-jax train`."""
     try:
         import optax  # noqa: F401
         import rich  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"training needs {error.name}; {install_hint('train')}") from error
-    use_compilation_cache()
+    shared.use_compilation_cache()
     from dflash_jax.trainer import exchange
     from dflash_jax.trainer.evaluate import summary
     from dflash_jax.trainer.loop import TrainingStopped
@@ -178,11 +173,7 @@ def train(options: argparse.Namespace, recipe: Any) -> Any:
 
 
 def among_hosts(options: argparse.Namespace, recipe: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which this process is one of the hosts of a run; none for a single one.
-
-    Raises:
-      ConfigError: the options contradict each other, or the devices cannot be divided.
-    """
+    """Return a context in which this process is one of the hosts of a run, if there are several."""
     count, host = options.hosts, options.host
     if count < 1:
         raise ConfigError(f"--hosts is {count}; expected at least 1")
@@ -222,11 +213,7 @@ def among_hosts(options: argparse.Namespace, recipe: Any) -> contextlib.Abstract
 
 
 def devices_of_each(recipe: Any, hosts: int) -> int:
-    """Return the devices of each host.
-
-    Raises:
-      ConfigError: they cannot be divided.
-    """
+    """Return the devices of each host."""
     each, rest = divmod(recipe.devices, hosts)
     if rest:
         raise ConfigError(

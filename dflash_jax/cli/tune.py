@@ -6,14 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.cli.options import (
-    check_request,
-    chosen_plan,
-    model_options,
-    new_command,
-    open_pair,
-    use_compilation_cache,
-)
+from dflash_jax.cli import options as shared
 from dflash_jax.cli.terminal import columns, table
 from dflash_jax.errors import RequestError
 
@@ -21,7 +14,7 @@ from dflash_jax.errors import RequestError
 def add_command(commands: Any) -> None:
     """Add `tune` to the command line."""
     text = "Find the fastest drafts, steps per call and kernels on this machine; write a plan."
-    command = new_command(commands, "tune", run, text, check=check)
+    command = shared.new_command(commands, "tune", run, text, check=check)
     command.add_argument("--out", type=Path, default=Path("plan.json"), help="file for `--plan`")
     command.add_argument("--overwrite", action="store_true", help="replace an existing file")
     command.add_argument(
@@ -32,16 +25,12 @@ def add_command(commands: Any) -> None:
     command.add_argument("--temperature", type=float, default=0.0)
     command.add_argument("--rounds", type=int, default=2, help="answers to each conversation")
     command.add_argument("--json", action="store_true", help="print one JSON object")
-    model_options(command)
+    shared.model_options(command)
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check the options before anything is measured.
-
-    Raises:
-      RequestError: a count is below 1, or the file exists or cannot be written.
-    """
-    check_request(options)
+    """Check the options before anything is measured."""
+    shared.check_request(options)
     for name in ("count", "rounds", "max_tokens"):
         if getattr(options, name) < 1:
             flag = name.replace("_", "-")
@@ -53,11 +42,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `dflash-jax tune`.
-
-    Raises:
-      RequestError: the target has no tokenizer or template, or a file cannot be read or written.
-    """
+    """Run `dflash-jax tune`."""
     import dataclasses
 
     from dflash_jax.bench import tune
@@ -69,11 +54,11 @@ def run(options: argparse.Namespace) -> int:
     def report(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    use_compilation_cache()
+    shared.use_compilation_cache()
     talks = read_prompts(options.data, options.count)
-    pair = open_pair(options)
+    pair = shared.open_pair(options)
     prompts = [chat_ids(pair.tokenizer, x.messages, {"tools": x.tools or None}) for x in talks]
-    plan = chosen_plan(options)
+    plan = shared.chosen_plan(options)
     given = {k: v for k, v in dataclasses.asdict(plan).items() if v != getattr(Plan, k)}
     room = max(map(len, prompts)) + options.max_tokens
     if not plan.max_length:

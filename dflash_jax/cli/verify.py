@@ -6,17 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.cli.options import (
-    check_request,
-    chosen_sampling,
-    encode_prompt,
-    load_engine,
-    model_options,
-    new_command,
-    prompt_ids,
-    prompt_options,
-    sampling_options,
-)
+from dflash_jax.cli import options as shared
 from dflash_jax.errors import RequestError
 from dflash_jax.show import precision
 
@@ -24,23 +14,19 @@ from dflash_jax.show import precision
 def add_command(commands: Any) -> None:
     """Add `verify` to the command line."""
     text = "Check that speculative output equals plain output."
-    command = new_command(commands, "verify", run, text, check=check_request)
-    prompt_options(command)
+    command = shared.new_command(commands, "verify", run, text, check=shared.check_request)
+    shared.prompt_options(command)
     command.add_argument("--prompts", type=Path, help="file with one prompt per line")
-    sampling_options(command.add_argument_group("output"), 64, plain=False)
+    shared.sampling_options(command.add_argument_group("output"), 64, plain=False)
     command.add_argument("--json", action="store_true")
-    model_options(command)
+    shared.model_options(command)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run `dflash-jax verify`; exit code 0 if the tokens of all prompts are equal, else 1.
-
-    Raises:
-      RequestError: there is no drafter, or a prompt is wrong.
-    """
+    """Run `dflash-jax verify`; exit code 0 if the tokens of all prompts are equal, else 1."""
     from dflash_jax.bench.compare import check
 
-    asked: Any = {"seed": 0} | chosen_sampling(options)
+    asked: Any = {"seed": 0} | shared.chosen_sampling(options)
 
     def verifiable(engine: Any, prompts: list[list[int]]) -> None:
         if engine.graph.drafter_config is None:
@@ -48,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         for ids in prompts:
             engine.check(ids, **asked)
 
-    engine, prompts = load_engine(
+    engine, prompts = shared.load_engine(
         options,
         lambda tokenizer: _prompts(options, tokenizer),
         quiet=options.json,
@@ -97,7 +83,7 @@ def _prompts(options: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
             raise RequestError(f"{options.prompts} cannot be read: {error}") from error
         if not any(line.strip() for line in lines):
             raise RequestError(f"{options.prompts} holds no prompt; write one per line")
-        return [encode_prompt(line, options, tokenizer) for line in lines if line.strip()]
+        return [shared.encode_prompt(line, options, tokenizer) for line in lines if line.strip()]
     if options.prompt is None and options.prompt_ids is None:
         if tokenizer is None:
             raise RequestError("this model ships no tokenizer; give --prompt-ids 1,2,3")
@@ -108,5 +94,5 @@ def _prompts(options: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
             "Write a function that adds two numbers.",
             "Give me a JSON object with a name and an age.",
         )
-        return [encode_prompt(text, options, tokenizer) for text in texts]
-    return [prompt_ids(options, tokenizer)]
+        return [shared.encode_prompt(text, options, tokenizer) for text in texts]
+    return [shared.prompt_ids(options, tokenizer)]

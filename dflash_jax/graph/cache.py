@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from dflash_jax.utils import private_folder
-from dflash_jax.utils.switches import NO, YES
+from dflash_jax.utils.progress import NO, YES
 
 # Entries of JAX's compilation cache with a digest, so that damaged ones are compiled again.
 #

@@ -19,12 +19,11 @@ all hosts' devices, so that all make the same calls, and no worker decides anyth
 | file | contents |
 | --- | --- |
 | `messages.py` | entries of the log, replies of workers, and their encoding; no pickle |
-| `channel.py` | frames over TCP, the proof that both ends have the token, the port to join on |
-| `coordinator.py` | the way to JAX's coordinator, closed to strangers; also for training |
+| `channel.py` | frames, the proof of a token, the port to join on, tunnels to JAX's coordinator |
 | `worker.py` | the worker's process |
 | `group.py` | `HostGroup`: starts, connects, watches and kills workers |
 | `remote.py` | the executor of the front and its handles; loads an engine over a new group |
-| `launch.py` | workers as child processes; `dflash_jax.ray.host_actors` starts them on a cluster |
+| `launch.py` | workers as child processes; `dflash_jax.ray.hosts` starts them on a cluster |
 
 A worker that dies, raises or stops answering loses the state of all, so the group fails as a
 whole: every wait ends with `HostError`, all workers are killed, and the server starts a new group.

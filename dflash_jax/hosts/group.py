@@ -163,11 +163,7 @@ class HostGroup:
             )
 
     def ask(self, entry: messages.Entry, seconds: float) -> list[Any]:
-        """Send an entry to all workers; return the reply of each.
-
-        Raises:
-          HostError: the group failed, or a worker did not reply in time.
-        """
+        """Send an entry to all workers; return the reply of each."""
         replies: dict[int, Any] = {}
         deadline = time.monotonic() + seconds
         with self._patience():
@@ -186,11 +182,7 @@ class HostGroup:
     # -- the log ------------------------------------------------------------------------------
 
     def write(self, entry: messages.Entry) -> None:
-        """Append an entry to the log.
-
-        Raises:
-          HostError: the group failed.
-        """
+        """Append an entry to the log."""
         with self._lock:
             self._check()
             freed = [self._freed.popleft() for _ in range(len(self._freed))]
@@ -337,7 +329,6 @@ class HostGroup:
         return "; ".join(found)
 
     def _end(self, error: HostError) -> None:
-        """End all waits with an error, close the connections and kill the workers."""
         self._closed.set()
         with self._lock:
             waits: list[Future[Any]] = [*self._values.values()]

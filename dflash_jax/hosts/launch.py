@@ -5,8 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import dflash_jax
 
@@ -45,6 +46,37 @@ class Launcher(Protocol):
         """Free what `start` reserved, once all workers ended."""
 
 
+def start_module(
+    words: Sequence[str], variables: dict[str, str], **streams: Any
+) -> subprocess.Popen[Any]:
+    """Start a module of this package in a session of its own, which Ctrl-C does not reach.
+
+    Args:
+      words: the module's name, and arguments.
+      variables: of its environment, in addition to those of this process.
+    """
+    root = str(Path(dflash_jax.__file__).parents[1])
+    paths = filter(None, [root, os.environ.get("PYTHONPATH")])
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", *words],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | variables,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        **streams,
+    )
+
+
+def kill_session(process: subprocess.Popen[Any], seconds: float | None = None) -> None:
+    """Kill a process of `start_module` and its children, and wait for its end.
+
+    Raises:
+      TimeoutExpired: it did not end within these seconds.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(seconds)
+
+
 class ChildProcess:
     """A worker as a child of this process, in a session of its own.
 
@@ -56,16 +88,10 @@ class ChildProcess:
     """
 
     def __init__(self, index: int, front: str, token: str, address: str):
-        root = str(Path(dflash_jax.__file__).parents[1])
-        paths = filter(None, [root, os.environ.get("PYTHONPATH")])
-        variables = os.environ | {TOKEN: token, "PYTHONPATH": os.pathsep.join(paths)}
-        command = [sys.executable, "-P", "-m", "dflash_jax.hosts.worker", front, str(index)]
-        self._process = subprocess.Popen(
-            [*command, address],
-            env=variables,
-            stdin=subprocess.DEVNULL,
+        self._process = start_module(
+            ("dflash_jax.hosts.worker", front, str(index), address),
+            {TOKEN: token},
             stdout=sys.stderr.fileno() if _has_descriptor() else subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal must not reach it
         )
 
     @property
@@ -83,10 +109,8 @@ class ChildProcess:
 
     def kill(self) -> None:
         """Kill the process and its children, and wait for its end."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(KILL_S)
+            kill_session(self._process, KILL_S)
 
 
 class ChildLauncher:

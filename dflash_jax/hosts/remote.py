@@ -1,4 +1,7 @@
-"""Engines whose workers hold the models: the front's executor, and its handles of values."""
+"""Engines whose workers hold the models: the front's executor, and its handles of values.
+
+After the hosts failed, everything that needs them raises `HostError`.
+"""
 
 import concurrent.futures
 import dataclasses
@@ -55,20 +58,11 @@ class RemoteArray(RemoteTree):
         self._fetched: concurrent.futures.Future[np.ndarray] | None = None
 
     def copy_to_host_async(self) -> None:
-        """Ask for the value, and return at once.
-
-        Raises:
-          HostError: the hosts failed.
-        """
+        """Ask for the value, and return at once."""
         if self._fetched is None:
             self._fetched = self._group.fetch(self.handle)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return the value.
-
-        Raises:
-          HostError: the hosts failed, or the value does not come in time.
-        """
         self.copy_to_host_async()
         assert self._fetched is not None
         value = self._group.wait(self._fetched)
@@ -85,11 +79,7 @@ class RemoteExecutable:
     code_bytes: int = 0  # of other processes
 
     def __call__(self, params: Any, state: Any, logits_state: Any, inputs: Any) -> Any:
-        """Return handles of the results; arguments as for the program.
-
-        Raises:
-          HostError: the hosts failed.
-        """
+        """Return handles of the results; arguments as for the program."""
         group = self.group
         leaves = jax.tree.leaves(inputs)
         given = [x.handle if isinstance(x, RemoteArray) else pack(x) for x in leaves]

@@ -26,8 +26,7 @@ from dflash_jax.graph.executor import LocalExecutor, vectors_digest
 from dflash_jax.graph.keys import ProgramKey
 from dflash_jax.graph.settings import isolated_jax_config, untraced
 from dflash_jax.hosts import messages
-from dflash_jax.hosts.channel import Channel, Hello, connect
-from dflash_jax.hosts.coordinator import UNIX, private_address, relay, tunnel
+from dflash_jax.hosts.channel import UNIX, Channel, Hello, connect, private_address, relay, tunnel
 from dflash_jax.hosts.launch import LOOPBACK, TOKEN
 from dflash_jax.hosts.messages import pack, unpack
 from dflash_jax.loading import open_pair

@@ -1,9 +1,8 @@
 """Adapters for Ray: replicas of the server, and answers of large data sets. Need the extra `ray`.
 
-`serve run dflash_jax.ray:app` calls `app`. A request passes `gateway`; `serving` chooses a replica
-and has its server.
-`answers` is in `offline`, workers of one model over several hosts in `hosts`, hosts that train in
-`training`.
+`serve run dflash_jax.ray:app` calls `app`. In `serving`, a gateway passes requests to replicas,
+chosen by conversation (`calls`). `answers` is in `offline`. Workers of one model over several
+hosts, and hosts that train (`commands`), are placed by `hosts`.
 """
 
 import socket
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_jax.errors import RequestError, install_hint
+from dflash_jax.serve_options import ServeOptions
 
 if TYPE_CHECKING:
     from dflash_jax.hosts.launch import Launcher
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from dflash_jax.trainer.regenerate import Decoder
 
 CONNECT_S = 10.0  # seconds
+PREFIX = "DFLASH_SERVE_"  # of environment variables
+# Options of the application itself, with their defaults: number of replicas, or least and most as
+# "1-4"; GPUs and CPUs that Ray reserves for each.
+SCALING = {"replicas": "1", "gpus": "0", "cpus": "1"}
 
 
 def app(args: Mapping[str, Any]) -> Any:
@@ -26,7 +30,7 @@ def app(args: Mapping[str, Any]) -> Any:
 
     Args:
       args: options of `dflash-jax serve` by name, such as `target` and `rows`, and those of
-        `options.SCALING`. The environment variable DFLASH_SERVE_ROWS gives the default of `rows`.
+        `SCALING`. The environment variable DFLASH_SERVE_ROWS gives the default of `rows`.
 
     Raises:
       RequestError: the extra `ray` is missing, or an option is unknown or wrong.
@@ -36,6 +40,67 @@ def app(args: Mapping[str, Any]) -> Any:
     from dflash_jax.ray import serving
 
     return serving.application(args)
+
+
+def given_options(
+    args: Mapping[str, Any], environ: Mapping[str, str]
+) -> tuple[ServeOptions, dict[str, str]]:
+    """Return the options of `dflash-jax serve`, and those of `SCALING`.
+
+    Args:
+      args: options by name; they take precedence over those of `environ`.
+
+    Raises:
+      RequestError: a name is unknown, or a value is wrong.
+    """
+    given: dict[str, Any] = {
+        name.removeprefix(PREFIX).lower(): value
+        for name, value in environ.items()
+        if name.startswith(PREFIX)
+    }
+    given |= {name.replace("-", "_"): value for name, value in args.items()}
+    scaling = {name: str(given.pop(name, default)) for name, default in SCALING.items()}
+    try:
+        return ServeOptions.of(given), scaling
+    except RequestError as error:
+        raise RequestError(f"{error}; further options are {', '.join(SCALING)}") from None
+
+
+def scaling_options(given: Mapping[str, str], rows: int) -> dict[str, Any]:
+    """Return options of a deployment for the options of `SCALING`.
+
+    Args:
+      rows: requests that a replica decodes at a time, the target of autoscaling.
+
+    Raises:
+      RequestError: a value is wrong.
+    """
+    resources = {f"num_{name}": _number(name, given[name]) for name in ("cpus", "gpus")}
+    options: dict[str, Any] = {"ray_actor_options": resources}
+    least, dash, most = given["replicas"].partition("-")
+    if not dash:
+        return options | {"num_replicas": int(_number("replicas", least, least=1, whole=True))}
+    scaling = {
+        "min_replicas": int(_number("replicas", least, whole=True)),
+        "max_replicas": int(_number("replicas", most, least=1, whole=True)),
+        "target_ongoing_requests": rows,
+    }
+    if scaling["min_replicas"] > scaling["max_replicas"]:
+        raise RequestError(
+            f"replicas is {given['replicas']!r}; expected a number, or least and most as 1-4"
+        )
+    return options | {"autoscaling_config": scaling}
+
+
+def _number(name: str, text: str, *, least: float = 0, whole: bool = False) -> float:
+    try:
+        value = float(text)
+        if value < least or (whole and not value.is_integer()):
+            raise ValueError
+    except ValueError:
+        kind = "a whole number" if whole else "a number"
+        raise RequestError(f"{name} is {text!r}; expected {kind} of at least {least:g}") from None
+    return value
 
 
 def answers(
@@ -104,7 +169,7 @@ def host_launcher(address: str, hosts: int) -> "Launcher":
       RequestError: the extra `ray` is missing, or no cluster answers.
     """
     _connect(address)
-    from dflash_jax.ray.host_actors import RayLauncher
+    from dflash_jax.ray.hosts import RayLauncher
 
     return RayLauncher(hosts)
 
@@ -130,16 +195,16 @@ def train(
     _connect(address)
     import ray
 
-    from dflash_jax.ray import commands, training
+    from dflash_jax.ray import commands
+    from dflash_jax.ray import hosts as placed
 
     running = ray.get_runtime_context().gcs_address
     if code := commands.run_here([*words, "--ray", running, "--only-answers"], show):
         return code
-    return training.train([*words, "--hosts", str(hosts)], hosts, devices, show)
+    return placed.train([*words, "--hosts", str(hosts)], hosts, devices, show)
 
 
 def _connect(address: str) -> None:
-    """Connect to a cluster; errors as for `decoder`."""
     check_installed()
     import ray
 

@@ -2,18 +2,15 @@
 
 import contextlib
 import math
-import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
-import dflash_jax
+from dflash_jax.hosts.launch import kill_session, start_module
 from dflash_jax.trainer.exchange import SILENCE
 from dflash_jax.trainer.loop import StopFlag, stop_flag
 
@@ -47,17 +44,9 @@ class CommandProcess:
     """
 
     def __init__(self, words: Sequence[str], **variables: str):
-        root = str(Path(dflash_jax.__file__).parents[1])
-        paths = filter(None, [root, os.environ.get("PYTHONPATH")])
         self._lines: queue.SimpleQueue[Line] = queue.SimpleQueue()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "dflash_jax", *words],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C reaches it by `signal` only
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self._process = start_module(("dflash_jax", *words), variables, **pipes)
         streams = {"stdout": self._process.stdout, "stderr": self._process.stderr}.items()
         self._readers = [threading.Thread(target=self._read, args=x, daemon=True) for x in streams]
         for reader in self._readers:
@@ -80,9 +69,7 @@ class CommandProcess:
 
     def kill(self) -> None:
         """See `Command`."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        kill_session(self._process)
 
     def _read(self, name: str, stream: Any) -> None:
         with stream:

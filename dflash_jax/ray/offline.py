@@ -110,6 +110,5 @@ class AnswerActor:
         self._pool = EnginePool(model, variant, most=1, weights=weights)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the answers to the groups of a batch, as JSON."""
         groups = [pickle.loads(group) for group in batch["group"]]
         return {"answers": [json.dumps(group.decode(self._pool)) for group in groups]}

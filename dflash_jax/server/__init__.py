@@ -3,8 +3,8 @@
 `configuration` opens models, `run` starts the server, `served_models` has the loaded ones. A
 request passes the modules in this order:
 
-1. `http_connection`: HTTP, timeouts, bounds on connections and on the log lines that clients
-   cause. `middleware`: API keys, limits, and hosts and origins (`access`).
+1. `http_connection`: HTTP, timeouts, disconnections, bounds on connections and on the log lines
+   that clients cause. `middleware`: API keys, limits, and hosts and origins (`access`).
 2. `app`: the routes that generate. `information` has the others, among them the page for
    browsers, whose files are in the folder `page`; `metrics` has the Prometheus page. `background`
    runs slow work in threads.
@@ -14,8 +14,10 @@ request passes the modules in this order:
    conversations, of each key.
 4. `prompt`: chat template and token ids, also those of a prompt with a suffix.
 5. `generation`: submits one job per output to the thread that owns the engine (`engine_thread`);
-   `lifecycle` starts engines again, `output_grammar` adds reasoning and calls to the grammar of an
-   answer, `errors` has the responses of requests that fail.
+   the grammar of an answer gets reasoning and calls around it, and `errors` has the responses of
+   requests that fail.
 6. `reply`: parses output into reasoning, content and tool calls, and filters repeated calls.
-7. The module of step 3 writes the response, with `writer`; `connection` sends it.
+7. The module of step 3 writes the response, with `writer`.
+
+What steps 3 to 5 refuse, they raise as `protocol.Problem`.
 """

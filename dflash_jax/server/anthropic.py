@@ -4,7 +4,6 @@ import json
 import math
 from typing import Any
 
-from dflash_jax.server import writer
 from dflash_jax.server.conversation import parse_messages
 from dflash_jax.server.fields import (
     CommonFields,
@@ -15,11 +14,10 @@ from dflash_jax.server.fields import (
 )
 from dflash_jax.server.generation import Generation
 from dflash_jax.server.message_formats import continues_assistant, messages_from_anthropic
-from dflash_jax.server.protocol import GenerationRequest, Problem, decode, new_id
+from dflash_jax.server.protocol import GenerationRequest, Problem, decode
 from dflash_jax.server.reply import Reply, ReplyPart
-from dflash_jax.server.served_models import answer_name
-from dflash_jax.server.tools import check_tools, parse_tools
-from dflash_jax.server.writer import sse_event
+from dflash_jax.server.tools import DeclaredTools, check_tools, tool_arguments
+from dflash_jax.server.writer import ResponseWriter, cached_tokens, sse_event
 from dflash_jax.tokenizer import well_formed
 from dflash_jax.tool_parsers.calls import (
     Content,
@@ -29,7 +27,7 @@ from dflash_jax.tool_parsers.calls import (
     ToolCallEnd,
     ToolCallStart,
 )
-from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice, is_deep
+from dflash_jax.tool_parsers.tool_schema import is_deep
 
 SIGNATURE = "unsigned"  # clients drop thinking blocks without a signature
 
@@ -60,24 +58,21 @@ def decode_messages(body: bytes, *, counting: bool = False) -> GenerationRequest
 
     Args:
       counting: the request only counts tokens, and needs no max_tokens.
-
-    Raises:
-      Problem: the body is invalid, or asks for something unsupported.
     """
     parsed, unknown = decode(body, MessagesRequest)
     if parsed.thread is not None:
         raise _no_threads()
     if parsed.max_tokens is None and not counting:
-        raise Problem(400, "max_tokens is missing", param="max_tokens")
+        raise Problem("max_tokens is missing", param="max_tokens")
     if not parsed.messages:  # there may be a system prompt
-        raise Problem(400, "messages is empty; give at least one", param="messages")
+        raise Problem("messages is empty; give at least one", param="messages")
     output = parsed.output_config or {}
     output_format, where = output.get("format"), "output_config.format"
     if output_format is None:
         output_format, where = parsed.output_format, "output_format"
     common = common_arguments(parsed, unknown, output_format, where)
     warnings = list(common["warnings"])
-    tools, declared, tool_choice = _tools(parsed)
+    tools = _tool_arguments(parsed)
     template, more_warnings = reasoning_options(
         parsed.chat_template_kwargs,
         effort=output.get("effort"),
@@ -95,29 +90,21 @@ def decode_messages(body: bytes, *, counting: bool = False) -> GenerationRequest
     return GenerationRequest(
         api="messages",
         messages=messages,
-        tools=tools,
-        declared_tools=declared,
-        tool_choice=tool_choice,
         parallel_tool_calls=not (parsed.tool_choice or {}).get("disable_parallel_tool_use"),
         template_kwargs=template,
         continue_final_message=continues_assistant(parsed.messages),
         max_tokens=parsed.max_tokens,
         clamp_max_tokens=True,
-        **common | more,
+        **tools | common | more,
     )
 
 
-def _tools(
-    parsed: MessagesRequest,
-) -> tuple[list[dict[str, Any]], tuple[Tool, ...], ToolChoice]:
-    """Return tools and choice as `parse_tools` does."""
+def _tool_arguments(parsed: MessagesRequest) -> dict[str, Any]:
     check_tools(parsed.tools)
-    given = []
-    places = []
+    found = DeclaredTools()
     for at, tool in enumerate(parsed.tools or []):
         if (kind := tool.get("type")) not in (None, "custom"):
             raise Problem(
-                400,
                 f"the tool {tool.get('name')!r} of type {kind!r} is defined by Anthropic and not"
                 " supported here; declare a tool with a name and an input_schema instead",
                 param=f"tools[{at}].type",
@@ -126,34 +113,37 @@ def _tools(
         if tool.get("strict") is True:
             inner["strict"] = True
         inner["parameters"] = tool.get("input_schema") or {"type": "object", "properties": {}}
-        given.append({"type": "function", "function": inner})
-        places.append(f"tools[{at}]")
+        found.functions.append({"type": "function", "function": inner})
+        found.places.append(f"tools[{at}]")
     choice = parsed.tool_choice or {"type": "auto"}
     kind = choice.get("type")
     if kind not in ("auto", "any", "none", "tool"):
-        raise Problem(
-            400, f"tool_choice type {kind!r}; expected auto, any, none or tool",
-            param="tool_choice.type",
-        )  # fmt: skip
+        text = f"tool_choice type {kind!r}; expected auto, any, none or tool"
+        raise Problem(text, param="tool_choice.type")
     wanted = {"function": {"name": choice.get("name")}} if kind == "tool" else kind
-    return parse_tools(given, wanted, places)
+    return tool_arguments(found, wanted)
 
 
 def _no_threads() -> Problem:
     """Return the error on which Anthropic's clients send the whole conversation instead."""
     return Problem(
-        400, "thread is not supported: nothing is stored here; send the whole conversation",
+        "thread is not supported: nothing is stored here; send the whole conversation",
         param="thread",
         details={"error_code": "thread_unsupported_request"},
-    )  # fmt: skip
+    )
 
 
-class MessagesWriter:
-    """Writes responses and stream events of /v1/messages."""
+class MessagesWriter(ResponseWriter):
+    """Writes responses and stream events of /v1/messages.
+
+    A stream has no event before the first token, which makes the usage figures of message_start
+    known.
+    """
+
+    prefix = "msg_"
 
     def __init__(self, generation: Generation):
-        self.generation = generation
-        self.id = new_id("msg_")
+        super().__init__(generation)
         self._reused: int | None = None  # cached prompt tokens, as sent in message_start
         self._at = -1  # index of the current content block
         self._open = ""  # type of the current block, while it is open
@@ -162,11 +152,7 @@ class MessagesWriter:
         """Return the message object."""
         [reply] = self.generation.replies
         content = [_block(part) for part in reply.parts]
-        return self._message(content, reply, self._usage()) | self._more()
-
-    def start(self) -> bytes:
-        """Return nothing: message_start has usage figures that the first token makes known."""
-        return b""
+        return self._message(content, reply, self._usage()) | self._finished_fields(reply)
 
     def _begin(self) -> bytes:
         """Return message_start, unless it was sent."""
@@ -201,8 +187,9 @@ class MessagesWriter:
         [reply] = self.generation.replies
         end = {"stop_reason": _reason(reply), "stop_sequence": reply.stop_string}
         delta = {"type": "message_delta", "delta": end, "usage": self._usage()}
+        delta |= self._finished_fields(reply)
         out = self._begin() + self._leave()
-        return out + sse_event(delta | self._more()) + sse_event({"type": "message_stop"})
+        return out + sse_event(delta) + sse_event({"type": "message_stop"})
 
     def error(self, problem: Problem) -> bytes:
         """Return the error event."""
@@ -228,19 +215,10 @@ class MessagesWriter:
         self._open = ""
         return out + sse_event({"type": "content_block_stop", "index": self._at})
 
-    def _more(self) -> dict[str, Any]:
-        """Return the fields that finished responses have in addition to Anthropic's."""
-        [reply] = self.generation.replies
-        fields: dict[str, Any] = {"finish_details": reply.details}
-        if self.generation.request.return_token_ids:
-            fields["token_ids"] = reply.ids
-            fields["prompt_token_ids"] = self.generation.prompts[0].ids
-        return fields | writer.requested_statistics(self.generation, self.id)
-
     def _usage(self) -> dict[str, Any]:
         stats = [reply.result.stats for reply in self.generation.replies if reply.result]
         prompt_tokens = sum(len(prompt.ids) for prompt in self.generation.prompts)
-        reused = writer.cached_tokens(stats) if self._reused is None else self._reused
+        reused = cached_tokens(stats) if self._reused is None else self._reused
         return {
             "input_tokens": prompt_tokens - reused,
             "cache_read_input_tokens": reused,
@@ -255,7 +233,7 @@ class MessagesWriter:
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": answer_name(self.generation.model.name, self.generation.request.model),
+            "model": self._model,
             "content": content,
             "stop_reason": _reason(reply) if reply else None,
             "stop_sequence": reply.stop_string if reply else None,
@@ -264,7 +242,6 @@ class MessagesWriter:
 
 
 def _block(part: ReplyPart) -> dict[str, Any]:
-    """Return a reply part as a content block."""
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
     if part.call is None:

@@ -15,45 +15,46 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from dflash_jax.engine.sampling_params import SamplingParams
+from dflash_jax.server import anthropic, completions, responses
 from dflash_jax.server.access import allowed_hosts
-from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_messages
 from dflash_jax.server.background import by_size, in_thread, read_body
-from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat
-from dflash_jax.server.completions import CompletionRequest, CompletionWriter, decode_completion
-from dflash_jax.server.connection import (
+from dflash_jax.server.generation import (
+    Generation,
+    ReplyEvents,
+    prepare,
+    sampling_params,
+    usable_tools,
+)
+from dflash_jax.server.http_connection import (
     ClientDisconnected,
     EventStreamResponse,
     JsonPieces,
-    drain_events,
     unless_disconnected,
 )
-from dflash_jax.server.generation import Generation, ReplyEvents, prepare, sampling_params
-from dflash_jax.server.information import InfoRoutes, Reader, StoredRoutes, WebPage
+from dflash_jax.server.information import InfoRoutes, Reader, StoredRoutes, page_routes
 from dflash_jax.server.metrics import Metrics
-from dflash_jax.server.middleware import Handler, Middleware, Settings, log_error
-from dflash_jax.server.output_grammar import usable_tools
+from dflash_jax.server.middleware import Handler, Middleware, log_error
 from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.response_store import ResponseStores
-from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
-from dflash_jax.server.served_models import ServedModel, ServedModels
+from dflash_jax.server.response_store import response_stores
+from dflash_jax.server.served_models import ServedModel, ServedModels, ServerConfig
 from dflash_jax.server.writer import ResponseWriter, encode, keepalive_event
 from dflash_jax.tool_parsers.calls import Content, Event, ToolCallDelta
 
 log = logging.getLogger("dflash_jax.server")
 requests = logging.getLogger("dflash_jax.server.requests")  # one line per output
 WRITERS: dict[str, Callable[[Generation], ResponseWriter]] = {
-    "chat": ChatWriter,
-    "completions": CompletionWriter,
-    "responses": ResponsesWriter,
-    "messages": MessagesWriter,
+    "chat": completions.ChatWriter,
+    "completions": completions.CompletionWriter,
+    "responses": responses.ResponsesWriter,
+    "messages": anthropic.MessagesWriter,
 }
 BODIES = {
-    "/v1/chat/completions": ChatRequest,
-    "/v1/completions": CompletionRequest,
-    "/v1/responses": ResponsesRequest,
-    "/v1/messages": MessagesRequest,
+    "/v1/chat/completions": completions.ChatRequest,
+    "/v1/completions": completions.CompletionRequest,
+    "/v1/responses": responses.ResponsesRequest,
+    "/v1/messages": anthropic.MessagesRequest,
 }
 
 
@@ -72,49 +73,51 @@ class Server:
     def __init__(
         self,
         models: Sequence[ServedModel],
-        settings: Settings,
+        config: ServerConfig,
         bound: Sequence[str] = ("127.0.0.1",),
     ):
-        self.models = ServedModels(models, settings.aliases, any_name=settings.any_name)
-        self._settings, self._metrics = settings, Metrics()
-        self._middleware = Middleware(settings, self._metrics, self.models)
+        self.models = ServedModels(models, config.aliases, any_name=config.any_name)
+        self._config, self._metrics = config, Metrics()
+        self._middleware = Middleware(config, self._metrics, self.models)
         self._running: set[Generation] = set()
-        stores = ResponseStores(len(settings.api_keys), lambda: self._middleware.max_body)
+        stores = response_stores(len(config.api_keys), lambda: self._middleware.max_body)
         parameters = {path: kind.__struct_fields__ for path, kind in BODIES.items()}
-        shared = self.models, self._middleware, settings, self._metrics
+        shared = self.models, self._middleware, config, self._metrics
         information = InfoRoutes(*shared, parameters)
 
         def read_responses(raw_request: Request) -> Callable[[bytes], GenerationRequest]:
-            return functools.partial(decode_responses, store=stores.of(raw_request.state.owner))
+            return functools.partial(
+                responses.decode_responses, store=stores[raw_request.state.owner]
+            )
 
         posts = information.posts | {
-            "/v1/chat/completions": self._generation_handler(lambda _: decode_chat),
-            "/v1/completions": self._generation_handler(lambda _: decode_completion),
+            "/v1/chat/completions": self._generation_handler(lambda _: completions.decode_chat),
+            "/v1/completions": self._generation_handler(lambda _: completions.decode_completion),
             "/v1/responses": self._generation_handler(read_responses, stored=True),
             "/v1/responses/input_tokens": information.token_counter(
                 read_responses, stored=True, object="response.input_tokens"
             ),
-            "/v1/messages": self._generation_handler(lambda _: decode_messages),
+            "/v1/messages": self._generation_handler(lambda _: anthropic.decode_messages),
         }
         wrap_handler = self._middleware.wrap_handler
         routes = [Route(path, wrap_handler(f), methods=["POST"]) for path, f in posts.items()]
         self.routes = routes
         routes += [Route(p, wrap_handler(f), methods=["GET"]) for p, f in information.gets.items()]
-        for path, page in WebPage().gets.items() if settings.ui else ():
+        for path, page in page_routes().items() if config.ui else ():
             routes.append(Route(path, wrap_handler(page, needs_key=False), methods=["GET"]))
         for path, (handler, methods) in StoredRoutes(stores, self._middleware).handlers.items():
             routes.append(Route(path, wrap_handler(handler), methods=methods))
         handlers: Any = {404: self._middleware.no_route, 405: self._middleware.no_route}
-        keys = bool(settings.api_keys)
-        hosts = allowed_hosts(bound, settings.allowed_hosts, has_keys=keys)
+        keys = bool(config.api_keys)
+        hosts = allowed_hosts(bound, config.allowed_hosts, has_keys=keys)
         inner = Starlette(routes=routes, exception_handlers=handlers)
         self.app: ASGIApp = self._middleware.wrap_app(inner, hosts)
-        if settings.cors:  # outermost: error responses need its headers, preflights have no key
+        if config.cors:  # outermost: error responses need its headers, preflights have no key
             from starlette.middleware.cors import CORSMiddleware
 
             self.app = CORSMiddleware(
                 self.app,
-                allow_origins=settings.cors,
+                allow_origins=config.cors,
                 allow_methods=["*"],
                 allow_headers=["*"],
                 allow_private_network=True,
@@ -147,10 +150,10 @@ class Server:
                 raise
             self._middleware.check_open()  # again: reading may take seconds
             model, request, prompts, options = parsed
-            limits = [t for t in (request.timeout, self._settings.timeout) if t is not None]
+            limits = [t for t in (request.timeout, self._config.timeout) if t is not None]
             generation = Generation(
                 model, request, prompts, options, min(limits, default=None),
-                compile_wait=self._settings.compile_wait, request_id=raw_request.state.id,
+                compile_wait=self._config.compile_wait, request_id=raw_request.state.id,
                 body_size=len(body),
             )  # fmt: skip
             writer = WRITERS[request.api](generation)
@@ -159,8 +162,9 @@ class Server:
                 while await unless_disconnected(anext(events), raw_request.receive) is None:
                     pass  # errors before the first update are not streamed
                 chunks = self._chunks(generation, writer, events)
-                return EventStreamResponse(generation, chunks)
-            await unless_disconnected(drain_events(events), raw_request.receive)
+                end = functools.partial(generation.cancel, "disconnect")
+                return EventStreamResponse(chunks, end)
+            await unless_disconnected(_drained(events), raw_request.receive)
             self._record(generation, writer.id)
             size = generation.answer_size
             text = await by_size(size, lambda: encode(writer.to_json()))
@@ -171,9 +175,8 @@ class Server:
     async def _parse(
         self, read: Callable[[bytes], GenerationRequest], body: bytes, *, stored: bool
     ) -> tuple[ServedModel, GenerationRequest, list[EncodedPrompt], list[SamplingParams]]:
-        """Return the model, the request, its prompts and their options."""
         request = await read_body(read, body, stored=stored)
-        if self._settings.metrics:
+        if self._config.metrics:
             request = dataclasses.replace(request, metrics=True, timings=True)
         model = self.models.named(request.model)
         if request.declared_tools:
@@ -189,7 +192,7 @@ class Server:
     async def _track(self, generation: Generation) -> AsyncGenerator[ReplyEvents]:
         """Yield the generation's events, and keep it in `_running` until they end."""
         self._running.add(generation)
-        events = generation.events(self._settings.keepalive)
+        events = generation.events(self._config.keepalive)
         logged = False  # at most once: it waits for programs
         try:
             async for update in events:
@@ -227,7 +230,6 @@ class Server:
             await events.aclose()
 
     def _record(self, generation: Generation, response_id: str) -> None:
-        """Record metrics and log one line per output."""
         self._metrics.ended(generation)
         if not requests.isEnabledFor(logging.INFO):
             return
@@ -245,6 +247,11 @@ class Server:
                 stats.cached_tokens, stats.output_tokens, stats.first_token_s,
                 stats.tokens_per_s, tau, reply.finish_reason, seconds, notes,
             )  # fmt: skip
+
+
+async def _drained(events: AsyncGenerator[ReplyEvents]) -> None:
+    async for _ in events:
+        pass
 
 
 def _size(generation: Generation, update: tuple[Reply, list[Event]]) -> int:

@@ -56,9 +56,9 @@ async def in_thread(
         gone.set()
         raise
     except InterruptedRequestError as error:
-        raise Problem(400, str(error), param=param, code="time_limit") from None
+        raise Problem(str(error), param=param, code="time_limit") from None
     except PromptTooLongError as error:
-        raise Problem(400, str(error), param=param, code="context_length_exceeded") from None
+        raise Problem(str(error), param=param, code="context_length_exceeded") from None
 
 
 async def by_size(size: int, function: Callable[..., T], *arguments: Any) -> T:
@@ -123,10 +123,10 @@ class StructureThreads(Generic[Job]):
             with self._lock:
                 if self._slow >= MOST_SLOW:
                     raise Problem(
-                        503,
                         f"{self._slow} other requests wait for structures that take long to"
                         f" compile; try again in about {GRAMMAR_RETRY_S} s, or simplify the"
                         " structure",
+                        status=503,
                         code="structures_busy",
                         retry_s=GRAMMAR_RETRY_S,
                     )

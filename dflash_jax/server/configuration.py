@@ -45,11 +45,15 @@ def configuration(
       ConfigError, CheckpointError: a model is not supported, or damaged.
     """
     from dflash_jax.graph import cache
-    from dflash_jax.server.middleware import Settings
-    from dflash_jax.server.run import ServerConfig
+    from dflash_jax.server.served_models import ServerConfig
 
     pairs = _pairs(options, launcher)
-    settings = Settings(
+    plain, with_tools = _recovery(options)
+    config = ServerConfig(
+        host=options.host,
+        port=options.port,
+        drain=options.drain,
+        warm=options.warm,
         api_keys=_keys(options.api_key_file),
         max_body=options.max_body,
         timeout=options.timeout if options.timeout > 0 else None,
@@ -60,14 +64,10 @@ def configuration(
         ui=not options.no_ui,
         aliases=options.aliases,
         any_name=options.serve_any_name,
-    )
-    config = ServerConfig(
-        host=options.host,
-        port=options.port,
-        drain=options.drain,
-        warm=options.warm,
-        defaults=_defaults(options),
-        settings=settings,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        recovery=plain,
+        with_tools=with_tools,
     )
     cache.use_compilation_cache(warn=report)
 
@@ -121,7 +121,6 @@ def _plan(options: ServeOptions, pair: Any) -> Any:
 
 
 def _pairs(options: ServeOptions, launcher: Callable[[], Any] | None) -> dict[str, Any]:
-    """Return the opened models by name."""
     pairs = {options.first_name: _first(options, launcher)}
     for text in options.model:
         name, _, paths = text.partition("=")
@@ -160,20 +159,15 @@ def _first(options: ServeOptions, launcher: Callable[[], Any] | None) -> Any:
     return HostedPair(pair, sources, started, hosts=options.hosts, devices=devices)
 
 
-def _defaults(options: ServeOptions) -> Any:
+def _recovery(options: ServeOptions) -> tuple[Any, Any]:
+    """Return the rules for requests without tools, and for those with tools."""
     from dflash_jax.engine.state_machine import OFF, Recovery
-    from dflash_jax.server.served_models import RequestDefaults
 
     from_environment = Recovery.from_environment(os.environ)
     chosen = {"off": (OFF, OFF), "tools": (OFF, Recovery()), "all": (Recovery(), Recovery())}
-    named = (from_environment, from_environment) if from_environment != OFF else chosen["tools"]
-    plain, with_tools = chosen[options.recovery] if options.recovery else named
-    return RequestDefaults(
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        recovery=plain,
-        with_tools=with_tools,
-    )
+    if options.recovery:
+        return chosen[options.recovery]
+    return chosen["tools"] if from_environment == OFF else (from_environment, from_environment)
 
 
 def _keys(file: str | None) -> tuple[str, ...]:

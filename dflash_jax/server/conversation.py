@@ -1,4 +1,8 @@
-"""Validation and normalization of messages, and the text of their contents."""
+"""Validation and normalization of messages, and the text of their contents.
+
+`param`, `where` and `place` are paths in the request, for errors. What is left out or changed is
+added to `warnings`.
+"""
 
 import base64
 import json
@@ -13,7 +17,6 @@ from dflash_jax.server.tools import PARAMETER
 from dflash_jax.tool_parsers.tool_schema import call_arguments
 
 # The text of message contents, whose parts differ between APIs.
-
 
 TEXT_MEDIA = re.compile(r"text/[\w.+-]+|application/(json|xml|yaml|x-yaml|toml)")
 MEDIA = re.compile(r"(.*_)?(image|audio|video|file|screenshot)(_url|_file)?")
@@ -36,31 +39,19 @@ def unwrap(texts: list[str]) -> str | list[str]:
 
 
 def content_text(content: Any, param: str, warnings: list[str]) -> str | None:
-    """Return a content as one text: model output that a client split into parts.
-
-    Raises:
-      Problem: as for `content_texts`.
-    """
+    """Return a content as one text: model output that a client split into parts."""
     texts = content_texts(content, param, warnings)
     return "".join(texts) if isinstance(texts, list) else texts
 
 
 def content_texts(content: Any, param: str, warnings: list[str]) -> str | list[str] | None:
-    """Return the text of a message's content, or a list if it has more than one text.
-
-    Args:
-      param: path of the content in the request.
-      warnings: parts without text, which are left out, are added here.
-
-    Raises:
-      Problem: the content is neither text nor a list of parts, or has media.
-    """
+    """Return the text of a message's content, or a list if it has more than one text."""
     if content is None or isinstance(content, str):
         return content
     if isinstance(content, dict):
         content = [content]
     if not isinstance(content, list):
-        raise Problem(400, "content is neither a text nor a list", param=param)
+        raise Problem("content is neither a text nor a list", param=param)
     texts = [part_text(part, f"{param}[{at}]", warnings) for at, part in enumerate(content)]
     return unwrap([text for text in texts if text is not None] or [""])
 
@@ -72,9 +63,6 @@ def result_texts(
 
     Args:
       failed: the client reports that the call failed.
-
-    Raises:
-      Problem: the content has media.
     """
     parts = content if isinstance(content, list) else [content]
     if content is not None and not all(
@@ -92,21 +80,14 @@ def with_failure(texts: str | list[str]) -> str | list[str]:
 
 
 def part_text(part: Any, param: str, warnings: list[str]) -> str | None:
-    """Return the text of a content part; None if it has none, which adds a warning.
-
-    Args:
-      param: path of the part in the request.
-
-    Raises:
-      Problem: the part is a medium, such as an image, or no part.
-    """
+    """Return the text of a content part; None if it has none, which adds a warning."""
     if isinstance(part, str):
         return part
     if part is None:
         part = {}
     if not isinstance(part, dict):
         raise Problem(
-            400, f"a content part is {part!r:.50}; expected an object with a type", param=param
+            f"a content part is {part!r:.50}; expected an object with a type", param=param
         )
     kind = part.get("type")
     match kind:
@@ -213,7 +194,6 @@ def _block_text(block: Any) -> Any:
 
 
 def _lines(*texts: Any) -> str:
-    """Return the non-empty strings, one per line."""
     return "\n".join(text for text in texts if isinstance(text, str) and text)
 
 
@@ -243,14 +223,9 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def check_messages(given: Sequence[Any], param: str = "messages") -> None:
-    """Refuse too many messages, or input items.
-
-    Raises:
-      Problem: there are more than MOST_MESSAGES.
-    """
+    """Refuse too many messages, or input items."""
     if len(given) > MOST_MESSAGES:
         raise Problem(
-            400,
             f"{param} has {len(given)} entries; at most {MOST_MESSAGES} are accepted: merge"
             " neighbouring ones, or leave out or summarise the oldest",
             param=param,
@@ -265,15 +240,9 @@ def parse_messages(
     A content becomes a text or a list of texts, which the tokenizer joins the way the template
     does. `developer` becomes `system`, adjacent system messages are merged, and call arguments are
     decoded.
-
-    Args:
-      warnings: parts of the messages that are left out or changed are added here.
-
-    Raises:
-      Problem: a message is invalid, or there are none or too many.
     """
     if not messages:
-        raise Problem(400, "messages is empty; give at least one", param="messages")
+        raise Problem("messages is empty; give at least one", param="messages")
     check_messages(messages)
     warnings = [] if warnings is None else warnings
     result: list[Message] = []
@@ -284,7 +253,7 @@ def parse_messages(
         role = message.get("role")
         if role not in ROLES:
             known = ", ".join(ROLES)
-            raise Problem(400, f"role {role!r}; expected {known}", param=f"{where}.role")
+            raise Problem(f"role {role!r}; expected {known}", param=f"{where}.role")
         content = message.get("content")
         if role == "assistant":
             _read_turn(message, where, warnings)
@@ -297,7 +266,7 @@ def parse_messages(
         if role != "assistant":
             message.pop("tool_calls", None)
         if message["content"] is None and role != "assistant":
-            raise Problem(400, f"a {role} message needs content", param=f"{where}.content")
+            raise Problem(f"a {role} message needs content", param=f"{where}.content")
         if role == "system" and system:
             system.append(message["content"])
             continue
@@ -309,7 +278,6 @@ def parse_messages(
 
 
 def _read_turn(message: Message, where: str, warnings: list[str]) -> None:
-    """Normalize an assistant's turn: its text, its reasoning and its calls."""
     content = message.get("content")
     thoughts: list[str] = []
     if isinstance(content, list):
@@ -359,22 +327,14 @@ def _join_system(messages: list[Message], contents: Sequence[Any]) -> None:
 def parse_tool_calls(
     calls: Any, where: str, warnings: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return an assistant message's tool calls as functions, with decoded arguments.
-
-    Args:
-      where: path of the message in the request.
-      warnings: arguments that are no JSON object are added here.
-
-    Raises:
-      Problem: a call has no function name, or too many arguments.
-    """
+    """Return an assistant message's tool calls as functions, with decoded arguments."""
     if calls is None:
         return []
     result = []
     for call in calls if isinstance(calls, list) else [calls]:
         function = _function_of(call)
         if function is None or not isinstance(name := function.get("name"), str):
-            raise Problem(400, "a tool call has no function name", param=f"{where}.tool_calls")
+            raise Problem("a tool call has no function name", param=f"{where}.tool_calls")
         given = function.get("arguments")
         if isinstance(given, str):
             place, text = f"{where}.tool_calls", given.encode(errors="replace")

@@ -3,7 +3,7 @@
 The thread blocks on its command queue while no request runs, and polls it between engine steps
 otherwise, so a cancellation takes effect within one block or prompt chunk. `StructureThreads`
 compile grammars and a `BackgroundCompiler` compiles programs; a request enters the engine's queue
-once both are ready, and delays no other request before that.
+once both are ready, and delays no other request before that. Engines that failed are made again.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.handle import RequestHandle
@@ -26,13 +26,20 @@ from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.errors import ComputeError, DFlashError, HostError
 from dflash_jax.graph.build import BackgroundCompiler
 from dflash_jax.graph.keys import Variant
-from dflash_jax.server import errors, lifecycle
+from dflash_jax.server import errors
 from dflash_jax.server.background import StructureThreads
 
 log = logging.getLogger("dflash_jax.server")
 MAX_FAILURES = 2  # consecutive failed steps after which the engine is not restarted
+ATTEMPTS = 6  # starts that may fail in a row
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0  # before the first and the last attempt
 
-
+Warm = Literal["none", "common", "all"]
+COMPILED_FIRST: dict[Warm, tuple[Variant, ...]] = {  # compiled before the server is ready
+    "none": (Variant.GREEDY,),
+    "common": (Variant.GREEDY, Variant.SAMPLED),
+    "all": tuple(Variant),
+}
 Listener = Callable[[int, list[Piece], "Result | Exception | None"], None]
 
 
@@ -102,7 +109,6 @@ class Worker:
       first: variants whose programs are compiled before `ready`; empty until the engine is loaded.
       ready: set once the server can answer requests; cleared while its hosts start again.
       restarts: loads the engine again when its hosts failed.
-      turn: measures the thread's current turn.
     """
 
     def __init__(
@@ -110,13 +116,14 @@ class Worker:
         make: Callable[[], Engine],
         *,
         name: str = "",
-        warm: lifecycle.Warm = "none",
+        warm: Warm = "none",
         compiler: BackgroundCompiler | None = None,
     ):
         self._make, self._name, self._warm = make, name, warm
         self._compiler = compiler or BackgroundCompiler()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._loop, self.turn = asyncio.get_running_loop(), lifecycle.TurnClock()
+        self._loop = asyncio.get_running_loop()
+        self._turn_began: float | None = None  # None while there is no work
         self._jobs: list[Job] = []  # in the engine; for the thread only
         self._waiting: list[Job] = []  # for programs to be compiled; for the thread only
         self._failures = 0
@@ -127,7 +134,7 @@ class Worker:
         self.error: Exception | None = None
         self.ended = asyncio.Event()
         self.ready = asyncio.Event()
-        self.restarts = lifecycle.EngineRestarts(
+        self.restarts = EngineRestarts(
             make,
             lambda engine: self._commands.put(lambda: self._replace(engine)),
             lambda error: self._commands.put(lambda: self._end(error)),
@@ -141,6 +148,12 @@ class Worker:
     def has_room(self, jobs: int) -> bool:
         """Return whether the queue (`Plan.queue`) has room for this many more jobs."""
         return self.engine is not None and self.active + jobs <= self.engine.plan.queue
+
+    @property
+    def turn_s(self) -> float:
+        """Seconds since the thread's current turn began; 0 while there is no work."""
+        began = self._turn_began
+        return 0.0 if began is None else time.monotonic() - began
 
     @property
     def held_tokens(self) -> int:
@@ -186,10 +199,10 @@ class Worker:
             return
         self._compile(self.engine)
         while not self._stopping:
-            self.turn.begin(busy=bool(self._jobs))
+            self._turn_began = time.monotonic() if self._jobs else None
             if not self._jobs:
                 command = self._commands.get()
-                self.turn.begin()
+                self._turn_began = time.monotonic()
                 command()
             while not self._stopping:
                 try:
@@ -200,10 +213,15 @@ class Worker:
                 self._step()
         self.engine.close()
 
+    @property
+    def _loaded(self) -> Engine:
+        assert self.engine is not None
+        return self.engine
+
     def _compile(self, engine: Engine) -> None:
         """Queue programs for compilation in the order in which requests will probably need them."""
         compiled, compiler = engine.core.runner.compiled, self._compiler
-        first, later = lifecycle.compilation_order(engine, self._warm)
+        first, later = compilation_order(engine, self._warm)
         self.first, compiled.label = first, self._name
         compiled.want([*first, *later])  # before compilation starts, so that progress counts all
         if (lost := engine.core.runner.executor.lost) is not None:
@@ -222,8 +240,7 @@ class Worker:
 
     def _replace(self, engine: Engine) -> None:
         """Serve from an engine that was loaded again, with the grammars of the old one."""
-        assert self.engine is not None
-        engine.core.grammars = self.engine.core.grammars
+        engine.core.grammars = self._loaded.core.grammars
         self.engine = engine
         self._compile(engine)
 
@@ -245,19 +262,17 @@ class Worker:
 
     def _measure(self) -> bool:
         """Find out when drafting pays off; return whether the hosts are still there."""
-        assert self.engine is not None
         try:
-            self.engine.time_drafting()
-            self.engine.measures_drafting = True  # narrower blocks, compiled after `ready`
+            self._loaded.time_drafting()
+            self._loaded.measures_drafting = True  # narrower blocks, compiled after `ready`
         except BaseException as error:  # nothing may end this thread silently
             self._recover(errors.as_exception(error))
             return not isinstance(error, HostError)
         return True
 
     def _step(self) -> None:
-        assert self.engine is not None
         try:
-            self.engine.advance()
+            self._loaded.advance()
         except BaseException as error:  # nothing may end this thread silently
             self._recover(errors.as_exception(error))
             return
@@ -282,17 +297,15 @@ class Worker:
 
     def _is_fast(self, job: Job) -> bool:
         """Return whether `_prepare` will take no longer than a trial compilation of the grammar."""
-        assert self.engine is not None
         structure = job.params.structured
-        return job.cancelled or structure is None or self.engine.core.grammars.decide(structure)
+        return job.cancelled or structure is None or self._loaded.core.grammars.decide(structure)
 
     def _prepare(self, job: Job) -> None:
         """Validate a job's request and compile its grammar, in this or a structure thread."""
-        assert self.engine is not None
         if job.cancelled:
             return
         try:
-            [handle] = self.engine.prepare(job.prompt, job.params, cancel=job.cell)
+            [handle] = self._loaded.prepare(job.prompt, job.params, cancel=job.cell)
         except BaseException as error:
             self._refuse(job, errors.as_exception(error))
             return
@@ -303,15 +316,14 @@ class Worker:
 
     def _accept(self, job: Job, handle: RequestHandle) -> None:
         """Queue a prepared request in the engine, or compile its programs first."""
-        assert self.engine is not None
         if job.cancelled:  # while its structure was compiled
             return
         job.handle = handle
-        compiled, variants = self.engine.core.runner.compiled, handle.variants
+        compiled, variants = self._loaded.core.runner.compiled, handle.variants
         missing = tuple(variant for variant in variants if compiled.missing([variant]))
         if not missing:
             self._enqueue(job)
-        elif len(self._waiting) >= max(self.engine.plan.queue // 2, 1):  # leave room for others
+        elif len(self._waiting) >= max(self._loaded.plan.queue // 2, 1):  # leave room for others
             self._refuse(job, errors.still_compiling(compiled, missing))
         else:
             job.waits_for = missing
@@ -340,11 +352,9 @@ class Worker:
             self._enqueue(job)
 
     def _enqueue(self, job: Job) -> None:
-        """Queue a request in the engine."""
-        assert self.engine is not None
         assert job.handle is not None
         try:
-            self.engine.enqueue([job.handle])
+            self._loaded.enqueue([job.handle])
         except DFlashError as error:
             self._refuse(job, error)
             return
@@ -359,7 +369,6 @@ class Worker:
         elif job.cell and not waiting:
             return  # the engine's next step ends it
         elif not job.handle.done:
-            assert self.engine is not None
             job.handle.close()
             if update := job.take_update():
                 self._publish([update])
@@ -371,7 +380,6 @@ class Worker:
 
     def _recover(self, error: Exception) -> None:
         """Restart the engine after a failed step; its requests end, as device state is lost."""
-        assert self.engine is not None
         hosts = isinstance(error, HostError)  # which have logged the cause
         log.error("a step failed: %s", error, exc_info=None if hosts else error)
         failure = errors.step_failure(error)
@@ -388,7 +396,7 @@ class Worker:
             self._end(error)
             return
         try:
-            self.engine = lifecycle.rebuilt(self.engine)
+            self.engine = rebuilt(self._loaded)
         except Exception as last:
             self._end(last)
 
@@ -405,3 +413,87 @@ class Worker:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop is closed
             self._stopping = True
+
+
+def compilation_order(engine: Engine, warm: Warm) -> tuple[tuple[Variant, ...], list[Variant]]:
+    """Return the variants to compile before the server is ready, and those after that."""
+    served = [x for x in Variant if x is not Variant.CONSTRAINED or engine.core.grammars.available]
+    first = tuple(variant for variant in COMPILED_FIRST[warm] if variant in served)
+    return first, [] if warm == "none" else [x for x in served if x not in first]
+
+
+class EngineRestarts:
+    """Loads an engine again, with growing pauses after failures.
+
+    Args:
+      make: loads the engine.
+      loaded: called in the thread with the new engine.
+      gave_up: called in the thread with the last error.
+
+    Attributes:
+      count: number of engines that were loaded again.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Engine],
+        loaded: Callable[[Engine], None],
+        gave_up: Callable[[Exception], None],
+    ):
+        self.count = 0
+        self._make, self._loaded, self._gave_up = make, loaded, gave_up
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._running = False
+
+    def begin(self, failures: int) -> None:
+        """Start the thread, unless it runs.
+
+        Args:
+          failures: consecutive failures of running engines; each doubles the pauses.
+        """
+        with self._lock:
+            if self._running or self._stopped.is_set():
+                return
+            self._running = True
+        threading.Thread(target=self._run, args=(failures,), name="restart", daemon=True).start()
+
+    def stop(self) -> None:
+        """Make no further attempt, and close an engine that is being loaded."""
+        self._stopped.set()
+
+    def _run(self, failures: int) -> None:
+        last: Exception | None = None
+        for attempt in range(ATTEMPTS):
+            pause = min(FIRST_PAUSE_S * 2 ** (failures - 1 + attempt), LONGEST_PAUSE_S)
+            if self._stopped.wait(pause):
+                return
+            try:
+                engine = self._make()
+            except Exception as error:
+                log.error("restart %d of at most %d failed: %s", attempt + 1, ATTEMPTS, error)
+                last = error
+                continue
+            with self._lock:
+                self._running = False
+            if self._stopped.is_set():
+                engine.close()
+                return
+            self.count += 1
+            self._loaded(engine)
+            return
+        assert last is not None
+        self._gave_up(last)
+
+
+def rebuilt(old: Engine) -> Engine:
+    """Return an engine with a new state, and the parameters and programs of one that failed.
+
+    Raises:
+      PlanError, JaxRuntimeError: there is no memory for it.
+    """
+    graph, params = old.graph, old.params
+    old.core.runner.drop()  # there may be no room for two states
+    new = Engine(graph, params, tokenizer=old.tokenizer)
+    new.share_programs(old)
+    new.core.grammars = old.core.grammars
+    return new

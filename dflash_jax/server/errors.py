@@ -26,17 +26,17 @@ FIELD_OF_OPTION = {
 
 def queue_full() -> Problem:
     """Return the error of a request for which the queue has no room."""
-    return Problem(503, "the queue is full; try again", code="queue_full", retry_s=1)
+    return Problem("the queue is full; try again", status=503, code="queue_full", retry_s=1)
 
 
 def too_busy() -> Problem:
     """Return the error of a connection for which there is no room."""
-    return Problem(503, "too many connections; try again", code="too_busy", retry_s=1)
+    return Problem("too many connections; try again", status=503, code="too_busy", retry_s=1)
 
 
 def shutting_down() -> Problem:
     """Return the error of a request that arrives, or has to wait, while the server drains."""
-    return Problem(503, "the server is shutting down", code="draining", retry_s=5)
+    return Problem("the server is shutting down", status=503, code="draining", retry_s=5)
 
 
 def not_ready(compiled: CompiledPrograms | None, variants: Sequence[Variant]) -> Problem:
@@ -55,8 +55,8 @@ def not_ready(compiled: CompiledPrograms | None, variants: Sequence[Variant]) ->
     else:
         state, seconds = "about to be ready", 1
     return Problem(
-        503,
         f"the model is {state}; try again in about {seconds} s, or when GET /ready answers 200",
+        status=503,
         code="loading",
         retry_s=seconds,
     )
@@ -67,25 +67,24 @@ def still_compiling(compiled: CompiledPrograms, variants: Sequence[Variant]) -> 
     names, missing = " and ".join(variants), compiled.missing(variants)
     seconds = _wait(compiled, variants)
     return Problem(
-        503,
         f"the request needs programs that are still being compiled ({names}: {len(missing)} are"
         f" missing); try again in about {seconds} s",
+        status=503,
         code="compiling",
         retry_s=seconds,
     )
 
 
 def _wait(compiled: CompiledPrograms, variants: Sequence[Variant]) -> int:
-    """Return the seconds after which the variants may be compiled."""
     return min(max(math.ceil(compiled.estimate_s(variants)), 1), LONGEST_RETRY)
 
 
 def unfinished() -> Problem:
     """Return the error of a request that timed out while its grammar was being compiled."""
     return Problem(
-        503,
         "the request's time was up before its output structure was compiled; simplify the"
         " structure, or try again with a longer timeout",
+        status=503,
         code="structure_unfinished",
         retry_s=GRAMMAR_RETRY_S,
     )
@@ -98,16 +97,16 @@ def to_problem(error: Exception, api: str) -> Problem:
     if isinstance(error, QueueFullError):
         return queue_full()
     if isinstance(error, HostError):
-        return Problem(503, str(error), code="host_failed", retry_s=HOSTS_RETRY_S)
+        return Problem(str(error), status=503, code="host_failed", retry_s=HOSTS_RETRY_S)
     if not isinstance(error, RequestError):
-        return Problem(500, str(error), code="compute_failed")
+        return Problem(str(error), status=500, code="compute_failed")
     text = str(error)
     option, is_, rest = text.partition(" is ")
     if not is_ or not option.isidentifier():
         word = text.partition(" ")[0]
-        return Problem(400, text, param=word if word in SAME_NAME else None)
+        return Problem(text, param=word if word in SAME_NAME else None)
     param = FIELD_OF_OPTION.get(f"{api}.{option}", FIELD_OF_OPTION.get(option, option))
-    return Problem(400, f"{param} is {rest}", param=param)
+    return Problem(f"{param} is {rest}", param=param)
 
 
 def as_exception(error: BaseException) -> Exception:

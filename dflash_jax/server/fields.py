@@ -11,65 +11,27 @@ from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.errors import ConfigError
 from dflash_jax.server.protocol import MOST_CHOICES, Problem
 
-# Fields and paths of other servers that are refused by name instead of ignored.
-
-
-# Field name: values without effect, which are accepted. APIs that support a field skip this table.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (),
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "compaction": (),
-    "container": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "ebnf": (),
-    "echo": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "grammar": ("",),
-    "include_stop_str_in_output": (False,),
-    "json_schema": (),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "logprobs": (False,),
-    "lora": ([],),
-    "lora_path": (),
-    "max_completion_tokens": (),
-    "max_output_tokens": (),
-    "max_tokens": (),
-    "mcp_servers": ([],),
-    "messages": ([],),
-    "mirostat": (0,),
-    "modalities": (["text"],),
-    "n": (1,),
-    "n_predict": (-1,),
-    "n_probs": (0,),
-    "parallel_tool_calls": (True,),
-    "prompt_logprobs": (),
-    "reasoning_effort": (),
-    "regex": (),
-    "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "structural_tag": (),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
-    "web_search_options": (),
-    "xtc_probability": (0,),
-}
+# Fields of other servers that would change the output, by the values that have no effect and are
+# accepted. APIs that support a field skip this table.
+NEUTRAL: tuple[tuple[tuple[Any, ...], str], ...] = (
+    ((), "add_special_tokens audio chat_template compaction container ebnf json_schema lora_path"
+     " max_completion_tokens max_output_tokens max_tokens prompt_logprobs reasoning_effort regex"
+     " structural_tag truncate_prompt_tokens web_search_options"),
+    ((0,), "dry_multiplier dynatemp_range mirostat n_probs top_logprobs xtc_probability"),
+    ((1,), "best_of length_penalty n typical_p"),
+    ((-1,), "n_predict"),
+    ((True,), "add_generation_prompt parallel_tool_calls skip_special_tokens"
+     " spaces_between_special_tokens"),
+    ((False,), "continue_final_message echo include_stop_str_in_output logprobs use_beam_search"),
+    (("",), "grammar suffix"),
+    (("none", "auto"), "function_call tool_choice"),
+    (([],), "allowed_token_ids bad_words documents functions logits_processors lora mcp_servers"
+     " messages tools"),
+    (({},), "chat_template_kwargs"),
+    ((["text"],), "modalities"),
+    (({"type": "text"},), "response_format"),
+)  # fmt: skip
+UNSUPPORTED = {name: values for values, names in NEUTRAL for name in names.split()}
 MOST_WARNINGS, LONGEST_NAME = 64, 100  # responses repeat the names of unknown fields
 MEDIA_FIELDS = ("audio", "modalities")
 MEDIA_PATHS = ("/v1/audio", "/v1/embeddings", "/v1/images", "/v1/realtime", "/v1/videos")
@@ -93,7 +55,7 @@ ALTERNATIVES = {
 def text_only(subject: str, param: str | None = None) -> Problem:
     """Return the error of a request for images, audio, video or embeddings."""
     text = f"{subject} is not supported: this server reads and writes text only"
-    return Problem(400, text, param=param, code="text_only")
+    return Problem(text, param=param, code="text_only")
 
 
 def check_path(path: str) -> None:
@@ -117,7 +79,7 @@ def check_unknown_fields(unknown: Mapping[str, Any]) -> tuple[str, ...]:
             if name in MEDIA_FIELDS:
                 raise text_only(name, name)
             instead = f"; use {ALTERNATIVES[name]}" if name in ALTERNATIVES else ""
-            raise Problem(400, f"{name} is not supported here{instead}", param=name)
+            raise Problem(f"{name} is not supported here{instead}", param=name)
     named = itertools.islice(unknown, MOST_WARNINGS)
     warnings = [f"the unknown field {name[:LONGEST_NAME]!r} was ignored" for name in named]
     if (more := len(unknown) - MOST_WARNINGS) > 0:
@@ -126,7 +88,6 @@ def check_unknown_fields(unknown: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 # Reasoning options of requests, and reasoning of past turns.
-
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
@@ -150,24 +111,21 @@ def reasoning_options(
       where: name of the field that `effort` comes from.
       reasoning: OpenRouter's and OpenAI's `reasoning` object.
       thinking: Anthropic's `thinking` object.
-
-    Raises:
-      Problem: the effort is not a string, or `reasoning.exclude` is set.
     """
     variables: dict[str, Any] = {}
     warnings: tuple[str, ...] = ()
     if reasoning is not None:
         if reasoning.get("exclude"):
             raise Problem(
-                400, "reasoning.exclude is not supported here; leave out reasoning_content",
+                "reasoning.exclude is not supported here; leave out reasoning_content",
                 param="reasoning.exclude",
-            )  # fmt: skip
+            )
         variables["enable_thinking"] = True
         if reasoning.get("effort") is not None:
             effort, where = reasoning["effort"], "reasoning.effort"
     if effort is not None:
         if not isinstance(effort, str):
-            raise Problem(400, f"{where} is {effort!r}; expected {', '.join(EFFORTS)}", param=where)
+            raise Problem(f"{where} is {effort!r}; expected {', '.join(EFFORTS)}", param=where)
         if effort not in EFFORTS:
             warnings = (f"{where} {effort!r} is unknown and counts as high",)
             effort = "high"
@@ -282,9 +240,6 @@ def common_arguments(
       unknown: fields that the API does not know.
       output_format: requested output format, such as `response_format`.
       where: name of the field that contains `output_format`.
-
-    Raises:
-      Problem: a value is out of range or not supported.
     """
     options: dict[str, Any] = {}
     for name, fields in SERVED.items():
@@ -292,14 +247,14 @@ def common_arguments(
             options[name] = value
     if len(body.stop_token_ids or ()) > MOST_STOP_IDS:
         raise Problem(
-            400, f"{len(body.stop_token_ids or ())} stop_token_ids; at most {MOST_STOP_IDS}",
+            f"{len(body.stop_token_ids or ())} stop_token_ids; at most {MOST_STOP_IDS}",
             param="stop_token_ids",
-        )  # fmt: skip
+        )
     if body.seed not in (None, -1):  # vLLM and llama.cpp take -1 for no seed
         options["seed"] = body.seed % SEEDS
     options |= speculation_options(body.speculative)
     if body.timeout is not None and not body.timeout > 0:
-        raise Problem(400, f"timeout is {body.timeout}; expected seconds above 0", param="timeout")
+        raise Problem(f"timeout is {body.timeout}; expected seconds above 0", param="timeout")
     return {
         "model": body.model,
         "options": options,
@@ -324,19 +279,15 @@ def first_given(body: Any, *names: str) -> Any:
 
 
 def openai_arguments(body: OpenAIFields, unknown: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `GenerationRequest` that chat completions and completions set.
-
-    Raises:
-      Problem: a value is out of range or not supported.
-    """
+    """Return the arguments of `GenerationRequest` that chat completions and completions set."""
     n = 1 if body.n is None else body.n
     if not 1 <= n <= MOST_CHOICES:
-        raise Problem(400, f"n is {n}; expected 1 to {MOST_CHOICES}", param="n")
+        raise Problem(f"n is {n}; expected 1 to {MOST_CHOICES}", param="n")
     if body.stream and body.prompt_logprobs is not None:
         raise Problem(
-            400, "no stream has log probabilities of the prompt; drop stream or prompt_logprobs",
+            "no stream has log probabilities of the prompt; drop stream or prompt_logprobs",
             param="prompt_logprobs",
-        )  # fmt: skip
+        )
     wanted = body.stream_options or StreamOptions()
     common = common_arguments(body, unknown, body.response_format)
     return common | {
@@ -370,28 +321,25 @@ def parse_recovery(given: bool | str | Mapping[str, Any] | None) -> Recovery | N
     """Return the recovery rules of a request, or None for the server's defaults.
 
     Settings that name files of the server cannot be set by requests.
-
-    Raises:
-      Problem: an unknown setting or a wrong value.
     """
     if given is None or isinstance(given, bool):
         return {None: None, True: Recovery(), False: OFF}[given]
     if isinstance(given, str):
         if given not in ("on", "off"):
             raise Problem(
-                400, f'recovery is {given!r}; expected true, false, "on", "off" or settings',
+                f'recovery is {given!r}; expected true, false, "on", "off" or settings',
                 param="recovery",
-            )  # fmt: skip
+            )
         return Recovery() if given == "on" else OFF
     if unknown := sorted(set(given) - set(RECOVERY_FIELDS)):
         raise Problem(
-            400, f"recovery has no {unknown[0]!r}; known are {', '.join(RECOVERY_FIELDS)}",
+            f"recovery has no {unknown[0]!r}; known are {', '.join(RECOVERY_FIELDS)}",
             param="recovery",
-        )  # fmt: skip
+        )
     try:
         return Recovery(**given)
     except ConfigError as error:
-        raise Problem(400, f"recovery: {error}", param="recovery") from None
+        raise Problem(f"recovery: {error}", param="recovery") from None
 
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -403,26 +351,22 @@ GRAMMAR_KINDS = ("json", "regex", "choice", "grammar")
 
 
 def output_grammar(body: CommonFields, output_format: Any, where: str) -> dict[str, Any]:
-    """Return the output grammar, one of GRAMMAR_KINDS and its value or None, and its field's name.
-
-    Raises:
-      Problem: more than one grammar, or an unknown kind.
-    """
+    """Return the output grammar, a kind and its value, and its field's name; None without one."""
     candidates = [(kind, getattr(body, f"guided_{kind}"), f"guided_{kind}")
                   for kind in GRAMMAR_KINDS]  # fmt: skip
     structured = body.structured_outputs or {}
     wanted = {key for key, value in structured.items() if value not in (None, False)}
     if others := sorted(wanted - set(GRAMMAR_KINDS)):
         raise Problem(
-            400, f"structured_outputs has no {others[0]!r}; known are {', '.join(GRAMMAR_KINDS)}",
+            f"structured_outputs has no {others[0]!r}; known are {', '.join(GRAMMAR_KINDS)}",
             param=f"structured_outputs.{others[0]}",
-        )  # fmt: skip
+        )
     candidates += [(key, structured[key], f"structured_outputs.{key}") for key in wanted]
     if output_format is not None:
         candidates.append((*response_format(output_format, where), where))
     given = [candidate for candidate in candidates if candidate[1] is not None]
     if len(given) > 1:
-        raise Problem(400, f"{len(given)} output grammars were given; give one of them")
+        raise Problem(f"{len(given)} output grammars were given; give one of them")
     if not given:
         return {"grammar": None}
     [(kind, value, field)] = given
@@ -430,11 +374,7 @@ def output_grammar(body: CommonFields, output_format: Any, where: str) -> dict[s
 
 
 def response_format(given: Any, where: str) -> tuple[str, Any]:
-    """Return the grammar of an output format such as `response_format`.
-
-    Raises:
-      Problem: the format is unknown, or its schema is missing.
-    """
+    """Return the grammar of an output format such as `response_format`."""
     kind = given.get("type") if isinstance(given, dict) else None
     if kind == "text":
         return "json", None
@@ -442,13 +382,13 @@ def response_format(given: Any, where: str) -> tuple[str, Any]:
         name = "value" if "value" in given else "schema"  # Hugging Face's name, and llama.cpp's
         schema = given.get(name)
         if schema is not None and not isinstance(schema, dict):
-            raise Problem(400, f"{where}.{name} is no JSON schema", param=f"{where}.{name}")
+            raise Problem(f"{where}.{name} is no JSON schema", param=f"{where}.{name}")
         return "json", schema or {"type": "object"}
     if kind == "json_schema":
         inner = given.get("json_schema", given)
         schema = inner.get("schema") if isinstance(inner, dict) else None
         if isinstance(schema, dict):
             return "json", schema
-        raise Problem(400, f"{where} has no JSON schema", param=where)
+        raise Problem(f"{where} has no JSON schema", param=where)
     known = "text, json_object or json_schema"
-    raise Problem(400, f"{where} has the type {kind!r}; expected {known}", param=where)
+    raise Problem(f"{where} has the type {kind!r}; expected {known}", param=where)

@@ -6,26 +6,20 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from dflash_jax.engine.request import CancelReason as Reason
 from dflash_jax.engine.result import Piece, Result
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.engine.state_machine import OFF
+from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.errors import RequestError, StructureError
 from dflash_jax.graph.keys import Variant
+from dflash_jax.server import errors
 from dflash_jax.server.background import LONG_PROMPT, by_size, in_thread
 from dflash_jax.server.conversation import parse_tool_calls
 from dflash_jax.server.engine_thread import Job
-from dflash_jax.server.errors import (
-    queue_full,
-    shutting_down,
-    still_compiling,
-    to_problem,
-    unfinished,
-)
-from dflash_jax.server.output_grammar import structure_of, structure_problem
 from dflash_jax.server.prompt import (
     EncodedPrompt,
     chat_prompt,
@@ -36,10 +30,13 @@ from dflash_jax.server.prompt import (
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.served_models import ServedModel
+from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tool_parsers import Syntax
 from dflash_jax.tool_parsers.calls import Event
+from dflash_jax.tool_parsers.grammar import answer_grammar, call_grammar
+from dflash_jax.tool_parsers.tool_schema import Tool
 
 # The engine's options of a `GenerationRequest`.
-
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions
 MOST_GRAMMAR = 2**18  # characters; larger grammars would block other requests for seconds
@@ -48,11 +45,7 @@ MOST_GRAMMAR = 2**18  # characters; larger grammars would block other requests f
 def sampling_params(
     model: ServedModel, request: GenerationRequest, prompt: EncodedPrompt
 ) -> SamplingParams:
-    """Return the options of a request for the engine. Takes time if the request is large.
-
-    Raises:
-      Problem: no engine could serve them.
-    """
+    """Return the options of a request for the engine. Takes time if the request is large."""
     defaults, engine = model.defaults, model.engine
     options: dict[str, Any] = {"temperature": defaults.temperature} | request.options
     if request.stop:
@@ -68,9 +61,9 @@ def sampling_params(
         options["structured"] = structure
     if len(str(options.get("structured", ""))) > MOST_GRAMMAR:
         raise Problem(
-            400, f"the output grammar or the tools are longer than {MOST_GRAMMAR} characters",
+            f"the output grammar or the tools are longer than {MOST_GRAMMAR} characters",
             code="grammar_too_large",
-        )  # fmt: skip
+        )
     default = defaults.max_tokens or (COMPLETION_MAX_TOKENS if request.api == "completions" else 0)
     most = resolve_max_tokens(prompt.ids, request, engine.plan.max_length, default)
     recovery = request.recovery or (
@@ -81,16 +74,13 @@ def sampling_params(
     if recovery != OFF:
         options["recovery"] = recovery
     if request.declared_tools:
-        choice = (
-            {"name": request.tool_choice.name}
-            if request.tool_choice.name
-            else request.tool_choice.kind
-        )
+        named = request.tool_choice.name
+        choice = {"name": named} if named else request.tool_choice.kind
         options |= {"tools": request.tools, "tool_choice": choice}
     try:
         return SamplingParams(**options, max_tokens=most)
     except RequestError as error:
-        raise to_problem(error, request.api) from error
+        raise errors.to_problem(error, request.api) from error
 
 
 COMPILING_KEEPALIVE_S = 5.0  # seconds between comments in a stream that waits for programs
@@ -140,7 +130,7 @@ class Generation:
         self.cancelled: tuple[Reason, str] | None = None
         engine = model.engine
         if not model.worker.has_room(len(prompts) * request.n):
-            raise queue_full()
+            raise errors.queue_full()
         self.replies: list[Reply] = []
         self._jobs: list[Job] = []
         self._updates: asyncio.Queue[ReplyUpdate] = asyncio.Queue()
@@ -186,22 +176,21 @@ class Generation:
         pending = any(job.pending for job in self._jobs)
         if reason == "shutdown":
             self.cancelled = self.cancelled or (reason, self.phase)
-            self._refuse(shutting_down())
+            self._refuse(errors.shutting_down())
             return
         if reason == "deadline" and self.waits_for:
             self._refuse_uncompiled()
             return
         if reason == "deadline" and pending:
-            self._refuse(unfinished())
+            self._refuse(errors.unfinished())
             return
         if any(reply.result is None for reply in self.replies):
             self.cancelled = self.cancelled or (reason, self.phase)
         self._cancel_jobs(reason)
 
     def _refuse_uncompiled(self) -> None:
-        """Refuse the request if its programs are still being compiled."""
         if waits_for := self.waits_for:
-            self._refuse(still_compiling(self.model.engine.core.runner.compiled, waits_for))
+            self._refuse(errors.still_compiling(self.model.engine.core.runner.compiled, waits_for))
 
     def _refuse(self, problem: Problem) -> None:
         self._updates.put_nowait((0, [], problem))
@@ -270,9 +259,6 @@ class Generation:
         Args:
           pause: yield None after this many seconds without an update, or after a shorter time while
             programs are being compiled.
-
-        Raises:
-          Problem: the engine refused the request, or the computation failed.
         """
         left, failed = len(self._jobs), False
         try:
@@ -288,7 +274,7 @@ class Generation:
                     failed = True
                     if isinstance(end, StructureError):
                         raise structure_problem(end, self.request)
-                    raise to_problem(end, self.request.api)
+                    raise errors.to_problem(end, self.request.api)
                 if pieces and self.first_token is None:
                     self.first_token = time.perf_counter()
                 events = [event for piece in pieces for event in reply.push(piece)]
@@ -329,11 +315,7 @@ class Generation:
 
 
 async def prepare(model: ServedModel, request: GenerationRequest) -> list[EncodedPrompt]:
-    """Return the prompts of a request, built in a thread since they may take seconds.
-
-    Raises:
-      Problem: a prompt is invalid, or certainly does not fit the plan.
-    """
+    """Return the prompts of a request, built in a thread since they may take seconds."""
     engine = model.engine
     tokenizer, most = engine.tokenizer, engine.plan.max_length
     if request.messages is None:
@@ -344,3 +326,152 @@ async def prepare(model: ServedModel, request: GenerationRequest) -> list[Encode
     size = sum(map(message_size, request.messages)) + 200 * len(request.tools)
     make = functools.partial(chat_prompt, request, tokenizer, model.tool_turns, thought, most)
     return [await in_thread(make, long=size > LONG_PROMPT, param=request.source)]
+
+
+# Grammars of reasoning and tool calls, around an answer with a grammar of its own.
+
+
+def structure_of(
+    request: GenerationRequest,
+    prompt: EncodedPrompt,
+    syntax: Syntax | None,
+    tokenizer: Tokenizer | None,
+) -> Mapping[str, Any] | None:
+    """Return what the output has to follow, as `SamplingParams.structured`; None if nothing.
+
+    A required call leaves no content, so that `request.grammar` does not apply.
+    """
+    if syntax and syntax.thought and syntax.thought.is_open(prompt.prefix):
+        prompt = dataclasses.replace(prompt, thinking=True)
+    try:
+        if _requires_call(request):
+            if syntax is None or tokenizer is None:
+                raise Problem("this model's template knows no tool calls", param="tool_choice")
+            return {"grammar": _calls(request, prompt, syntax, tokenizer)}
+        if request.grammar is None:
+            return None
+        around = grammar_around(request, prompt, syntax, tokenizer)
+    except RequestError as error:
+        raise Problem(str(error), param="tools") from None
+    kind, value = request.grammar
+    structure = {kind: value}
+    if around is not None:
+        structure["around"] = around
+    if prefix := _answer_begun(prompt, syntax):
+        structure["prefix"] = prefix
+    return structure
+
+
+def structure_problem(error: StructureError, request: GenerationRequest) -> Problem:
+    """Return the response to a structure that cannot be followed, with the field it comes from."""
+    if error.of_prompt:
+        return Problem(str(error), param=request.source)
+    calls = _requires_call(request)
+    return Problem(str(error), param="tools" if calls else request.grammar_field)
+
+
+def usable_tools(request: GenerationRequest, grammars: Grammars) -> GenerationRequest:
+    """Return the request with tools whose arguments a grammar can follow.
+
+    Values that grammars do not support, such as patterns that look ahead, are left out with a
+    warning. It may take about a second.
+    """
+    auto = request.tool_choice.kind == "auto" and request.grammar is not None
+    wanted = request.declared_tools and (auto or _requires_call(request))
+    if not wanted or not grammars.available:
+        return request
+    try:
+        end = grammars.deadline()
+    except RequestError as error:
+        raise Problem(str(error)) from None
+    tools, warnings = [], list(request.warnings)
+    for tool in request.declared_tools:
+        if request.tool_choice.kind == "named" and tool.name != request.tool_choice.name:
+            tools.append(tool)
+            continue
+        schema, dropped, refused = _usable(tool, grammars, end)
+        if refused is not None:
+            raise _tool_problem(tool, *refused)
+        for path, key, reason in dropped:
+            if tool.strict:
+                raise _tool_problem(tool, f"{path}/{key}", reason)
+            warnings.append(f"the tool {tool.name!r}: {key} at {path} was ignored: {reason}")
+        tools.append(dataclasses.replace(tool, parameters=schema) if dropped else tool)
+    return dataclasses.replace(request, declared_tools=tuple(tools), warnings=tuple(warnings))
+
+
+def _usable(tool: Tool, grammars: Grammars, end: float) -> Any:
+    try:
+        return grammars.usable_schema(tool.parameters, end)
+    except RequestError as error:
+        raise Problem(f"the tool {tool.name!r}: {error}", param="tools") from None
+
+
+def _tool_problem(tool: Tool, path: str, reason: str) -> Problem:
+    strict = " of a strict tool" if tool.strict else ""
+    return Problem(
+        f"the tool {tool.name!r}: the schema{strict} is not supported at {path}: {reason}",
+        param="tools",
+    )
+
+
+def _requires_call(request: GenerationRequest) -> bool:
+    return request.tool_choice.kind in ("required", "named")
+
+
+def _answer_begun(prompt: EncodedPrompt, syntax: Syntax | None) -> str:
+    """Return the beginning of an answer that the prompt ends with, without reasoning before it."""
+    if prompt.thinking:
+        return ""
+    if syntax is None or syntax.thought is None:
+        return prompt.prefix
+    _, closing, answer = prompt.prefix.rpartition(syntax.thought.closing)
+    return answer.lstrip("\n") if closing else answer
+
+
+def grammar_around(
+    request: GenerationRequest,
+    prompt: EncodedPrompt,
+    syntax: Syntax | None,
+    tokenizer: Tokenizer | None,
+) -> str | None:
+    """Return the grammar of reasoning and calls around the rule `answer`; None without either.
+
+    Reasoning is free text, and comes first. Completions have none.
+    """
+    if syntax is None or tokenizer is None or request.api == "completions":
+        return None
+    if request.declared_tools and request.tool_choice.kind == "auto":
+        return _calls(request, prompt, syntax, tokenizer, answer=True)
+    if syntax.thought is None:
+        return None
+    return answer_grammar(
+        syntax,
+        tokenizer.special_texts,
+        thinking=prompt.thinking,
+        thoughts=_may_think(request, prompt),
+    )
+
+
+def _calls(
+    request: GenerationRequest,
+    prompt: EncodedPrompt,
+    syntax: Syntax,
+    tokenizer: Tokenizer,
+    *,
+    answer: bool = False,
+) -> str:
+    return call_grammar(
+        syntax,
+        request.declared_tools,
+        request.tool_choice,
+        tokenizer.special_texts,
+        thinking=prompt.thinking,
+        thoughts=_may_think(request, prompt),
+        parallel=request.parallel_tool_calls,
+        answer=answer,
+    )
+
+
+def _may_think(request: GenerationRequest, prompt: EncodedPrompt) -> bool:
+    return prompt.may_think and request.template_kwargs.get("enable_thinking") is not False

@@ -1,14 +1,17 @@
-"""HTTP/1.1 connections: their number, timeouts, bounds, and half-closed ones."""
+"""HTTP/1.1 connections: their number, timeouts, bounds, half-closed ones, and disconnections."""
 
 import asyncio
 import contextlib
 import logging
 import sys
 import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import h11
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
@@ -18,7 +21,6 @@ from dflash_jax.server.writer import encode
 
 # The bound on open connections, below the limit of file descriptors.
 
-
 log = logging.getLogger("dflash_jax.server")
 MOST_CONNECTIONS = 2048
 LEAST_CONNECTIONS = 16
@@ -27,16 +29,6 @@ ACCEPTED_AT_ONCE = 16  # connections that are accepted before the first of them 
 QUEUED = 1024  # connections that the system queues before they are accepted
 GROUPS = ("unused", "idle", "receiving", "unread")  # in the order in which they make room
 UNKNOWN_USE = 64  # descriptors in use, where the system does not list them
-
-
-class BoundedConnection(Protocol):
-    """A connection that can be closed in favour of a new one."""
-
-    def evict(self) -> None:
-        """Close the connection."""
-
-    def refuse(self, problem: Problem) -> None:
-        """Answer with an error object, and close the connection."""
 
 
 class BoundedConnections(ServerState):
@@ -55,12 +47,12 @@ class BoundedConnections(ServerState):
     def __init__(self, most: int = MOST_CONNECTIONS):
         super().__init__()
         self.most = most
-        self.unused: dict[BoundedConnection, None] = {}
-        self.idle: dict[BoundedConnection, None] = {}
-        self.receiving: dict[BoundedConnection, None] = {}
-        self.unread: dict[BoundedConnection, None] = {}
+        self.unused: dict[Connection, None] = {}
+        self.idle: dict[Connection, None] = {}
+        self.receiving: dict[Connection, None] = {}
+        self.unread: dict[Connection, None] = {}
 
-    def admit(self, new: BoundedConnection) -> None:
+    def admit(self, new: "Connection") -> None:
         """Make room for a new connection, or refuse it if every other one is being answered."""
         if len(self.connections) <= self.most:
             return
@@ -74,7 +66,7 @@ class BoundedConnections(ServerState):
                     return
         new.refuse(too_busy())
 
-    def move(self, connection: BoundedConnection, to: str = "") -> None:
+    def move(self, connection: "Connection", to: str = "") -> None:
         """Put a connection into the group of this name, as its newest one, and out of others."""
         for name in GROUPS:
             group = getattr(self, name)
@@ -107,7 +99,6 @@ def most_connections() -> int:
 
 
 # Log lines that clients cause, at a limited rate.
-
 
 WINDOW_S = 10.0  # seconds
 MOST_LINES = 20  # of one message in a window
@@ -201,7 +192,7 @@ class BoundedParser(h11.Connection):
             self._chunks += 1
             if self._chunks > MOST_CHUNKS:
                 message = f"the body has more than {MOST_CHUNKS} chunks; send larger ones"
-                self.problem = Problem(413, message, code="too_many_chunks")
+                self.problem = Problem(message, status=413, code="too_many_chunks")
                 raise h11.RemoteProtocolError(message)
         return event
 
@@ -288,7 +279,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer a request that cannot be parsed with an error object."""
-        invalid = Problem(400, "the request is not valid HTTP", code="invalid_http")
+        invalid = Problem("the request is not valid HTTP", code="invalid_http")
         self.refuse(self._parser.problem or invalid)
 
     # -- timeouts and bounds ------------------------------------------------------------------
@@ -313,7 +304,6 @@ class Connection(H11Protocol):
         self._all.move(self, group)
 
     def _check(self) -> None:
-        """Close the connection if a timeout was reached."""
         self._timer = self.loop.call_later(CHECK_S, self._check)
         now, waits = self.loop.time(), self.transport.get_write_buffer_size()
         if self.transport.is_closing() or self.flow.write_paused:
@@ -329,10 +319,12 @@ class Connection(H11Protocol):
             if self.cycle is None and not self._received:
                 self.transport.abort()
                 return
-            self.refuse(Problem(408, f"no request came within {HEADERS_S:g} s", code="timeout"))
+            self.refuse(
+                Problem(f"no request came within {HEADERS_S:g} s", status=408, code="timeout")
+            )
         elif self._phase == "body" and late > BODY_S + self._received / SLOWEST:
             text = f"the body did not come within {BODY_S:g} s and a second per {SLOWEST} bytes"
-            self.refuse(Problem(408, f"{text}; send it faster", code="timeout"))
+            self.refuse(Problem(f"{text}; send it faster", status=408, code="timeout"))
 
     def pause_writing(self) -> None:
         """Note that the client does not read its response."""
@@ -397,3 +389,97 @@ class Connection(H11Protocol):
         if nothing is not None:
             self.transport.write(self.conn.send(nothing) or b"")
         self.loop.call_later(pause, self._probe, min(2 * pause, LONGEST_PAUSE))
+
+
+# Requests and responses of clients that may disconnect at any time.
+
+BLOCK = 2**16  # bytes of a large response that are sent at once
+
+
+class ClientDisconnected(Exception):
+    """The client closed the connection."""
+
+
+async def _until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_disconnected(work: Awaitable[Any], receive: Receive) -> Any:
+    """Return the result of `work`, cancelling it if the client disconnects.
+
+    Raises:
+      ClientDisconnected: the client left before the work was done.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_until_disconnected(receive))
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnected
+    finally:
+        for future in (task, gone):
+            if not future.done():
+                future.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await future
+
+
+class EventStreamResponse(StreamingResponse):
+    """A stream of server-sent events that ends when the client disconnects, even while idle.
+
+    Args:
+      end: called at the end, also if iteration never started.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncGenerator[bytes], end: Callable[[], None]):
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(self._filled(), headers=headers)
+        self._chunks, self._end = chunks, end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        allow_comments(scope)
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._chunks.aclose()
+            self._end()
+
+    async def _filled(self) -> AsyncIterator[bytes]:
+        async for chunk in self._chunks:
+            if chunk:
+                yield chunk
+                await asyncio.sleep(0)  # sending returns at once while the client reads fast
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return a JSON response."""
+    return Response(encode(value), status, headers, "application/json")
+
+
+class JsonPieces(StreamingResponse):
+    """JSON that is sent block by block, so that a slow client holds one block in memory.
+
+    Args:
+      pieces: the parts of the text.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: Sequence[bytes]):
+        super().__init__(_blocks(pieces), headers={"content-length": str(sum(map(len, pieces)))})
+
+
+async def _blocks(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
+    block = bytearray()
+    for piece in pieces:
+        for at in range(0, len(piece), BLOCK):
+            block += piece[at : at + BLOCK]
+            if len(block) >= BLOCK:
+                yield bytes(block)
+                block.clear()
+                await asyncio.sleep(0)  # as in `EventStreamResponse`
+    yield bytes(block)

@@ -1,11 +1,10 @@
 """Routes that generate nothing: tokenization, models, health, stored items, the web page."""
 
-import dataclasses
 import datetime
 import functools
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,17 @@ from starlette.responses import Response
 
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.background import in_thread, read_body
-from dflash_jax.server.connection import JsonPieces, json_response
 from dflash_jax.server.conversation import parse_messages
 from dflash_jax.server.fields import EFFORTS, SERVED, check_unknown_fields
 from dflash_jax.server.generation import prepare
+from dflash_jax.server.http_connection import JsonPieces, json_response
 from dflash_jax.server.message_formats import messages_from_responses
 from dflash_jax.server.metrics import Metrics
-from dflash_jax.server.middleware import Handler, Middleware, Settings
+from dflash_jax.server.middleware import Handler, Middleware
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode
-from dflash_jax.server.response_store import ResponseStore, ResponseStores, StoredItem
-from dflash_jax.server.served_models import ServedModel, ServedModels, answer_name
-from dflash_jax.server.tools import chat_tools, parse_tools
+from dflash_jax.server.response_store import ResponseStore, StoredItem
+from dflash_jax.server.served_models import ServedModel, ServedModels, ServerConfig, answer_name
+from dflash_jax.server.tools import chat_tools, tool_arguments
 from dflash_jax.server.writer import encode
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.version import __version__
@@ -68,12 +67,12 @@ class InfoRoutes:
         self,
         models: ServedModels,
         middleware: Middleware,
-        settings: Settings,
+        config: ServerConfig,
         metrics: Metrics,
         parameters: dict[str, tuple[str, ...]],
     ):
         self._models, self._middleware = models, middleware
-        self._settings, self._metrics = settings, metrics
+        self._config, self._metrics = config, metrics
         self._parameters = parameters
 
     @property
@@ -123,7 +122,7 @@ class InfoRoutes:
         model = self._models.named(parsed.model)
         tokenizer = model.engine.tokenizer
         if tokenizer is None:
-            raise Problem(400, "this model ships no tokenizer")
+            raise Problem("this model ships no tokenizer")
         most = model.engine.plan.max_length
         if parsed.messages is not None:
             request = await in_thread(_conversation_request, parsed, long=True)
@@ -138,15 +137,16 @@ class InfoRoutes:
         parsed, _ = await read_body(read, await self._middleware.body(raw_request))
         engine = self._models.named(parsed.model).engine
         if engine.tokenizer is None:
-            raise Problem(400, "this model ships no tokenizer")
+            raise Problem("this model ships no tokenizer")
         known, most = engine.graph.config.vocab_size, engine.plan.max_length
         if len(parsed.tokens) > most:
             raise Problem(
-                400, f"{len(parsed.tokens)} tokens were given; at most {most}, the model's maximum"
-                " context length: send them in parts", param="tokens",
-            )  # fmt: skip
+                f"{len(parsed.tokens)} tokens were given; at most {most}, the model's maximum"
+                " context length: send them in parts",
+                param="tokens",
+            )
         if outside := [i for i in parsed.tokens if not 0 <= i < known]:
-            raise Problem(400, f"tokens {outside[:5]} are not from 0 to {known - 1}")
+            raise Problem(f"tokens {outside[:5]} are not from 0 to {known - 1}")
         text = await in_thread(engine.tokenizer.raw, parsed.tokens, long=True)
         return json_response({"content": text, "prompt": text})
 
@@ -173,7 +173,9 @@ class InfoRoutes:
     async def _health(self, raw_request: Request) -> Response:
         for model in self._models:
             if model.worker.error is not None:
-                raise Problem(500, f"{model.name}: {model.worker.error}", code="engine_failed")
+                raise Problem(
+                    f"{model.name}: {model.worker.error}", status=500, code="engine_failed"
+                )
             model.check_turns()
         return json_response({"status": "ok"})
 
@@ -189,7 +191,7 @@ class InfoRoutes:
         return Response(self._metrics.text(self._models), media_type=kind)
 
     async def _props(self, raw_request: Request) -> Response:
-        limits = {"max_body": self._middleware.max_body, "timeout": self._settings.timeout}
+        limits = {"max_body": self._middleware.max_body, "timeout": self._config.timeout}
         endpoints = sorted(route.path for route in raw_request.app.routes)
         fields = {
             "schema": 2,
@@ -204,19 +206,14 @@ class InfoRoutes:
 
 
 def _conversation_request(parsed: TokenizeRequest) -> GenerationRequest:
-    """Return the conversation to tokenize as a request."""
-    given = chat_tools(parsed.tools)
-    tools, declared, choice = parse_tools(given.functions, None, given.places)
     template = dict(parsed.chat_template_kwargs or {})
     if parsed.add_generation_prompt is not None:
         template["add_generation_prompt"] = parsed.add_generation_prompt
     return GenerationRequest(
+        **tool_arguments(chat_tools(parsed.tools), None),
         api="chat",
         model=None,
         messages=parse_messages(parsed.messages or ()),
-        tools=tools,
-        declared_tools=declared,
-        tool_choice=choice,
         template_kwargs=template,
         continue_final_message=bool(parsed.continue_final_message),
     )
@@ -226,7 +223,7 @@ def _text_ids(parsed: TokenizeRequest, tokenizer: Tokenizer, max_length: int) ->
     """Return the token ids of a text; refuses one that certainly exceeds the context length."""
     text = parsed.content if parsed.content is not None else parsed.prompt
     if text is None:
-        raise Problem(400, "give content, prompt or messages", param="content")
+        raise Problem("give content, prompt or messages", param="content")
     asked = [s for s in (parsed.add_special, parsed.add_special_tokens) if s is not None]
     tokenizer.check_fits(text, max_length)
     return tokenizer.encode(text, specials=asked[0] if asked else parsed.content is None)
@@ -239,14 +236,13 @@ def _tokens_answer(
     max_length: int,
     more: dict[str, Any],
 ) -> Response:
-    """Return the response of /tokenize."""
     answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": max_length}
     if (parsed.with_pieces or parsed.return_token_strs) and len(ids) > max_length:
         raise Problem(
-            400, f"the text has {len(ids)} tokens; pieces are given of at most {max_length}, the"
+            f"the text has {len(ids)} tokens; pieces are given of at most {max_length}, the"
             " model's maximum context length: leave out with_pieces and return_token_strs",
             param="with_pieces" if parsed.with_pieces else "return_token_strs",
-        )  # fmt: skip
+        )
     if parsed.with_pieces:
         answer["tokens"] = [{"id": i, "piece": _token_piece(tokenizer, i)} for i in ids]
     if parsed.return_token_strs:
@@ -332,7 +328,6 @@ def _default_model(model: ServedModel) -> dict[str, Any]:
 
 # Routes of stored responses and of /v1/conversations. Every API key has stores of its own.
 
-
 HEAD, TAIL = b'{"object":"list","data":[', b'],"has_more":false,"first_id":%b,"last_id":%b}'
 
 
@@ -346,7 +341,7 @@ class ConversationBody(msgspec.Struct):
 class StoredRoutes:
     """Handlers of what is stored. What a client can make large is handled in threads."""
 
-    def __init__(self, stores: ResponseStores, middleware: Middleware):
+    def __init__(self, stores: Sequence[ResponseStore], middleware: Middleware):
         self._stores, self._middleware = stores, middleware
 
     @property
@@ -361,7 +356,7 @@ class StoredRoutes:
         }
 
     def _store(self, raw_request: Request) -> ResponseStore:
-        return self._stores.of(raw_request.state.owner)
+        return self._stores[raw_request.state.owner]
 
     async def _response(self, raw_request: Request) -> Response:
         response_id, store = raw_request.path_params["response_id"], self._store(raw_request)
@@ -369,7 +364,7 @@ class StoredRoutes:
             store.delete(response_id)
             return json_response({"id": response_id, "object": "response", "deleted": True})
         if raw_request.query_params.get("stream", "false").lower() not in ("false", "0"):
-            raise Problem(400, "a kept response is not streamed; leave it out", param="stream")
+            raise Problem("a kept response is not streamed; leave it out", param="stream")
         return JsonPieces([store.get(response_id)])
 
     async def _create(self, raw_request: Request) -> Response:
@@ -430,7 +425,6 @@ def _list(items: list[StoredItem]) -> list[bytes]:
 
 # The web page at `/`: static files of the package, served with a strict content policy.
 
-
 FOLDER = Path(__file__).parent / "page"
 INDEX, PREFIX = "index.html", "/page"
 CONTENT_TYPES = {
@@ -453,55 +447,28 @@ HEADERS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class PageFile:
-    """A file of the page, as it is sent.
+def page_routes() -> dict[str, Handler]:
+    """Return the handlers of the page's files by path; they are read once, and there are no others.
 
-    Attributes:
-      etag: a quoted digest of the content.
+    They need no API key: the page has a field for the key.
     """
+    files: dict[str, tuple[bytes, str, str]] = {}  # content, media type and quoted digest
+    for path in FOLDER.iterdir():
+        if kind := CONTENT_TYPES.get(path.suffix):
+            content = path.read_bytes()
+            files[path.name] = content, kind, f'"{hashlib.sha256(content).hexdigest()[:32]}"'
 
-    content: bytes
-    media_type: str
-    etag: str
-
-
-class WebPage:
-    """The page's files, read once; no other file can be requested.
-
-    Its routes need no API key: the page has a field for the key.
-    """
-
-    def __init__(self) -> None:
-        self._files = {
-            path.name: _read(path) for path in FOLDER.iterdir() if path.suffix in CONTENT_TYPES
-        }
-
-    @property
-    def gets(self) -> dict[str, Handler]:
-        """Return the handlers of GET by path."""
-        return {"/": self._index, f"{PREFIX}/{{name}}": self._file}
-
-    async def _index(self, raw_request: Request) -> Response:
-        return self._answer(raw_request, INDEX)
-
-    async def _file(self, raw_request: Request) -> Response:
-        return self._answer(raw_request, raw_request.path_params["name"])
-
-    def _answer(self, raw_request: Request, name: str) -> Response:
+    async def show(raw_request: Request) -> Response:
         """Return a file, or 304 if the browser has it."""
-        file = self._files.get(name)
-        if file is None:
-            path = raw_request.scope["path"]
-            raise Problem(404, f"the page has no file {path[:200]}", code="unknown_url")
-        headers = HEADERS | {"ETag": file.etag}
+        name = raw_request.path_params.get("name", INDEX)
+        if name not in files:
+            path = raw_request.scope["path"][:200]
+            raise Problem(f"the page has no file {path}", status=404, code="unknown_url")
+        content, kind, etag = files[name]
+        headers = HEADERS | {"ETag": etag}
         known = raw_request.headers.get("if-none-match", "").split(",")
-        if file.etag in (tag.strip().removeprefix("W/") for tag in known):
+        if etag in (tag.strip().removeprefix("W/") for tag in known):
             return Response(status_code=304, headers=headers)
-        return Response(file.content, headers=headers, media_type=file.media_type)
+        return Response(content, headers=headers, media_type=kind)
 
-
-def _read(path: Path) -> PageFile:
-    content = path.read_bytes()
-    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    return PageFile(content, CONTENT_TYPES[path.suffix], etag)
+    return {"/": show, f"{PREFIX}/{{name}}": show}

@@ -1,4 +1,7 @@
-"""Responses items and Anthropic content blocks, converted to chat completions messages."""
+"""Responses items and Anthropic content blocks, converted to chat completions messages.
+
+Arguments are named as in `conversation`.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,7 +23,6 @@ from dflash_jax.server.protocol import Message, Problem
 from dflash_jax.server.tools import PARAMETER, joined_name
 
 # Past tool calls of other kinds than functions, with their results, as calls of functions.
-
 
 Block = Mapping[str, Any]
 # Items whose call has its arguments in one field, with the name of the function.
@@ -52,11 +54,7 @@ class PastCall(NamedTuple):
 
 
 def item_call(item: Block, where: str) -> PastCall | None:
-    """Return the call of an item of the Responses API; None if it is no call, or has no content.
-
-    Raises:
-      Problem: the item has no name.
-    """
+    """Return the call of an item of the Responses API; None if it is no call, or has no content."""
     kind, result = str(item.get("type")), None
     match kind:
         case "function_call":
@@ -82,16 +80,12 @@ def item_call(item: Block, where: str) -> PastCall | None:
         case _:
             return None
     if not isinstance(name := item.get("name"), str):
-        raise Problem(400, f"a {kind} has no name", param=f"{where}.name")
+        raise Problem(f"a {kind} has no name", param=f"{where}.name")
     return PastCall(joined_name(item.get("namespace"), name), arguments, result)
 
 
 def item_result(item: Block, where: str, warnings: list[str]) -> Message | None:
-    """Return the result of a call in an item of the Responses API; None if it is no result.
-
-    Raises:
-      Problem: a function's result has media.
-    """
+    """Return the result of a call in an item of the Responses API; None if it is no result."""
     kind = item.get("type")
     if not (isinstance(kind, str) and kind.endswith("_output")):
         return None
@@ -109,28 +103,20 @@ def item_result(item: Block, where: str, warnings: list[str]) -> Message | None:
 
 
 def block_call(block: Block, place: str, warnings: list[str]) -> dict[str, Any] | None:
-    """Return the call of an Anthropic content block; None if it is none.
-
-    Raises:
-      Problem: the block has no name.
-    """
+    """Return the call of an Anthropic content block; None if it is none."""
     kind = block.get("type")
     if kind != "tool_use" and kind not in SERVER_USES:
         return None
     name = block.get("name")
     if not isinstance(name, str):
-        raise Problem(400, f"a {kind} has no name", param=f"{place}.name")
+        raise Problem(f"a {kind} has no name", param=f"{place}.name")
     if kind in SERVER_USES:
         warnings.append(f"a block of type {kind!r} was read as a call of the tool {name[:150]!r}")
     return call_entry(block.get("id"), name, block.get("input") or {})
 
 
 def block_result(block: Block, place: str, warnings: list[str]) -> Message | None:
-    """Return the result of a call in an Anthropic content block; None if it is none.
-
-    Raises:
-      Problem: the result of a client's tool has media.
-    """
+    """Return the result of a call in an Anthropic content block; None if it is none."""
     kind, content = block.get("type"), block.get("content")
     if not (isinstance(kind, str) and kind.endswith("tool_result")):
         return None
@@ -165,14 +151,7 @@ ENCRYPTED = "encrypted reasoning of past turns was left out"
 def messages_from_responses(
     instructions: str | None, items: list[dict[str, Any]], warnings: list[str] | None = None
 ) -> list[Message]:
-    """Return the items of a Responses input as messages; adjacent calls become one turn.
-
-    Args:
-      warnings: items that are left out are added here.
-
-    Raises:
-      Problem: an item is invalid, or has media.
-    """
+    """Return the items of a Responses input as messages; adjacent calls become one turn."""
     check_messages(items, "input")
     warnings = [] if warnings is None else warnings
     system: list[str] = [instructions] if instructions else []
@@ -226,11 +205,10 @@ def messages_from_responses(
 
 
 def _message_of(item: dict[str, Any], where: str, warnings: list[str]) -> Message:
-    """Return a message item as a chat completions message."""
     role, content, place = item.get("role"), item.get("content"), f"{where}.content"
     if role not in ("system", "developer", "user", "assistant", "tool"):
         known = "system, developer, user or assistant"
-        raise Problem(400, f"role {role!r}; expected {known}", param=f"{where}.role")
+        raise Problem(f"role {role!r}; expected {known}", param=f"{where}.role")
     if role == "tool":  # as in chat completions
         text = result_texts(content, place, warnings)
         return {"role": role, "tool_call_id": item.get("tool_call_id"), "content": text}
@@ -239,7 +217,7 @@ def _message_of(item: dict[str, Any], where: str, warnings: list[str]) -> Messag
     else:
         content = content_texts(content, place, warnings)
     if content is None and role != "assistant":
-        raise Problem(400, "content is missing", param=place)
+        raise Problem("content is missing", param=place)
     return {"role": "system" if role == "developer" else role, "content": content or ""}
 
 
@@ -261,14 +239,7 @@ def continues_assistant(messages: list[dict[str, Any]]) -> bool:
 def messages_from_anthropic(
     system: System, messages: Sequence[dict[str, Any]], warnings: list[str] | None = None
 ) -> list[Message]:
-    """Return Anthropic's system prompt and messages as chat completions messages.
-
-    Args:
-      warnings: blocks that are left out or changed are added here.
-
-    Raises:
-      Problem: a message or content block is invalid, or has media.
-    """
+    """Return Anthropic's system prompt and messages as chat completions messages."""
     check_messages(messages)
     warnings = [] if warnings is None else warnings
     result: list[Message] = []
@@ -279,12 +250,12 @@ def messages_from_anthropic(
         where = f"messages[{at}]"
         role = "system" if role == "developer" else role
         if role not in ("user", "assistant", "system"):
-            raise Problem(400, f"role {role!r}; expected user or assistant", param=f"{where}.role")
+            raise Problem(f"role {role!r}; expected user or assistant", param=f"{where}.role")
         if isinstance(content, str) or (content is None and role == "assistant"):
             result.append({"role": role, "content": content or ""})
             continue
         if not isinstance(content, list) or not all(isinstance(b, dict) for b in content):
-            raise Problem(400, "content is no list of blocks", param=f"{where}.content")
+            raise Problem("content is no list of blocks", param=f"{where}.content")
         result += _turn(role, content, f"{where}.content", warnings)
     return result
 

@@ -1,7 +1,6 @@
 """Checks around every route (hosts, API keys, limits), and conversion of errors to responses."""
 
 import asyncio
-import dataclasses
 import hmac
 import logging
 import threading
@@ -15,12 +14,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dflash_jax.server.access import ANY, AllowedHosts, is_json, is_own_page
 from dflash_jax.server.background import POOLS
-from dflash_jax.server.connection import ClientDisconnected, json_response
 from dflash_jax.server.errors import shutting_down
 from dflash_jax.server.fields import check_path
+from dflash_jax.server.http_connection import ClientDisconnected, json_response
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.protocol import Problem, new_id
-from dflash_jax.server.served_models import ServedModels
+from dflash_jax.server.served_models import ServedModels, ServerConfig
 from dflash_jax.utils.allocator import give_back
 
 log = logging.getLogger("dflash_jax.server")
@@ -35,40 +34,6 @@ LEAST_BODY, MOST_BODY = 4 * 2**20, 32 * 2**20  # bounds in bytes of the derived 
 LARGE, GIVE_BACK_S = 2**20, 1.0  # bytes; seconds after the response, and between two calls
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of request handling.
-
-    Attributes:
-      api_keys: accepted keys; if empty, no key is needed.
-      max_body: limit of request bodies in bytes; None derives it from the longest context of the
-        models.
-      timeout: seconds after which outputs end with the tokens generated so far; requests may set a
-        shorter one.
-      compile_wait: seconds after which a request that is not streamed is refused if its programs
-        are still being compiled. Proxies commonly time out after 60.
-      keepalive: seconds without output after which a stream gets a comment.
-      metrics: include the statistics of `return_metrics` and `timings_per_token` in all responses.
-      cors: origins whose pages may use the server, or "*" for any.
-      allowed_hosts: additional hosts to accept, see `access.allowed_hosts`.
-      ui: serve the web page at `/`.
-      aliases: further names of models, see `ServedModels`.
-      any_name: answer requests for models of any name.
-    """
-
-    api_keys: tuple[str, ...] = ()
-    max_body: int | None = None
-    timeout: float | None = 600.0
-    compile_wait: float = 50.0
-    keepalive: float = 15.0
-    metrics: bool = False
-    cors: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
-    ui: bool = True
-    aliases: tuple[tuple[str, str], ...] = ()
-    any_name: bool = False
-
-
 class Middleware:
     """Checks requests before handlers run, and converts exceptions to error responses.
 
@@ -76,16 +41,16 @@ class Middleware:
       draining: refuse new requests that generate.
     """
 
-    def __init__(self, settings: Settings, metrics: Metrics, models: ServedModels):
-        self._settings, self._metrics, self._models = settings, metrics, models
+    def __init__(self, config: ServerConfig, metrics: Metrics, models: ServedModels):
+        self._config, self._metrics, self._models = config, metrics, models
         self.draining = False
         self._trim_scheduled = False
 
     @property
     def max_body(self) -> int:
         """Return the limit of request bodies in bytes."""
-        if self._settings.max_body is not None:
-            return self._settings.max_body
+        if self._config.max_body is not None:
+            return self._config.max_body
         engines = [engine for model in self._models if (engine := model.worker.engine)]
         longest = max((engine.plan.max_length for engine in engines), default=0)
         return min(max(BYTES_PER_TOKEN * longest, LEAST_BODY), MOST_BODY)
@@ -114,8 +79,12 @@ class Middleware:
             request.state.id = request_id = new_id("req_")
             request.state.owner = 0
             try:
-                self._check_headers(request)
-                if needs_key and self._settings.api_keys:
+                if (
+                    sum(len(name) + len(value) for name, value in request.headers.raw)
+                    > MOST_HEADERS
+                ):
+                    raise Problem(f"the headers are larger than {MOST_HEADERS} bytes", status=431)
+                if needs_key and self._config.api_keys:
                     request.state.owner = self._owner(request)
                 return _with_request_id(await handler(request), request_id)
             except Problem as problem:
@@ -126,7 +95,7 @@ class Middleware:
                 return Response(status_code=499)
             except Exception as error:
                 log.exception("%s failed", request_id)
-                problem = Problem(500, f"internal error: {type(error).__name__}")
+                problem = Problem(f"internal error: {type(error).__name__}", status=500)
                 return self._refuse(problem, request_id)
             finally:
                 if getattr(request.state, "body_size", 0) > LARGE and not self._trim_scheduled:
@@ -143,7 +112,7 @@ class Middleware:
             )
         path = request.scope["path"]
         message = f"{request.method} {path} does not exist"
-        unknown = Problem(error.status_code, message, code="unknown_url")
+        unknown = Problem(message, status=error.status_code, code="unknown_url")
         try:
             check_path(path)
         except Problem as problem:
@@ -163,12 +132,12 @@ class Middleware:
         self._check_origin(request)
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         if coding not in ("identity", ""):
-            raise Problem(415, f"content-encoding {coding!r}; send the body as it is")
+            raise Problem(f"content-encoding {coding!r}; send the body as it is", status=415)
         most = self.max_body
         too_large = Problem(
-            413,
             f"the body is larger than {most} bytes, the most this server reads; send less, or start"
             " it with a larger --max-body",
+            status=413,
             code="body_too_large",
         )
         length = request.headers.get("content-length", "")
@@ -209,10 +178,6 @@ class Middleware:
         body = problem.to_json() | {"request_id": request_id}
         return _with_request_id(json_response(body, problem.status, headers), request_id)
 
-    def _check_headers(self, request: Request) -> None:
-        if sum(len(name) + len(value) for name, value in request.headers.raw) > MOST_HEADERS:
-            raise Problem(431, f"the headers are larger than {MOST_HEADERS} bytes")
-
     def _check_origin(self, request: Request) -> None:
         """Refuse, with 415, requests that a page of another site can send without a preflight.
 
@@ -220,14 +185,14 @@ class Middleware:
         """
         origin, kinds = request.headers.get("origin"), request.headers.getlist("content-type")
         known = (ANY, origin, (origin or "").lower())
-        if origin is None or is_json(kinds) or any(o in self._settings.cors for o in known):
+        if origin is None or is_json(kinds) or any(o in self._config.cors for o in known):
             return
         if not is_own_page(origin, request.headers.get("host", "")):
             raise Problem(
-                415,
                 f"content-type {', '.join(kinds)[:100]!r} in a request with the Origin header"
                 f" {origin[:100]!r}; send application/json, or start the server with --cors-origin"
                 " and that origin",
+                status=415,
                 code="unsupported_content_type",
             )
 
@@ -242,13 +207,13 @@ class Middleware:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else ""
         given = (given or request.headers.get("x-api-key", "")).encode()
-        good = [hmac.compare_digest(given, key.encode()) for key in self._settings.api_keys]
+        good = [hmac.compare_digest(given, key.encode()) for key in self._config.api_keys]
         if True in good:
             return good.index(True)
         raise Problem(
-            401,
             "the API key is missing or wrong; send it in the header Authorization: Bearer KEY,"
             " or x-api-key: KEY",
+            status=401,
             code="invalid_api_key",
         )
 
@@ -261,7 +226,6 @@ def _check_framing(headers: Headers, version: str) -> None:
     if "transfer-encoding" in headers and ("content-length" in headers or version < "1.1"):
         other = "a Content-Length header" if "content-length" in headers else f"HTTP/{version}"
         raise Problem(
-            400,
             f"a Transfer-Encoding header and {other} contradict each other; send one length",
             code="ambiguous_length",
         )
@@ -275,9 +239,9 @@ def _check_hosts(headers: Headers, hosts: AllowedHosts) -> None:
     given = headers.getlist("host")
     if len(given) > 1 or not all(map(hosts.accepts, given)):
         raise Problem(
-            403,
             f"the Host header is {', '.join(given)[:100]!r}, which is not known as a name of this"
             " server; use its address, or start it with --allowed-host and that name",
+            status=403,
             code="host_not_allowed",
         )
 

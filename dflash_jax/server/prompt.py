@@ -23,7 +23,6 @@ from dflash_jax.tool_parsers.syntax import Thought, as_json
 # A client cannot edit past turns, so a conversation that a template refuses is rendered in a form
 # that is closer to what the template expects.
 
-
 Repair = Callable[[Sequence[Message]], list[Message]]
 
 
@@ -104,9 +103,6 @@ def render_messages(
     Args:
       messages: with texts as contents, see `Tokenizer.plain`.
       warnings: repairs that change what the model sees are added here.
-
-    Raises:
-      Problem: the template refuses every form; the message is that of the first one.
     """
     try:
         return tokenizer.render(messages, **variables)
@@ -129,7 +125,7 @@ def render_messages(
             continue
         warnings.extend(f"the chat template refused the messages: {note}" for note in notes)
         return text
-    raise Problem(400, str(refused), param="messages") from None
+    raise Problem(str(refused), param="messages") from None
 
 
 PLACEHOLDER = f"\ue000{secrets.token_hex(8)}\ue001"  # for a cached turn; clients cannot guess it
@@ -259,7 +255,7 @@ def _given_ids(
     if isinstance(given, list) and not suffix:
         return list(given)
     if tokenizer is None:
-        raise Problem(400, "this model ships no tokenizer; give token ids", param="prompt")
+        raise Problem("this model ships no tokenizer; give token ids", param="prompt")
     for text in (given, suffix):
         if isinstance(text, str):
             tokenizer.check_fits(text, max_length)
@@ -281,7 +277,6 @@ def infill_ids(tokenizer: Tokenizer, prefix: str | list[int], suffix: str) -> li
     else:
         names = ", ".join(family[0] for family in INFILL_TOKENS)
         raise Problem(
-            400,
             "suffix needs a model with fill-in-the-middle tokens, and this model's vocabulary has"
             f" none of {names}; leave suffix out, and put the text around the gap into the prompt",
             param="suffix",
@@ -311,7 +306,7 @@ def chat_prompt(
       PromptTooLongError: the conversation certainly has more than `max_length` tokens.
     """
     if tokenizer is None:
-        raise Problem(400, "this model ships no tokenizer; use /v1/completions with token ids")
+        raise Problem("this model ships no tokenizer; use /v1/completions with token ids")
     try:
         prompt = _chat_prompt(request, tokenizer, turns, thought, max_length)
     except Problem as problem:
@@ -374,9 +369,9 @@ def _continued_prompt(
     last = messages[-1]
     if last["role"] != "assistant" or last.get("tool_calls"):
         raise Problem(
-            400, "continue_final_message needs an assistant's text as the last message",
+            "continue_final_message needs an assistant's text as the last message",
             param="continue_final_message",
-        )  # fmt: skip
+        )
     content, reasoning = last["content"] or "", last.get("reasoning_content") or ""
     field, text = ("content", content) if content else ("reasoning_content", reasoning)
     field = field if text else "content"
@@ -387,7 +382,7 @@ def _continued_prompt(
         PLACEHOLDER
     )
     if not mark:
-        raise Problem(400, "this model's chat template cannot continue a message")
+        raise Problem("this model's chat template cannot continue a message")
     tokenizer.check_fits(before, max_length)
     ids = tokenizer.encode(before, specials=False)
     inside = _inside(thought, before, text)
@@ -433,9 +428,6 @@ def resolve_max_tokens(
     Args:
       most: capacity of the plan in tokens, for prompt and output.
       default: value for requests without max_tokens; 0 for all that fits.
-
-    Raises:
-      Problem: prompt and output do not fit.
     """
     free = most - len(prompt)
     asked = request.max_tokens
@@ -445,7 +437,6 @@ def resolve_max_tokens(
         if free < 1:  # agents match on these words, and then shorten the conversation
             text = f"prompt is too long: {len(prompt)} tokens > {most - 1} maximum{output}"
         raise Problem(
-            400,
             f"{text}; this model's maximum context length is {most} tokens for prompt and output"
             " together; shorten the prompt or lower max_tokens",
             param=request.source,

@@ -29,7 +29,6 @@ class Problem(Exception):
     """An error response: an HTTP status and an error object.
 
     Args:
-      status: HTTP status.
       param: name of the offending request field.
       code: machine-readable code.
       retry_s: seconds for the Retry-After header.
@@ -38,9 +37,9 @@ class Problem(Exception):
 
     def __init__(
         self,
-        status: int,
         message: str,
         *,
+        status: int = 400,
         param: str | None = None,
         code: str | None = None,
         retry_s: int | None = None,
@@ -184,9 +183,9 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
     except RecursionError:
         raise _too_deep("the body") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Problem(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+        raise Problem(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(raw, dict):
-        raise Problem(400, "the body is not a JSON object", code="invalid_json")
+        raise Problem("the body is not a JSON object", code="invalid_json")
     if is_deep(raw):
         name = next((name for name, value in raw.items() if is_deep([value])), None)
         raise _too_deep(name or "the body", name)
@@ -201,14 +200,13 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
         where = f" in {param}" if param else ""
         if missing := re.fullmatch("Object missing required field `(.*)`", text):
             param = missing[1]
-        raise Problem(400, f"{text}{where}", param=param) from None
+        raise Problem(f"{text}{where}", param=param) from None
     known = kind.__struct_fields__
     return decoded, {name: value for name, value in raw.items() if name not in known}
 
 
 def _too_deep(where: str, param: str | None = None) -> Problem:
     return Problem(
-        400,
         f"{where} is nested more than {MOST_DEPTH} levels deep; send objects and arrays of fewer"
         " levels",
         param=param,
@@ -248,9 +246,10 @@ def check_entries(
         for kind, count in counts.items():
             if count > most[kind]:
                 raise Problem(
-                    400, f"{subject} has more than {most[kind]} {kind}; send fewer",
-                    param=param, code="too_many_entries",
-                )  # fmt: skip
+                    f"{subject} has more than {most[kind]} {kind}; send fewer",
+                    param=param,
+                    code="too_many_entries",
+                )
 
 
 def _count_structure(part: bytes) -> int:
@@ -270,7 +269,6 @@ def _outside_strings(body: bytes) -> Iterator[bytes]:
 
 @functools.cache
 def _integer_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
-    """Return the names of a body's integer fields."""
     fields = msgspec.structs.fields(kind)
     return frozenset(field.encode_name for field in fields if field.type == int | None)
 

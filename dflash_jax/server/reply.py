@@ -90,10 +90,6 @@ class RepeatedCallFilter:
         held, self._held = self._held, []
         return held
 
-    def drop(self) -> bool:
-        """Discard the events held so far; return whether there were any."""
-        return bool(self.release())
-
 
 class Reply:
     """One output of a request: parses its pieces into events, and accumulates them.
@@ -167,7 +163,6 @@ class Reply:
         return not (parsed or marked or request.stop or kept)
 
     def _reset(self) -> None:
-        """Start over with an empty answer."""
         request = self._request
         # With tools, the parser looks for stop strings: they do not count inside calls.
         parser_stops = bool(self._syntax and request.declared_tools)
@@ -248,7 +243,7 @@ class Reply:
         if not self._ended_early:  # the model itself left the call unfinished: it is content
             events += self._filter_and_apply(self._parser.unfinished_call())
         if result.stats.recovery[guards.REPEATED_CALLS]:
-            self.shortened |= self._repeated_calls.drop()
+            self.shortened |= bool(self._repeated_calls.release())
         events += self._apply(self._repeated_calls.release())
         if self._request.include_stop_str and self.stop_string:
             kind = Thinking if self._parser.thinking else Content
@@ -284,7 +279,6 @@ class Reply:
         return events
 
     def _append(self, kind: Literal["reasoning", "content"], text: str) -> None:
-        """Extend the last part, or add one of another kind."""
         if not self._parts or self._parts[-1].kind != kind:
             self._parts.append(ReplyPart(kind))
         self._parts[-1].text += text
@@ -301,7 +295,6 @@ class Reply:
 
     @property
     def _ended_early(self) -> bool:
-        """Return whether a limit or the caller ended the output, rather than the model."""
         assert self.result is not None
         return bool(self.ended_by) or self.result.finish_reason in ("length", "cancelled")
 

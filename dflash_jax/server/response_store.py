@@ -13,7 +13,6 @@ from dflash_jax.server.protocol import Problem, new_id
 
 # Conversations in memory, which responses of a conversation extend.
 
-
 Item = dict[str, Any]
 StoredItem = tuple[str, bytes]  # the id and the JSON of an item
 
@@ -129,19 +128,20 @@ class ConversationStore:
         whole = size + sum(len(data) for _, data in new)
         if whole > self._max_bytes:
             raise Problem(
-                413,
                 f"the conversation would have {whole} bytes; at most {self._max_bytes} are kept:"
                 " start a new conversation",
-                param="items", code="conversation_full",
-            )  # fmt: skip
+                status=413,
+                param="items",
+                code="conversation_full",
+            )
 
     def _find(self, conversation_id: str) -> StoredConversation:
         stored = self._stored.get(conversation_id)
         if stored is None:
             raise Problem(
-                404,
                 f"the conversation {conversation_id[:100]!r} is not kept here; create one by POST"
                 " /v1/conversations, or send the whole input",
+                status=404,
                 param="conversation",
                 code="conversation_not_found",
             )
@@ -232,7 +232,7 @@ class ResponseStore:
         stored = self._stored.get(response_id)
         if stored is None:
             raise Problem(
-                404, f"the response {response_id!r} is not kept here", param="response_id"
+                f"the response {response_id!r} is not kept here", status=404, param="response_id"
             )
         return stored
 
@@ -276,12 +276,12 @@ class ResponseStore:
         return turn
 
     def _before(self, previous: str | None, conversation: str | None) -> list[bytes]:
-        """Return the items before those of a request."""
         if previous and previous not in self._stored:
             raise Problem(
-                400, f"the response {previous!r} is not kept here; send the whole input",
-                param="previous_response_id", code="previous_response_not_found",
-            )  # fmt: skip
+                f"the response {previous!r} is not kept here; send the whole input",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
         if conversation is not None:
             return [data for _, data in self.conversations.items(conversation)]
         return self._stored[previous].items if previous else []
@@ -289,7 +289,9 @@ class ResponseStore:
     def _referenced(self, item_id: str, where: str) -> bytes:
         if item_id not in self._items:
             raise Problem(
-                404, f"the item {item_id[:100]!r} is not kept here; send it whole", param=where
+                f"the item {item_id[:100]!r} is not kept here; send it whole",
+                status=404,
+                param=where,
             )
         return self._items[item_id]
 
@@ -303,11 +305,11 @@ class ResponseStore:
         size, most = sum(map(len, pulled)), self._max_input()
         if size > most:
             raise Problem(
-                400,
                 f"the request refers to stored items of {size} bytes; at most {most} are read, as"
                 " in a body: start a new conversation, or the server with a larger --max-body",
-                param="input", code="stored_input_too_large",
-            )  # fmt: skip
+                param="input",
+                code="stored_input_too_large",
+            )
         check_messages(range(count), "input")
 
 
@@ -337,18 +339,12 @@ class RequestTurn:
             self._store.put(response, self.stored)
 
 
-class ResponseStores:
-    """One store per owner, which is an API key: nobody sees, continues or evicts what others keep.
+def response_stores(owners: int, max_input: Callable[[], int]) -> list[ResponseStore]:
+    """Return one store per owner, an API key: nobody sees, continues or evicts what others keep.
 
     Args:
-      owners: number of API keys; one owner without keys.
+      owners: number of API keys, as `Middleware` numbers them; one owner without keys.
       max_input: as in `ResponseStore`.
     """
-
-    def __init__(self, owners: int, max_input: Callable[[], int]):
-        most = min(MOST_BYTES, MOST_TOTAL // max(owners, 1))
-        self._stores = [ResponseStore(most, max_input) for _ in range(max(owners, 1))]
-
-    def of(self, owner: int) -> ResponseStore:
-        """Return the store of an owner, which `Middleware` numbers."""
-        return self._stores[owner]
+    most = min(MOST_BYTES, MOST_TOTAL // max(owners, 1))
+    return [ResponseStore(most, max_input) for _ in range(max(owners, 1))]

@@ -3,7 +3,6 @@
 import time
 from typing import Any
 
-from dflash_jax.server import writer
 from dflash_jax.server.conversation import parse_messages
 from dflash_jax.server.fields import CommonFields, common_arguments, reasoning_options
 from dflash_jax.server.generation import Generation
@@ -18,16 +17,15 @@ from dflash_jax.server.protocol import (
 )
 from dflash_jax.server.reply import Reply, ReplyPart
 from dflash_jax.server.response_store import ResponseStore
-from dflash_jax.server.served_models import answer_name
 from dflash_jax.server.tools import (
     CLIENT_TYPES,
     FreeformInput,
     freeform_input,
-    parse_tools,
     responses_choice,
     responses_tools,
+    tool_arguments,
 )
-from dflash_jax.server.writer import chat_logprobs, sse_event
+from dflash_jax.server.writer import ResponseWriter, chat_logprobs, responses_usage, sse_event
 from dflash_jax.tool_parsers.calls import (
     Content,
     Event,
@@ -72,17 +70,14 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
 
     Args:
       store: responses that the request may refer to. Its own is added unless `store` is false.
-
-    Raises:
-      Problem: the body is invalid, or asks for something unsupported.
     """
     store = store or ResponseStore()
     parsed, unknown = decode(body, ResponsesRequest)
     for name in ("background", "prompt"):
         if getattr(parsed, name):
-            raise Problem(400, f"{name} is not supported here", param=name)
+            raise Problem(f"{name} is not supported here", param=name)
     if not parsed.input and isinstance(parsed.input, list):
-        raise Problem(400, "input is empty; give at least one item", param="input")
+        raise Problem("input is empty; give at least one item", param="input")
     items = parsed.input
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
@@ -99,7 +94,7 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
         warnings.append("text.verbosity was ignored")
     given = responses_tools(parsed.tools)
     wanted = responses_choice(parsed.tool_choice, given)
-    tools, declared, choice = parse_tools(given.functions, wanted, given.places)
+    tools = tool_arguments(given, wanted)
     warnings += given.warnings
     messages = messages_from_responses(parsed.instructions, turn.items, warnings)
     messages = parse_messages(messages, warnings)
@@ -109,17 +104,13 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
     return GenerationRequest(
         api="responses",
         messages=messages,
-        tools=tools,
-        declared_tools=declared,
-        client_tools=given.client_tools,
-        tool_choice=choice,
         parallel_tool_calls=parsed.parallel_tool_calls is not False,
         template_kwargs=template,
         max_tokens=parsed.max_output_tokens,
         logprobs=(parsed.top_logprobs or 0) if logprobs else None,
         echoed_fields=_echoed(parsed),
         store=turn.record if keep or conversation else None,
-        **common | {"warnings": tuple(warnings)},
+        **tools | common | {"warnings": tuple(warnings)},
     )
 
 
@@ -130,14 +121,14 @@ def _conversation(parsed: ResponsesRequest) -> str | None:
         given = given.get("id", given)
     if given is not None and not (given and isinstance(given, str)):
         raise Problem(
-            400, f"conversation is {str(given)[:100]!r}; expected an id, or an object with one",
+            f"conversation is {str(given)[:100]!r}; expected an id, or an object with one",
             param="conversation",
-        )  # fmt: skip
+        )
     if given and parsed.previous_response_id:
         raise Problem(
-            400, "conversation and previous_response_id were given; give one of them",
+            "conversation and previous_response_id were given; give one of them",
             param="conversation",
-        )  # fmt: skip
+        )
     return given
 
 
@@ -170,15 +161,13 @@ def _echoed(parsed: ResponsesRequest) -> dict[str, Any]:
     }
 
 
-# Writes responses and stream events of OpenAI's /v1/responses.
-
-
-class ResponsesWriter:
+class ResponsesWriter(ResponseWriter):
     """Writes responses and stream events of /v1/responses."""
 
+    prefix = "resp_"
+
     def __init__(self, generation: Generation):
-        self.generation = generation
-        self.id, self._created = new_id("resp_"), int(time.time())
+        super().__init__(generation)
         self._sequence = -1
         self._items: list[dict[str, Any]] = []  # finished output items
         self._item: dict[str, Any] | None = None  # the current item
@@ -271,7 +260,7 @@ class ResponsesWriter:
 
     def _client_tool(self, name: str) -> ClientTool:
         """Return a tool as the client declared it; undeclared ones are functions."""
-        return self.generation.request.client_tools.get(name, ClientTool("function", name))
+        return self.request.client_tools.get(name, ClientTool("function", name))
 
     def _enter(self, kind: str) -> bytes:
         """Return the events that start an item, unless one of its kind is open."""
@@ -284,7 +273,6 @@ class ResponsesWriter:
         return out + self._place("response.content_part.added", part=item["content"][0])
 
     def _enter_call(self, call_id: str, tool: ClientTool) -> bytes:
-        """Return the event that starts a call."""
         item = call_item(new_id(CALL_PREFIXES[tool.kind]), call_id, tool, "", "in_progress")
         self._tool, self._freeform = tool, FreeformInput()
         return self._added(item, item)
@@ -363,12 +351,12 @@ class ResponsesWriter:
     def _ended(self, items: list[dict[str, Any]], reply: Reply) -> dict[str, Any]:
         """Return the finished response, and store it unless the request forbids it."""
         answer = self._response(items, reply)
-        if keep := self.generation.request.store:
+        if keep := self.request.store:
             keep(answer)
         return answer
 
     def _response(self, items: list[dict[str, Any]], reply: Reply | None) -> dict[str, Any]:
-        request = self.generation.request
+        request = self.request
         cut = reply is not None and reply.finish_reason == "length"
         status = "incomplete" if cut else "completed" if reply else "in_progress"
         temperature = self.generation.model.defaults.temperature
@@ -380,20 +368,16 @@ class ResponsesWriter:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "model": answer_name(self.generation.model.name, request.model),
+            "model": self._model,
             "output": items,
             "temperature": request.options.get("temperature", temperature),
             "top_p": request.options.get("top_p", 1.0),
             "top_logprobs": request.logprobs or 0,
-            "usage": writer.responses_usage(self.generation) if reply else None,
+            "usage": responses_usage(self.generation) if reply else None,
         } | request.echoed_fields
         if reply is None:
             return response
-        response["finish_details"] = reply.details
-        if request.return_token_ids:
-            response["token_ids"] = reply.ids
-            response["prompt_token_ids"] = self.generation.prompts[0].ids
-        return response | writer.requested_statistics(self.generation, self.id)
+        return response | self._finished_fields(reply)
 
 
 def message_item(

@@ -19,45 +19,15 @@ import uvicorn
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
 from dflash_jax.graph.build import BackgroundCompiler
+from dflash_jax.server import http_connection
 from dflash_jax.server.app import Server
 from dflash_jax.server.engine_thread import Worker
 from dflash_jax.server.errors import shutting_down
-from dflash_jax.server.http_connection import (
-    ACCEPTED_AT_ONCE,
-    QUEUED,
-    BoundedConnections,
-    Connection,
-    limit_logs,
-    most_connections,
-    report_loop_error,
-)
-from dflash_jax.server.lifecycle import Warm
-from dflash_jax.server.middleware import Settings
-from dflash_jax.server.served_models import RequestDefaults, ServedModel
+from dflash_jax.server.served_models import ServedModel, ServerConfig
 
 log = logging.getLogger("dflash_jax.server")
 
 ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # a resolved address family that is disabled
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """Configuration of a server.
-
-    Attributes:
-      port: 0 for a free one.
-      drain: seconds after SIGTERM in which running requests may finish.
-      warm: programs to compile before the server is ready, see `Worker`.
-      defaults: values for fields that a request leaves out.
-      settings: of request handling.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    drain: float = 30.0
-    warm: Warm = "none"
-    defaults: RequestDefaults = dataclasses.field(default_factory=RequestDefaults)
-    settings: Settings = dataclasses.field(default_factory=Settings)
 
 
 class _DrainingServer(uvicorn.Server):
@@ -68,7 +38,7 @@ class _DrainingServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, routes: Server, drain: float):
         super().__init__(config)
-        self._connections = BoundedConnections(most_connections())
+        self._connections = http_connection.BoundedConnections(http_connection.most_connections())
         vars(self)["server_state"] = self._connections  # which uvicorn passes to connections
         self._routes, self._drain, self._signals = routes, drain, 0
 
@@ -76,7 +46,7 @@ class _DrainingServer(uvicorn.Server):
         """Listen, with a longer queue of connections than are accepted at once."""
         await super().startup(sockets)
         for each in sockets or ():
-            each.listen(QUEUED)
+            each.listen(http_connection.QUEUED)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for running requests; refuse those whose body has not come."""
@@ -88,7 +58,7 @@ class _DrainingServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        if not _in_main_thread():
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
         loop, signals = asyncio.get_running_loop(), _ending_signals()
@@ -140,8 +110,8 @@ async def serve(
       RequestError: the address cannot be bound.
       DFlashError: a model could not be loaded.
     """
-    limit_logs()
-    asyncio.get_running_loop().set_exception_handler(report_loop_error)
+    http_connection.limit_logs()
+    asyncio.get_running_loop().set_exception_handler(http_connection.report_loop_error)
     sockets = _bind(listening.host, listening.port)  # first, since loading takes long
     bound = [listening.host, *(each.getsockname()[0] for each in sockets)]
     server = new_server(engines, listening, bound, compiler or BackgroundCompiler())
@@ -149,12 +119,12 @@ async def serve(
     config = uvicorn.Config(
         server.app,
         host=listening.host,
-        http=Connection,
+        http=http_connection.Connection,
         ws="none",
         h11_max_incomplete_event_size=64 * 1024,
         loop="asyncio",
         lifespan="off",
-        backlog=ACCEPTED_AT_ONCE,
+        backlog=http_connection.ACCEPTED_AT_ONCE,
         timeout_keep_alive=75,  # longer than clients reuse idle connections
         log_level="warning",
         access_log=False,
@@ -190,12 +160,11 @@ def new_server(
         name: Worker(make, name=name, warm=config.warm, compiler=compiler)
         for name, make in engines.items()
     }
-    models = [ServedModel(name, worker, config.defaults) for name, worker in workers.items()]
-    return Server(models, config.settings, bound)
+    models = [ServedModel(name, worker, config) for name, worker in workers.items()]
+    return Server(models, config, bound)
 
 
 def _bind(host: str, port: int) -> list[socket.socket]:
-    """Bind sockets on every address of a host name, all on one port."""
     sockets: list[socket.socket] = []
     failures: list[Exception] = []
     try:
@@ -227,10 +196,6 @@ def _ending_signals() -> list[int]:
     hangup = getattr(signal, "SIGHUP", None)  # not on Windows
     handled = hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([hangup] if handled else [])]
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 async def _watch(runner: uvicorn.Server, workers: Sequence[Worker]) -> None:

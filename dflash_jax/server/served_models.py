@@ -1,4 +1,4 @@
-"""Served models (pairs of target and drafter) by name, and request defaults."""
+"""Served models (pairs of target and drafter) by name, and the configuration of their server."""
 
 import dataclasses
 import functools
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.state_machine import OFF, Recovery
-from dflash_jax.server.engine_thread import Worker
+from dflash_jax.server.engine_thread import Warm, Worker
 from dflash_jax.server.errors import not_ready
 from dflash_jax.server.prompt import ToolTurnCache
 from dflash_jax.server.protocol import Problem
@@ -26,15 +26,48 @@ def answer_name(name: str, asked: str | None) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RequestDefaults:
-    """Values for fields that a request leaves out.
+class ServerConfig:
+    """Configuration of a server, of its handling of requests, and values that requests leave out.
 
     Attributes:
-      max_tokens: 0 for all that fits.
+      port: 0 for a free one.
+      drain: seconds after SIGTERM in which running requests may finish.
+      warm: programs to compile before the server is ready, see `Worker`.
+      api_keys: accepted keys; if empty, no key is needed.
+      max_body: limit of request bodies in bytes; None derives it from the longest context of the
+        models.
+      timeout: seconds after which outputs end with the tokens generated so far; requests may set a
+        shorter one.
+      compile_wait: seconds after which a request that is not streamed is refused if its programs
+        are still being compiled. Proxies commonly time out after 60.
+      keepalive: seconds without output after which a stream gets a comment.
+      metrics: include the statistics of `return_metrics` and `timings_per_token` in all responses.
+      cors: origins whose pages may use the server, or "*" for any.
+      allowed_hosts: additional hosts to accept, see `access.allowed_hosts`.
+      ui: serve the web page at `/`.
+      aliases: further names of models, see `ServedModels`.
+      any_name: answer requests for models of any name.
+      max_tokens: of requests that leave it out; 0 for all that fits.
+      temperature: of requests that leave it out.
       recovery: rules for requests without tools.
       with_tools: recovery rules for requests with tools.
     """
 
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drain: float = 30.0
+    warm: Warm = "none"
+    api_keys: tuple[str, ...] = ()
+    max_body: int | None = None
+    timeout: float | None = 600.0
+    compile_wait: float = 50.0
+    keepalive: float = 15.0
+    metrics: bool = False
+    cors: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    ui: bool = True
+    aliases: tuple[tuple[str, str], ...] = ()
+    any_name: bool = False
     max_tokens: int = 0
     temperature: float = 0.0
     recovery: Recovery = OFF
@@ -53,7 +86,7 @@ class ServedModel:
 
     name: str
     worker: Worker
-    defaults: RequestDefaults = dataclasses.field(default_factory=RequestDefaults)
+    defaults: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
     last_used_ms: int = 0
     tool_turns: ToolTurnCache = dataclasses.field(default_factory=ToolTurnCache)
@@ -66,7 +99,9 @@ class ServedModel:
           Problem: 503 until the engine is ready, 500 after it failed.
         """
         if self.worker.error is not None:
-            raise Problem(500, f"the engine stopped: {self.worker.error}", code="engine_failed")
+            raise Problem(
+                f"the engine stopped: {self.worker.error}", status=500, code="engine_failed"
+            )
         engine = self.worker.engine
         if engine is None or not self.worker.ready.is_set():
             raise not_ready(engine.core.runner.compiled if engine else None, self.worker.first)
@@ -78,12 +113,12 @@ class ServedModel:
         Raises:
           Problem: 503, its current turn takes longer than `STALLED_S`.
         """
-        seconds = self.worker.turn.seconds if self.worker.ready.is_set() else 0.0
+        seconds = self.worker.turn_s if self.worker.ready.is_set() else 0.0
         if seconds > STALLED_S:
             raise Problem(
-                503,
                 f"{self.name}: a step of the engine has taken {seconds:.0f} s so far, and requests"
                 f" wait; expected at most {STALLED_S:g} s: restart the server",
+                status=503,
                 code="engine_stalled",
             )
 
@@ -148,11 +183,11 @@ class ServedModels:
         if name in NO_NAME or (self._any_name and not long):
             return max(self, key=lambda m: m.last_used_ms)
         raise Problem(
-            404,
             f"there is no model {(name or '')[:LONGEST_NAME]!r}; loaded are"
             f" {', '.join(self.names)}, and {ANY!r} takes the last used; `dflash-jax serve`"
             " gives a model further names by --alias NAME=MODEL, and takes every name with"
             " --serve-any-name",
+            status=404,
             param="model",
             code="model_not_found",
         )

@@ -13,7 +13,6 @@ from dflash_jax.tool_parsers.tool_schema import CHOICES, Tool, ToolChoice, choic
 
 # Freeform (custom) tools: functions of one string, whose calls are answered as plain text.
 
-
 PARAMETER = "input"
 HEAD = re.compile(rf'\s*\{{\s*"{PARAMETER}"\s*:\s*"')
 LETTERS = re.compile(r'[^"\\]+|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4}')
@@ -231,7 +230,7 @@ def _add_responses_tools(
             case "namespace" if namespace is None:
                 inner, name = tool.get("tools"), tool.get("name")
                 if not (isinstance(inner, list) and name and isinstance(name, str)):
-                    raise Problem(400, f"{place} has no name and list of tools", param=place)
+                    raise Problem(f"{place} has no name and list of tools", param=place)
                 _add_responses_tools(found, inner, f"{place}.tools", name)
             case kind:
                 found.warnings.append(f"the tool type {kind!r:.99} was ignored")
@@ -244,11 +243,7 @@ def _is_hosted(tool: Mapping[str, Any]) -> bool:
 
 
 def responses_choice(choice: Any, found: DeclaredTools) -> Any:
-    """Return the `tool_choice` of Responses in the format of chat completions.
-
-    Raises:
-      Problem: it names a tool that does not run here.
-    """
+    """Return the `tool_choice` of Responses in the format of chat completions."""
     if not isinstance(choice, Mapping):
         return choice
     kind = choice.get("type")
@@ -261,7 +256,6 @@ def responses_choice(choice: Any, found: DeclaredTools) -> Any:
     ):
         return named
     raise Problem(
-        400,
         f"tool_choice names a tool of type {kind!r:.99}, which does not run here; choose a declared"
         " function or custom tool, or 'auto'",
         param="tool_choice",
@@ -287,9 +281,6 @@ def parse_tools(
       choice: `tool_choice`, in the same format.
       places: paths of the functions in the request, for errors; `tools[0].function` and so on by
         default.
-
-    Raises:
-      Problem: a definition or the choice is invalid.
     """
     given = tools or []
     check_tools(given)
@@ -299,10 +290,9 @@ def parse_tools(
         name = inner.get("name") if isinstance(inner, dict) else None
         if tool.get("type", "function") != "function" or not isinstance(name, str):
             where = where.removesuffix(".function")
-            raise Problem(400, f"{where} is no function with a name", param=where)
+            raise Problem(f"{where} is no function with a name", param=where)
         if not NAME.fullmatch(name):
             raise Problem(
-                400,
                 f"the tool name {name[:150]!r}: expected 1 to 128 letters, digits, '_', '.', '-'",
                 param=f"{where}.name",
             )
@@ -311,32 +301,37 @@ def parse_tools(
         declared, choice = _allowed_tools(choice, declared)
     if isinstance(choice, str) and choice not in CHOICES:
         raise Problem(
-            400, f"tool_choice is {choice!r}; expected none, auto, required or a function",
+            f"tool_choice is {choice!r}; expected none, auto, required or a function",
             param="tool_choice",
-        )  # fmt: skip
+        )
     if isinstance(choice, Mapping) and isinstance(body := choice.get("custom"), Mapping):
         choice = {"name": body.get("name")}
     try:
         chosen = choice_of(choice or "auto", declared)
     except RequestError as error:
-        raise Problem(400, str(error), param="tool_choice") from None
+        raise Problem(str(error), param="tool_choice") from None
     if chosen.kind in ("required", "named") and not declared:
-        raise Problem(
-            400, "tool_choice demands a call, but no tools were given", param="tool_choice"
-        )
+        raise Problem("tool_choice demands a call, but no tools were given", param="tool_choice")
     if chosen.kind == "none":
         return [], (), chosen
     return given, declared, chosen
 
 
-def check_tools(given: Sequence[Any] | None) -> None:
-    """Refuse too many tools.
+def tool_arguments(found: DeclaredTools, choice: Any) -> dict[str, Any]:
+    """Return the arguments of `GenerationRequest` about tools, given `tool_choice` as for chat."""
+    tools, declared, chosen = parse_tools(found.functions, choice, found.places)
+    return {
+        "tools": tools,
+        "declared_tools": declared,
+        "client_tools": found.client_tools,
+        "tool_choice": chosen,
+    }
 
-    Raises:
-      Problem: there are more than MOST_TOOLS.
-    """
+
+def check_tools(given: Sequence[Any] | None) -> None:
+    """Refuse too many tools."""
     if given is not None and len(given) > MOST_TOOLS:
-        raise Problem(400, f"{len(given)} tools were given; at most {MOST_TOOLS}", param="tools")
+        raise Problem(f"{len(given)} tools were given; at most {MOST_TOOLS}", param="tools")
 
 
 def _allowed_tools(
@@ -355,7 +350,7 @@ def _allowed_tools(
     names, mode = {tool.name for tool in tools_of(entries)}, body.get("mode", "auto")
     if not names or names - {tool.name for tool in declared} or mode not in ("auto", "required"):
         raise Problem(
-            400, "tool_choice allows no declared tool, or has another mode than auto and required",
+            "tool_choice allows no declared tool, or has another mode than auto and required",
             param="tool_choice",
-        )  # fmt: skip
+        )
     return tuple(tool for tool in declared if tool.name in names), mode

@@ -19,7 +19,7 @@ from dflash_jax import checkpoint
 from dflash_jax.errors import CheckpointError
 from dflash_jax.trainer import exchange
 from dflash_jax.trainer.files import DAMAGED, remove, write_json
-from dflash_jax.utils import partial
+from dflash_jax.utils import atomic
 from dflash_jax.utils.atomic import new_path
 
 State = TypeVar("State")
@@ -45,7 +45,7 @@ def save(folder: Path, step: int, state: State, identity: str) -> None:
 def _write(folder: Path, step: int, state: Any, identity: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob(".*.partial-*"):  # of a process that was killed
-        partial.clear(folder / path.name[1:].partition(".")[0])
+        atomic.clear(folder / path.name[1:].partition(".")[0])
     arrays: dict[checkpoint.Keys, np.ndarray] = {
         (name,): np.asarray(leaf) for name, leaf in _flat(state).items()
     }

@@ -29,8 +29,10 @@ from dflash_jax.hosts.channel import (
     WrongTokenError,
     connect,
     joined_address,
+    private_address,
+    relay,
+    tunnel,
 )
-from dflash_jax.hosts.coordinator import private_address, relay, tunnel
 from dflash_jax.hosts.launch import LOOPBACK, TOKEN
 from dflash_jax.trainer import exchange
 from dflash_jax.trainer.exchange import AGAIN, STOPPED, TrainingHosts

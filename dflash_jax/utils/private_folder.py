@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from dflash_jax.utils import partial
+from dflash_jax.utils import atomic
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 LINKS = 40  # most links on the way to a folder, as in Linux
@@ -213,9 +213,9 @@ def publish(made: Path, path: Path) -> None:
       OSError: it cannot be flushed or renamed.
     """
     made.chmod(0o600)
-    partial.flush(made)
+    atomic.flush(made)
     made.replace(path)
-    partial.flush_folder(path.parent)
+    atomic.flush_folder(path.parent)
 
 
 def remove_unsafe(folder: Path, names: re.Pattern[str]) -> list[Path]:
@@ -232,18 +232,9 @@ def remove_unsafe(folder: Path, names: re.Pattern[str]) -> list[Path]:
             except FileNotFoundError:  # another process was faster
                 continue
             except OSError:
-                remove(path)
+                atomic.remove(path)
                 removed.append(path)
     return removed
-
-
-def remove(path: Path) -> None:
-    """Remove a folder with its contents, a file, or a link but not its target; ignore errors."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
 
 
 @contextlib.contextmanager
@@ -263,7 +254,7 @@ def locked(folder: Path, *, patience: float) -> Iterator[None]:
     descriptor = os.open(folder / LOCK, flags, 0o600)
     try:
         end = time.monotonic() + patience
-        while partial.lock(descriptor) is False:
+        while atomic.lock(descriptor) is False:
             if time.monotonic() > end:
                 raise TimeoutError(f"another process has locked {folder} for {patience:.0f} s")
             time.sleep(POLL)

@@ -8,8 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from dflash_jax.utils.switches import NO
-
+YES, NO = ("on", "1", "true", "yes"), ("off", "0", "false", "no")  # in environment variables
 ENVIRONMENT = "DFLASH_PROGRESS"
 PATIENCE = 2.0  # seconds before a line is printed
 EVERY = 0.2  # seconds between two counts that are shown
@@ -170,7 +169,6 @@ class ShownCount:
         self._next = 0.0
 
     def __call__(self, count: int = 1) -> None:
-        """Count finished work."""
         with self._lock:
             self._done += count
             now = time.perf_counter()

@@ -189,7 +189,7 @@ def test_configs_plans_requests_and_errors_are_free_of_jax() -> None:
         "kernels/native/compiling",
         "kernels/native/shipped",
     )
-    names += ("kernels/native/interleaved", "utils/private_folder", "utils/huge_pages")
+    names += ("kernels/native/interleaved", "utils/private_folder", "utils/allocator")
     single = [ROOT / "dflash_jax" / f"{name}.py" for name in names]
     for path in [*files("dflash_jax/config"), *single]:
         assert not [n for n in imports(path) if under(n, "jax", "flax", "jaxlib")], path

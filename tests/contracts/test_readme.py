@@ -17,7 +17,7 @@ import dflash_jax as dj
 from dflash_jax import loading
 from dflash_jax.cli import main, parser
 from dflash_jax.engine.engine import Engine
-from dflash_jax.ray.options import given_options, scaling_options
+from dflash_jax.ray import given_options, scaling_options
 from dflash_jax.server.run import ServerConfig
 from dflash_jax.trainer.recipes import recipe
 from tests.server.conftest import LiveServer, run_server

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash_jax.hosts.coordinator import UNIX, private_address, relay, tunnel
+from dflash_jax.hosts.channel import UNIX, private_address, relay, tunnel
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from dflash_jax.errors import HostError
-from dflash_jax.server import lifecycle
-from dflash_jax.server.lifecycle import EngineRestarts
+from dflash_jax.server import engine_thread
+from dflash_jax.server.engine_thread import EngineRestarts
 
 
 class Engines:
@@ -38,7 +38,7 @@ class Engines:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(engine_thread, "FIRST_PAUSE_S", 0.001)
 
 
 def restarts(engines: Engines) -> EngineRestarts:
@@ -65,7 +65,7 @@ def test_the_last_error_is_given_after_the_last_attempt() -> None:
     found = restarts(engines)
     found.begin(1)
     assert engines.ended.wait(10)
-    assert str(engines.ends[0]) == f"attempt {lifecycle.ATTEMPTS}"
+    assert str(engines.ends[0]) == f"attempt {engine_thread.ATTEMPTS}"
     assert found.count == 0
 
 

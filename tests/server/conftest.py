@@ -16,7 +16,6 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.graph import Graph
 from dflash_jax.loading import locate
 from dflash_jax.models import build_graph
-from dflash_jax.server.middleware import Settings
 from dflash_jax.server.run import RunningServer, ServerConfig, serve
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 from dflash_jax.tokenizer import Tokenizer
@@ -121,8 +120,9 @@ def random_tiny() -> Engine:
 
 @pytest.fixture(scope="session")
 def live(random_tiny: Engine) -> Iterator[LiveServer]:
-    settings = Settings(max_body=MAX_BODY, keepalive=0.05)
-    running = run_server(lambda: random_tiny, ServerConfig(port=0, drain=5, settings=settings))
+    running = run_server(
+        lambda: random_tiny, ServerConfig(port=0, drain=5, max_body=MAX_BODY, keepalive=0.05)
+    )
     yield running
     running.openai.close()
     running.anthropic.close()

@@ -14,7 +14,6 @@ from dflash_jax.cli import main
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
 from dflash_jax.server.access import allowed_host, allowed_hosts, cors_origin, host_name
-from dflash_jax.server.middleware import Settings
 from dflash_jax.server.run import ServerConfig
 from tests.server.conftest import LiveServer, run_server, twin
 
@@ -44,7 +43,7 @@ def status(answer: bytes) -> int:
 
 @contextlib.contextmanager
 def serving(engine: Engine, host: str = "127.0.0.1", **settings: Any) -> Iterator[LiveServer]:
-    listening = ServerConfig(host=host, port=0, drain=5, settings=Settings(**settings))
+    listening = ServerConfig(host=host, port=0, drain=5, **settings)
     live = run_server(lambda: twin(engine), listening, ready=False)
     try:
         yield live

@@ -10,8 +10,7 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax.engine.engine import Engine
-from dflash_jax.server.chat import ChatRequest
-from dflash_jax.server.middleware import Settings
+from dflash_jax.server.completions import ChatRequest
 from dflash_jax.server.run import ServerConfig
 from tests.server import browser
 from tests.server.browser import Browser, browsing
@@ -45,7 +44,7 @@ class Page:
         self.live = self.start(port=0)
 
     def start(self, port: int, **settings: Any) -> LiveServer:
-        config = ServerConfig(port=port, drain=2, settings=Settings(**settings))
+        config = ServerConfig(port=port, drain=2, **settings)
         self.live = run_server(lambda: twin(self.engine), config)
         return self.live
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dflash_jax.loading import locate
-from dflash_jax.server.chat import ChatWriter, decode_chat
+from dflash_jax.server.completions import ChatWriter, decode_chat
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.responses import ResponsesWriter, decode_responses
 from dflash_jax.server.tools import FreeformInput, freeform_input

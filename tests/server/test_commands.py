@@ -45,7 +45,7 @@ Run = Callable[..., tuple[int, str, str]]
 def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setattr("dflash_jax.cli.bench.use_compilation_cache", lambda: None)
+    monkeypatch.setattr("dflash_jax.cli.options.use_compilation_cache", lambda: None)
 
     def call(*arguments: object) -> tuple[int, str, str]:
         code = main([str(a) for a in arguments])
@@ -201,8 +201,7 @@ def test_rules_for_agents_are_on_and_the_environment_has_its_say(
     monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     def chosen(*words: str) -> tuple[Recovery, Recovery]:
-        found = configuration._defaults(served(*words))
-        return found.recovery, found.with_tools
+        return configuration._recovery(served(*words))
 
     assert chosen() == (OFF, Recovery())
     assert chosen("--recovery", "all") == (Recovery(), Recovery())

@@ -22,9 +22,7 @@ from dflash_jax.errors import PlanError
 from dflash_jax.graph import Graph, build
 from dflash_jax.graph.keys import Variant
 from dflash_jax.graph.programs import Program
-from dflash_jax.server.engine_thread import Job, Worker
-from dflash_jax.server.lifecycle import Warm
-from dflash_jax.server.middleware import Settings
+from dflash_jax.server.engine_thread import Job, Warm, Worker
 from dflash_jax.server.run import ServerConfig, log_to_stderr
 from tests.server.conftest import QUEUE, LiveServer, run_server
 
@@ -89,8 +87,8 @@ def start(random_tiny: Engine, gate: Gate) -> Iterator[Start]:
 
     def begin(*, warm: Warm = "none", ready: bool = True, **settings: Any) -> LiveServer:
         engine = cold(random_tiny)
-        chosen = Settings(**{"keepalive": 0.05, "compile_wait": 60.0} | settings)
-        listening = ServerConfig(port=0, drain=20, warm=warm, settings=chosen)
+        chosen: Any = {"keepalive": 0.05, "compile_wait": 60.0} | settings
+        listening = ServerConfig(port=0, drain=20, warm=warm, **chosen)
         started.append(run_server(lambda: engine, listening, ready=ready))
         return started[-1]
 

@@ -13,12 +13,12 @@ import pytest
 import uvicorn
 
 from dflash_jax.server import http_connection
-from dflash_jax.server.connection import JsonPieces
 from dflash_jax.server.http_connection import (
     MOST_CHUNKS,
     MOST_LINES,
     BoundedConnections,
     Connection,
+    JsonPieces,
     RateLimit,
     most_connections,
     report_loop_error,

@@ -8,7 +8,7 @@ import pytest
 
 from dflash_jax.loading import locate
 from dflash_jax.server.anthropic import decode_messages
-from dflash_jax.server.chat import decode_chat
+from dflash_jax.server.completions import decode_chat
 from dflash_jax.server.prompt import ToolTurnCache, chat_prompt
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.responses import decode_responses

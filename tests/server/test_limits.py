@@ -21,17 +21,18 @@ from dflash_jax.errors import InterruptedRequestError
 from dflash_jax.server import background, generation, middleware, protocol
 from dflash_jax.server import conversation as conversations
 from dflash_jax.server.anthropic import decode_messages
-from dflash_jax.server.chat import decode_chat
+from dflash_jax.server.completions import decode_chat
 from dflash_jax.server.conversation import MOST_MESSAGES, parse_messages
 from dflash_jax.server.fields import MOST_STOP_IDS
 from dflash_jax.server.message_formats import messages_from_anthropic, messages_from_responses
 from dflash_jax.server.metrics import Metrics
-from dflash_jax.server.middleware import Middleware, Settings
+from dflash_jax.server.middleware import Middleware
 from dflash_jax.server.prompt import ToolTurnCache
 from dflash_jax.server.protocol import Problem, check_entries
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.responses import decode_responses
+from dflash_jax.server.served_models import ServerConfig
 from dflash_jax.server.tools import MOST_TOOLS
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils import interruption
@@ -325,8 +326,8 @@ def test_the_largest_body_follows_from_the_longest_context(lengths: list[int], b
     plans = [SimpleNamespace(max_length=length) for length in lengths]
     engines = [None, *(SimpleNamespace(plan=plan) for plan in plans)]  # one is still loading
     models: Any = [SimpleNamespace(worker=SimpleNamespace(engine=engine)) for engine in engines]
-    assert Middleware(Settings(), Metrics(), models).max_body == bound * 2**20
-    assert Middleware(Settings(max_body=7), Metrics(), models).max_body == 7
+    assert Middleware(ServerConfig(), Metrics(), models).max_body == bound * 2**20
+    assert Middleware(ServerConfig(max_body=7), Metrics(), models).max_body == 7
 
 
 @pytest.mark.parametrize("chunked", [False, True])

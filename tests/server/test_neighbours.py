@@ -12,8 +12,7 @@ import pytest
 
 from dflash_jax.engine.result import Piece, Result, RoundTrace, Stats, TokenLogprob
 from dflash_jax.loading import locate
-from dflash_jax.server.chat import ChatWriter
-from dflash_jax.server.completions import CompletionWriter
+from dflash_jax.server.completions import ChatWriter, CompletionWriter
 from dflash_jax.server.conversation import MOST_MESSAGES
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.responses import ResponsesWriter

@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks.audit.server import CHAT, COMPLETIONS, MESSAGES, PATHS, RESPONSES, is_error
 from dflash_jax.server.anthropic import MessagesRequest, _input
-from dflash_jax.server.chat import ChatRequest, decode_chat
-from dflash_jax.server.completions import CompletionRequest
+from dflash_jax.server.completions import ChatRequest, CompletionRequest, decode_chat
 from dflash_jax.server.conversation import parse_tool_calls
 from dflash_jax.server.information import DetokenizeRequest, TokenizeRequest
 from dflash_jax.server.protocol import Problem

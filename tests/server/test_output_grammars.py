@@ -13,8 +13,8 @@ from dflash_jax.errors import StructureError
 from dflash_jax.loading import locate
 from dflash_jax.server import served_models
 from dflash_jax.server.anthropic import decode_messages
-from dflash_jax.server.chat import decode_chat
-from dflash_jax.server.output_grammar import structure_of, structure_problem, usable_tools
+from dflash_jax.server.completions import decode_chat
+from dflash_jax.server.generation import structure_of, structure_problem, usable_tools
 from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.response_store import ResponseStore

@@ -10,7 +10,6 @@ import pytest
 from dflash_jax.cli import parser, serve
 from dflash_jax.engine.engine import Engine
 from dflash_jax.server.information import CONTENT_TYPES, FOLDER
-from dflash_jax.server.middleware import Settings
 from dflash_jax.server.run import ServerConfig
 from tests.server.conftest import LiveServer, run_server, twin
 
@@ -26,9 +25,8 @@ LINES = 350
 @pytest.fixture(scope="module")
 def closed(random_tiny: Engine) -> Iterator[LiveServer]:
     """A server with an API key and without the page."""
-    settings = Settings(api_keys=("secret",), ui=False)
     live = run_server(
-        lambda: twin(random_tiny), ServerConfig(port=0, settings=settings), ready=False
+        lambda: twin(random_tiny), ServerConfig(port=0, api_keys=("secret",), ui=False), ready=False
     )
     yield live
     live.stop()
@@ -72,9 +70,10 @@ def test_no_other_file_can_be_requested(live: LiveServer) -> None:
 
 
 def test_the_page_needs_no_key_and_answers_no_other_host(random_tiny: Engine) -> None:
-    settings = Settings(api_keys=("secret",), allowed_hosts=("box.example",))
     live = run_server(
-        lambda: twin(random_tiny), ServerConfig(port=0, settings=settings), ready=False
+        lambda: twin(random_tiny),
+        ServerConfig(port=0, api_keys=("secret",), allowed_hosts=("box.example",)),
+        ready=False,
     )
     try:
         assert httpx.get(live.url + "/").status_code == 200
@@ -97,7 +96,7 @@ def test_an_option_leaves_the_page_out(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[bool] = []
 
     async def note(engines: object, listening: ServerConfig, **more: object) -> None:
-        found.append(listening.settings.ui)
+        found.append(listening.ui)
 
     monkeypatch.setattr("dflash_jax.server.run.serve", note)
     for words in ([], ["--no-ui"]):

@@ -9,7 +9,7 @@ import pytest
 from dflash_jax.engine.vocabulary import opens_thought
 from dflash_jax.loading import locate
 from dflash_jax.server.anthropic import decode_messages
-from dflash_jax.server.chat import decode_chat
+from dflash_jax.server.completions import decode_chat
 from dflash_jax.server.prompt import EncodedPrompt, ToolTurnCache, chat_prompt
 from dflash_jax.server.protocol import GenerationRequest
 from dflash_jax.server.reply import Reply

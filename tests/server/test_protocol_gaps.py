@@ -11,10 +11,8 @@ import tokenizers
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.server import response_store
-from dflash_jax.server.chat import decode_chat
-from dflash_jax.server.completions import decode_completion
-from dflash_jax.server.middleware import Settings
-from dflash_jax.server.output_grammar import grammar_around
+from dflash_jax.server.completions import decode_chat, decode_completion
+from dflash_jax.server.generation import grammar_around
 from dflash_jax.server.prompt import (
     INFILL_TOKENS,
     EncodedPrompt,
@@ -44,8 +42,7 @@ def tokenizer(random_tiny: Engine) -> Tokenizer:
 @pytest.fixture(scope="module")
 def named(random_tiny: Engine) -> Iterator[LiveServer]:
     """A server that answers to any name."""
-    settings = Settings(aliases=(("claude-sonnet", "tiny"),), any_name=True)
-    listening = ServerConfig(port=0, drain=2, settings=settings)
+    listening = ServerConfig(port=0, drain=2, aliases=(("claude-sonnet", "tiny"),), any_name=True)
     running = run_server(lambda: twin(random_tiny), listening)
     yield running
     running.openai.close()

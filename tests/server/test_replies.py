@@ -16,8 +16,14 @@ from dflash_jax.engine.result import Piece, Result, Stats, TokenLogprob
 from dflash_jax.engine.state_machine import OFF
 from dflash_jax.loading import locate
 from dflash_jax.server.anthropic import MessagesRequest, MessagesWriter, decode_messages
-from dflash_jax.server.chat import ChatRequest, ChatWriter, decode_chat
-from dflash_jax.server.completions import CompletionRequest, CompletionWriter, decode_completion
+from dflash_jax.server.completions import (
+    ChatRequest,
+    ChatWriter,
+    CompletionRequest,
+    CompletionWriter,
+    decode_chat,
+    decode_completion,
+)
 from dflash_jax.server.conversation import parse_messages
 from dflash_jax.server.fields import UNSUPPORTED
 from dflash_jax.server.generation import Generation
@@ -26,7 +32,7 @@ from dflash_jax.server.protocol import GenerationRequest, Problem, new_id
 from dflash_jax.server.reply import Reply, ToolCall
 from dflash_jax.server.response_store import ResponseStore
 from dflash_jax.server.responses import ResponsesRequest, ResponsesWriter, decode_responses
-from dflash_jax.server.served_models import RequestDefaults
+from dflash_jax.server.served_models import ServerConfig
 from dflash_jax.server.tools import parse_tools
 from dflash_jax.server.writer import chat_logprobs, completion_logprobs, encode, reused
 from dflash_jax.tokenizer import Tokenizer
@@ -99,7 +105,7 @@ def replied(
 
 
 def generation(reply: Reply, request: GenerationRequest) -> Generation:
-    model = SimpleNamespace(name="tiny", defaults=RequestDefaults(), fingerprint="fp_0")
+    model = SimpleNamespace(name="tiny", defaults=ServerConfig(), fingerprint="fp_0")
     model.engine = SimpleNamespace(tokenizer=None)
     prompts = [EncodedPrompt([1] * 5)]
     made = SimpleNamespace(model=model, request=request, replies=[reply], prompts=prompts, cached=0)
@@ -902,7 +908,7 @@ def test_every_api_says_exactly_why_an_output_ended(
 def test_a_response_that_failed_says_so_by_a_code_that_clients_know(tokenizer: Tokenizer) -> None:
     reply, _ = replied(tokenizer, "So", request := asked("responses"))
     raw = ResponsesWriter(generation(reply, request)).error(
-        Problem(500, "x", code="compute_failed")
+        Problem("x", status=500, code="compute_failed")
     )
     response = json.loads(raw.partition(b"data: ")[2])["response"]
     assert response["status"] == "failed"
@@ -1158,7 +1164,7 @@ def test_the_engines_text_gives_the_answer_that_decoding_the_ids_gives(
         made = generation(reply, request)
         made.model.engine = SimpleNamespace(tokenizer=tokenizer)
         writer = (CompletionWriter if api == "completions" else ChatWriter)(made)
-        writer._head |= {"id": "id", "created": 0}
+        writer.id, writer._created = "id", 0
         raw = [writer.start()]
         parts = pieces(tokenizer, ids, width, logprobs=True)
         for piece in parts[:-1]:

@@ -9,8 +9,7 @@ import pytest
 from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.errors import RequestError
 from dflash_jax.server.anthropic import decode_messages
-from dflash_jax.server.chat import decode_chat
-from dflash_jax.server.completions import decode_completion
+from dflash_jax.server.completions import decode_chat, decode_completion
 from dflash_jax.server.errors import to_problem
 from dflash_jax.server.prompt import resolve_max_tokens
 from dflash_jax.server.protocol import GenerationRequest, Problem

@@ -45,7 +45,6 @@ from dflash_jax.server.engine_thread import Job, Worker
 from dflash_jax.server.fields import EFFORTS
 from dflash_jax.server.generation import prepare
 from dflash_jax.server.metrics import Metrics
-from dflash_jax.server.middleware import Settings
 from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest
 from dflash_jax.server.run import ServerConfig, serve
@@ -256,8 +255,9 @@ def locked(random_tiny: Engine, gate: threading.Event) -> Iterator[LiveServer]:
         assert gate.wait(60)
         return twin(random_tiny)
 
-    settings = Settings(api_keys=("secret", "other"), cors=("http://page",), metrics=True)
-    listening = ServerConfig(port=0, drain=20, settings=settings)
+    listening = ServerConfig(
+        port=0, drain=20, api_keys=("secret", "other"), cors=("http://page",), metrics=True
+    )
     live = run_server(lambda: twin(random_tiny), listening, others={"second": make})
     yield live
     gate.set()
@@ -414,7 +414,7 @@ def test_a_silent_stream_says_how_far_its_prompt_has_come(
         advance(self)
 
     monkeypatch.setattr(Engine, "advance", slow)
-    live = run_server(lambda: engine, ServerConfig(port=0, settings=Settings(keepalive=0.05)))
+    live = run_server(lambda: engine, ServerConfig(port=0, keepalive=0.05))
     text = httpx.post(live.url + CHAT, json=ASK | {"max_tokens": 2, "stream": True}).text
     prompt = len(engine.chat_ids(ASK["messages"]))
     assert f": keepalive 0/{prompt}\n\n" in text

@@ -11,14 +11,14 @@ import pytest
 from benchmarks.audit.server import CHAT, RESPONSES
 from dflash_jax.engine.engine import Engine
 from dflash_jax.server import app, information, response_store
-from dflash_jax.server.middleware import Settings
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.response_store import (
     MOST_BYTES,
     ConversationStore,
     ResponseStore,
-    ResponseStores,
+    response_stores,
 )
+from dflash_jax.server.responses import ResponsesWriter
 from dflash_jax.server.run import ServerConfig
 from tests.server.conftest import LiveServer, run_server, twin
 
@@ -30,8 +30,9 @@ USER = {"type": "message", "role": "user", "content": "Hello"}
 @pytest.fixture(scope="module")
 def keyed(random_tiny: Engine) -> Iterator[LiveServer]:
     """A server with two keys."""
-    settings = Settings(api_keys=("first", "second"))
-    live = run_server(lambda: twin(random_tiny), ServerConfig(port=0, drain=5, settings=settings))
+    live = run_server(
+        lambda: twin(random_tiny), ServerConfig(port=0, drain=5, api_keys=("first", "second"))
+    )
     yield live
     live.stop()
 
@@ -69,8 +70,7 @@ def test_a_key_cannot_see_continue_or_delete_what_another_one_stored(keyed: Live
 
 
 def test_a_key_that_stores_much_drops_only_what_is_its_own() -> None:
-    stores = ResponseStores(100, lambda: MOST_BYTES)
-    first, second = stores.of(0), stores.of(1)
+    first, second, *_ = response_stores(100, lambda: MOST_BYTES)
     second.put({"id": "resp_b", "output": []}, [b'"b"'])
     large = b'"%s"' % (b"a" * 2**20)
     for number in range(40):
@@ -153,9 +153,7 @@ def test_the_event_loop_neither_decodes_nor_writes_what_clients_can_make_large(
             for name in names:
                 monkeypatch.setattr(place, name, noted(getattr(place, name)))
         for name in ("to_json", "start", "close"):
-            monkeypatch.setattr(
-                app.ResponsesWriter, name, noted(getattr(app.ResponsesWriter, name))
-            )
+            monkeypatch.setattr(ResponsesWriter, name, noted(getattr(ResponsesWriter, name)))
         asked = ASK | {"metadata": large}
         answer = http.post(RESPONSES, json=asked).json()
         text = http.post(RESPONSES, json=asked | {"stream": True}).text

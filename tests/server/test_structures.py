@@ -13,7 +13,6 @@ from benchmarks.audit.server import ASK, CHAT, MESSAGES, send
 from dflash_jax.engine.engine import Engine
 from dflash_jax.graph import Graph
 from dflash_jax.server.background import MOST_SLOW, StructureThreads
-from dflash_jax.server.middleware import Settings
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.run import ServerConfig
 from tests.engine.test_grammar_process import ENDLESS, chain, referring
@@ -32,8 +31,7 @@ def served(random_tiny: Engine) -> Iterator[LiveServer]:
     engine = Engine(Graph(old.graph.pair, old.plan), old.params, tokenizer=old.tokenizer)
     engine.share_programs(old)
     engine.warm_up("greedy", "sampled", "penalized", "constrained")
-    settings = Settings(keepalive=0.05)
-    live = run_server(lambda: engine, ServerConfig(port=0, drain=2, settings=settings))
+    live = run_server(lambda: engine, ServerConfig(port=0, drain=2, keepalive=0.05))
     yield live
     live.stop()
 

@@ -9,7 +9,7 @@ import pytest
 from dflash_jax.engine.result import Piece, Result, RoundTrace, Stats
 from dflash_jax.loading import locate
 from dflash_jax.server.anthropic import decode_messages
-from dflash_jax.server.chat import ChatWriter
+from dflash_jax.server.completions import ChatWriter
 from dflash_jax.server.reply import Reply
 from dflash_jax.server.responses import decode_responses
 from dflash_jax.tokenizer import Tokenizer

@@ -20,7 +20,6 @@ import httpx
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.server.middleware import Settings
 from dflash_jax.server.run import ServerConfig
 from tests.server.conftest import LiveServer, run_server
 
@@ -161,9 +160,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostedServer]:
 @pytest.fixture(scope="module")
 def alone() -> Iterator[LiveServer]:
     """A server of this process, with the same plan on one device."""
-    settings = Settings(compile_wait=600)
     live = run_server(
-        lambda: dj.load("tiny", plan=PLAN), ServerConfig(port=0, drain=1, settings=settings)
+        lambda: dj.load("tiny", plan=PLAN), ServerConfig(port=0, drain=1, compile_wait=600)
     )
     yield live
     live.stop()

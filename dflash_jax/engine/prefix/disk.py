@@ -33,8 +33,8 @@ import numpy as np
 from dflash_jax.errors import CheckpointError, PlanError
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.kernels.native.build import library
-from dflash_jax.utils.atomic import new_path
-from dflash_jax.utils.private_folder import UnsafeFolderError, is_own, open_file, prepare, remove
+from dflash_jax.utils.atomic import new_path, remove
+from dflash_jax.utils.private_folder import UnsafeFolderError, is_own, open_file, prepare
 from dflash_jax.utils.processor import processor
 from dflash_jax.version import __version__
 

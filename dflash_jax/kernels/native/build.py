@@ -23,10 +23,9 @@ import jaxlib
 from dflash_jax.errors import NativeError
 from dflash_jax.kernels.native import compiling, shipped
 from dflash_jax.kernels.native.compiling import LEVELS, Level, find_compiler
-from dflash_jax.utils import private_folder
+from dflash_jax.utils import atomic, private_folder
 from dflash_jax.utils.processor import features
-from dflash_jax.utils.progress import announced, is_shown
-from dflash_jax.utils.switches import NO, YES
+from dflash_jax.utils.progress import NO, YES, announced, is_shown
 
 log = logging.getLogger("dflash_jax.kernels.native")
 ENVIRONMENT = "DFLASH_NATIVE"  # "off", "amx", a level, or a folder for compiled libraries
@@ -194,7 +193,7 @@ def build(level: Level, *, shown: bool = True) -> Path:
 def _compiled(compiler: Sequence[str], level: Level, folder: Path, key: str) -> Path:
     """Compile a library into a folder that is locked."""
     for left in folder.glob(f"{compiling.WORKING}*"):  # by a process that was killed
-        private_folder.remove(left)
+        atomic.remove(left)
     with compiling.working_folder(folder) as working:
         made = compiling.compile_library(compiler, level, working)
         contents = hashlib.sha256(made.read_bytes()).hexdigest()
@@ -224,7 +223,7 @@ def _find(folder: Path, pattern: str) -> Path | None:
             text = f"{path} is damaged"
         if named and contents == named[1]:
             return path
-        private_folder.remove(path)
+        atomic.remove(path)
         log.warning("%s; the native kernels are compiled again", text)
     return None
 

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int, Num, UInt8
 
 from dflash_jax.quant.formats import KINDS, RUN
 from dflash_jax.quant.layouts import FLOAT, Arrays, Interleaved, Packed, join, split
-from dflash_jax.utils.huge_pages import zeros
+from dflash_jax.utils.allocator import zeros
 
 WIDTH = 16  # columns of a strip
 ORDER = ("codes", "scale", "low", "zero", "sub", "sub_low")  # of the kernels' arguments

@@ -1,11 +1,11 @@
-"""`dflash-jax completion`: prints a script that completes the command line in a shell."""
+"""Commands about the installation: `dflash-jax native` and `dflash-jax completion`."""
 
 import argparse
 import importlib
 from typing import Any
 
-from dflash_jax.cli.options import new_command
-from dflash_jax.errors import RequestError
+from dflash_jax.cli import options as shared
+from dflash_jax.errors import NativeError, RequestError
 
 SHELLS = ("bash", "zsh", "tcsh")
 # Attributes set by options whose values are files or folders.
@@ -15,20 +15,36 @@ PATHS = {
 }
 
 
-def add_command(commands: Any) -> None:
+def add_native(commands: Any) -> None:
+    """Add `native` to the command line."""
+    text = (
+        "Print the path of the native kernels for this machine's CPU. Where the package ships none,"
+        " compile them, which otherwise happens when an engine first needs them."
+    )
+    shared.new_command(commands, "native", print_kernels, text, check=lambda options: None)
+
+
+def add_completion(commands: Any) -> None:
     """Add `completion` to the command line."""
     text = "Print a script that completes commands and options in a shell."
-    command = new_command(commands, "completion", run, text)
+    command = shared.new_command(commands, "completion", print_completion, text)
     command.add_argument("shell", choices=SHELLS, help="the shell; see docs/cli.md")
     command.set_defaults(uses_jax=False)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run `dflash-jax completion`.
+def print_kernels(options: argparse.Namespace) -> int:
+    """Run `dflash-jax native`."""
+    from dflash_jax.kernels.native.build import library
 
-    Raises:
-      RequestError: the package `shtab` is missing.
-    """
+    found = library()
+    if not found:
+        raise NativeError(f"there are no native kernels: {found.reason}")
+    print(found.path)
+    return 0
+
+
+def print_completion(options: argparse.Namespace) -> int:
+    """Run `dflash-jax completion`."""
     from dflash_jax.cli import parser
 
     try:
