@@ -22,8 +22,7 @@ from benchmarks.paired import interleaved, ratio, spread
 from dflash_jax.bench.endings import TOOLS
 from dflash_jax.bench.replay import Turn, prompt_of, read_turns
 from dflash_jax.cli.replay import SHIPPED
-from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.handle import RequestHandle
+from dflash_jax.engine.engine import Engine, RequestHandle
 from dflash_jax.engine.state_machine import OFF, controller
 
 SETTINGS = {

@@ -37,8 +37,7 @@ from benchmarks.environment import write_result
 from dflash_jax import Plan
 from dflash_jax.bench.compare import LosslessCheck
 from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.handle import RequestHandle
+from dflash_jax.engine.engine import Engine, RequestHandle
 from dflash_jax.testing import (
     force_acceptance,
     random_engine,

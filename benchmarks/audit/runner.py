@@ -13,8 +13,7 @@ import jax
 import dflash_jax as dj
 from benchmarks.audit.models import AuditedEngine
 from benchmarks.audit.scenario import AuditRequest, Failure, Scenario
-from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.handle import RequestHandle
+from dflash_jax.engine.engine import Engine, RequestHandle
 from dflash_jax.engine.result import Stats, TokenLogprob
 from dflash_jax.engine.scheduler import StepPacer
 from dflash_jax.engine.state_machine.speculation import BreakEven
