@@ -11,9 +11,8 @@ tiny models with random weights, which show that the rules work with each tool s
 tokenizer of single bytes, of which some are the special tokens of the family. Takes about 20
 minutes.
 
-`endings_first.jsonl` was written without knowledge of the rules, and `results/endings_first.json`
-has its figures before any change that followed from them. `endings_second.jsonl` was written after
-those changes, and `results/endings_second.json` has its first figures.
+`endings_first.jsonl` was written without knowledge of the rules; `endings_second.jsonl` and
+`endings_third.jsonl` after the changes that followed from the ones before.
 """
 
 import argparse
