@@ -31,7 +31,7 @@ from benchmarks.environment import write_result
 from dflash_jax.bench import endings
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.tool_parsers import MARKERS, SYNTAXES, Syntax, syntax_of
+from dflash_jax.tool_parsers import SYNTAXES, Syntax, syntax_of
 
 ORACLE = Path("tests/oracle/targets")
 FAMILIES = {
@@ -63,10 +63,10 @@ def byte_tokenizer(syntax: Syntax) -> Tokenizer:
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     rendered = syntax.render("NAME", {"KEY": "value"})
-    marker = next(text for text, family in MARKERS if family is syntax)
-    call, marker = json.dumps(rendered), json.dumps("" if marker in rendered else marker)
+    mark = "" if syntax.template_mark in rendered else syntax.template_mark
+    call, mark = json.dumps(rendered), json.dumps(mark)
     template = (
-        "{%- if tools %}{{ tools | tojson + '\\n' + " + call + " + " + marker + " }}{% endif -%}"
+        "{%- if tools %}{{ tools | tojson + '\\n' + " + call + " + " + mark + " }}{% endif -%}"
         "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
         "{{ '<|im_end|>\\n' }}{% endfor -%}<|im_start|>assistant\n"
     )

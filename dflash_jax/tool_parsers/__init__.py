@@ -12,22 +12,14 @@ from dflash_jax.tool_parsers.llama import LLAMA
 from dflash_jax.tool_parsers.qwen_xml import QWEN_XML
 from dflash_jax.tool_parsers.syntax import CallState, Syntax, Thought
 
+# The first whose mark a template contains is that of the template, so Qwen's XML calls, which are
+# inside `<tool_call>`, precede JSON calls.
 SYNTAXES: dict[str, Syntax] = {s.name: s for s in (GEMMA4, HARMONY, QWEN_XML, HERMES, LLAMA)}
-
-# Text that only templates of the family contain. The first match decides, so Qwen's XML calls,
-# which are inside `<tool_call>`, precede JSON calls.
-MARKERS = (
-    ("<|tool_call>", GEMMA4),
-    ("<|channel|>", HARMONY),
-    ("<function=", QWEN_XML),
-    ("<tool_call>", HERMES),
-    ("<|start_header_id|>", LLAMA),
-)
 
 
 def syntax_of(template: str | None) -> Syntax | None:
     """Return the syntax of a chat template, or None if it is unknown."""
-    return next((s for marker, s in MARKERS if marker in (template or "")), None)
+    return next((s for s in SYNTAXES.values() if s.template_mark in (template or "")), None)
 
 
 def tools_warning(template: str | None) -> str | None:

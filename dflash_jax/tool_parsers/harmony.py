@@ -9,44 +9,35 @@ Reasoning is the analysis channel, answers are the final one. Text is a message 
 forced call first ends the open message.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
-from dflash_jax.tool_parsers.syntax import Quote, Syntax, Thought, all_arguments, as_json
+from dflash_jax.tool_parsers.syntax import Quote, Syntax, Thought, all_arguments, json_calls
 from dflash_jax.tool_parsers.tool_schema import Tool
 
 ASSISTANT = "<|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
-_CALL = f"{ASSISTANT}<|channel|>commentary to=functions."
-_ARGUMENTS = " <|constrain|>json<|message|>"
+RECIPIENT = " to=functions."
 
 
-def _begin(name: str, parameter: str | None) -> str:
-    return f"<|end|>{_CALL}{name}{_ARGUMENTS}" + (f'{{"{parameter}":' if parameter else "")
-
-
-def _render(name: str, arguments: Mapping[str, Any]) -> str:
-    return f"{_CALL}{name}{_ARGUMENTS}{as_json(arguments)}<|call|>"
+def _header(name: str) -> str:
+    return f"<|channel|>commentary{RECIPIENT}{name} <|constrain|>json<|message|>"
 
 
 def _grammar(tool: Tool, quote: Quote) -> str:
-    head = f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>"
-    return f"{quote(head)} {all_arguments(tool)}"
+    """Return the rule of a call after a prompt that ends in `ASSISTANT`, without the end token."""
+    return f"{quote(_header(tool.name))} {all_arguments(tool)}"
 
 
 HARMONY = Syntax(
     name="harmony",
     thought=Thought("<|channel|>analysis<|message|>", "<|end|>", f"<|end|>{ASSISTANT}{FINAL}"),
-    opens=(" to=functions.",),
+    opens=(RECIPIENT,),
     closes=("<|call|>",),
-    opening=f"<|end|>{_CALL}",
     lead="<|end|><|start|>assistant<|channel|>",
     marker="commentary",
-    begin=_begin,
-    render=_render,
-    grammar=_grammar,
+    template_mark="<|channel|>",
     parallel=False,
     channels=(f"{ASSISTANT}{FINAL}<|end|><|call|>",),
     before_answer=ASSISTANT,
     answer_header=FINAL,
+    **json_calls(lambda name: ASSISTANT + _header(name), "<|call|>", lead="<|end|>")
+    | {"grammar": _grammar},
 )

@@ -5,20 +5,8 @@ built-in tools follow `<|python_tag|>`. There is no reasoning.
 """
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
-from dflash_jax.tool_parsers.syntax import CallState, Quote, Syntax, all_arguments, as_json
-from dflash_jax.tool_parsers.tool_schema import Tool
-
-
-def _begin(name: str, parameter: str | None) -> str:
-    text = f'\n{{"name": "{name}", "parameters":'
-    return text + f' {{"{parameter}":' if parameter else text
-
-
-def _render(name: str, arguments: Mapping[str, Any]) -> str:
-    return f'{{"name": "{name}", "parameters": {as_json(arguments)}}}'
+from dflash_jax.tool_parsers.syntax import CallState, Syntax, json_calls
 
 
 def _state(syntax: Syntax, text: str) -> CallState:
@@ -33,22 +21,15 @@ def _state(syntax: Syntax, text: str) -> CallState:
     return CallState.COMPLETE
 
 
-def _grammar(tool: Tool, quote: Quote) -> str:
-    head = f'{{"name": {json.dumps(tool.name)}, "parameters": '
-    return f"{quote(head)} {all_arguments(tool)} {quote('}')}"
-
-
 LLAMA = Syntax(
     name="llama",
     thought=None,
     opens=('{"name"', "<|python_tag|>"),
     closes=("}",),
-    opening='\n{"name":',
     lead="\n",
     marker='{"name"',
-    begin=_begin,
-    render=_render,
-    grammar=_grammar,
+    template_mark="<|start_header_id|>",
     parallel=False,
     read_state=_state,
+    **json_calls(lambda name: f'{{"name": {json.dumps(name)}, "parameters": ', "}", lead="\n"),
 )
