@@ -29,8 +29,7 @@ from dflash_jax.engine.state_machine import controller
 from dflash_jax.engine.state_machine.controller import Restart
 from dflash_jax.engine.state_machine.speculation import NO_HISTORY
 from dflash_jax.engine.state_machine.trace import CallTime
-from dflash_jax.engine.structured.call_grammars import CallGrammars
-from dflash_jax.engine.structured.grammars import Grammars
+from dflash_jax.engine.structured.grammars import CallGrammars, Grammars
 from dflash_jax.errors import ComputeError, DFlashError, QueueFullError, RequestError
 from dflash_jax.graph.keys import Variant
 from dflash_jax.graph.settings import Returned, untraced
@@ -43,6 +42,17 @@ log = logging.getLogger("dflash_jax.engine")
 DISK_WAIT = 0.01  # seconds a turn waits for prefixes on disk if there is nothing else to do
 Lock = contextlib.AbstractContextManager[Any]
 Notify = Callable[[BaseException | None], None]
+
+
+@dataclasses.dataclass(slots=True)
+class RowUpdates:
+    """What the device, the scheduler and the prefix cache must do after a step, in this order."""
+
+    finished: list[RunningRequest] = dataclasses.field(default_factory=list)
+    # Prompts of which nothing in the prefix cache may be used again.
+    invalidated: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    cleared: list[int] = dataclasses.field(default_factory=list)  # rows of non-finite numbers
+    forced: dict[int, ForcedTokens] = dataclasses.field(default_factory=dict)  # by row
 
 
 class EngineCore:
@@ -346,17 +356,6 @@ class EngineCore:
             elif sequence.rebuilding:
                 needed = {*variants_of(sequence), Variant.RECOVERY}
                 self.runner.compiled.compile(needed, workers=1)
-
-
-@dataclasses.dataclass(slots=True)
-class RowUpdates:
-    """What the device, the scheduler and the prefix cache must do after a step, in this order."""
-
-    finished: list[RunningRequest] = dataclasses.field(default_factory=list)
-    # Prompts of which nothing in the prefix cache may be used again.
-    invalidated: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
-    cleared: list[int] = dataclasses.field(default_factory=list)  # rows of non-finite numbers
-    forced: dict[int, ForcedTokens] = dataclasses.field(default_factory=dict)  # by row
 
 
 class OutputProcessor:

@@ -25,8 +25,7 @@ from dflash_jax.engine.result import Piece, Result, Stats
 from dflash_jax.engine.running_request import RunningRequest
 from dflash_jax.engine.sampling_params import SamplingOptions, SamplingParams
 from dflash_jax.engine.scheduler import variants_of
-from dflash_jax.engine.structured.call_grammars import CallGrammars
-from dflash_jax.engine.structured.grammars import Grammars
+from dflash_jax.engine.structured.grammars import CallGrammars, Grammars
 from dflash_jax.errors import PlanError, RequestError
 from dflash_jax.graph.build import WORKERS
 from dflash_jax.graph.executor import Executor, LocalExecutor

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.engine.prefix.cursor import PromptCursor
+from dflash_jax.engine.prefix.cache import PromptCursor
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.result import TokenLogprob
 from dflash_jax.graph.state import Logprobs, StepOutput

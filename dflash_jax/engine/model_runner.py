@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.engine.logits_processing import LogitsProcessor
-from dflash_jax.engine.prefix.cursor import PromptCursor
+from dflash_jax.engine.prefix.cache import PromptCursor
 from dflash_jax.engine.prefix.disk import identity
 from dflash_jax.engine.prefix.store import PrefixStore
 from dflash_jax.engine.running_request import RunningRequest

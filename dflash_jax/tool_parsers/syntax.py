@@ -185,12 +185,7 @@ class Syntax:
         """
         texts = [self.thought.opening, self.thought.closing] if self.thought else []
         if calls or self.channels:
-            texts += [
-                *self.opens,
-                *self.closes,
-                self.begin("f", None),
-                self.render("f", {"k": "v"}),
-            ]
+            texts += [*self.opens, *self.closes, self.lead, self.render("f", {"k": "v"})]
         return (*texts, *self.channels)
 
 

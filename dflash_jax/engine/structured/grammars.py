@@ -5,14 +5,17 @@ host advances the grammar along the drafted tokens and passes one mask per posit
 so that speculative output equals the output of constrained decoding token by token.
 """
 
+import dataclasses
 import importlib.util
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
+from dflash_jax.engine.request import Request
 from dflash_jax.engine.sampling_params import Structure
 from dflash_jax.engine.structured.process import SECONDS, SHORT, GrammarTrials
 from dflash_jax.engine.structured.sources import (
@@ -24,10 +27,14 @@ from dflash_jax.engine.structured.sources import (
     usable,
 )
 from dflash_jax.engine.structured.trial_process import REFUSED, compiled, reason
+from dflash_jax.engine.vocabulary import calls_grammar
 from dflash_jax.errors import RequestError, StructureError, install_hint
+from dflash_jax.graph.keys import Variant
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers.bounded_schema import bounded
 from dflash_jax.tool_parsers.grammar_bounds import check_schema
+
+Build = Callable[[tuple[Variant, ...]], object]  # compiles missing programs
 
 
 class Grammars:
@@ -240,3 +247,40 @@ class Grammar:
             walked += 1
         if walked:
             self._matcher.rollback(walked)
+
+
+class CallGrammars:
+    """Compiles grammars of calls that are decoded again, in a thread while the row waits.
+
+    It also builds the programs of constrained decoding.
+    """
+
+    def __init__(
+        self,
+        grammars: Grammars,
+        build: Build,
+        tokenizer: Tokenizer | None,
+    ):
+        self.grammars, self._build, self._tokenizer = grammars, build, tokenizer
+        self._thread = ThreadPoolExecutor(1, "call-grammars")  # started when first used
+
+    def begin(self, request: Request, before: str = "") -> Future[Grammar]:
+        """Begin to compile the grammar of a request's calls.
+
+        Args:
+          before: the beginning of a call, which is not decoded again.
+        """
+        return self._thread.submit(self._make, request, before)
+
+    def _make(self, request: Request, before: str = "") -> Grammar:
+        assert self._tokenizer is not None
+        end = self.grammars.deadline()
+        schemas = (self.grammars.usable_schema(x.parameters, end)[0] for x in request.words.tools)
+        pairs = zip(request.words.tools, schemas, strict=True)
+        tools = tuple(dataclasses.replace(tool, parameters=schema) for tool, schema in pairs)
+        words = dataclasses.replace(request.words, tools=tools)
+        grammar = self.grammars.make(
+            {"grammar": calls_grammar(words, self._tokenizer), "prefix": before}
+        )
+        self._build((Variant.CONSTRAINED, Variant.RECOVERY))
+        return grammar

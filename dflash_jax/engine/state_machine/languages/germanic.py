@@ -1,6 +1,6 @@
 """Announcements in English, German, Dutch, Swedish, Norwegian and Danish."""
 
-from dflash_jax.engine.state_machine.languages.language import language
+from dflash_jax.engine.state_machine.languages import language
 
 # Announcements in English.
 

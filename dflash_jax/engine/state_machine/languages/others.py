@@ -1,6 +1,6 @@
 """Announcements in languages of other families."""
 
-from dflash_jax.engine.state_machine.languages.language import language
+from dflash_jax.engine.state_machine.languages import language
 
 POLISH = language(
     whole=r"\b(?:sprawdz|przeczyt|otworz|otwier|uruchom|uruchami|zobacz|poszuk|wyszuk|znajd"

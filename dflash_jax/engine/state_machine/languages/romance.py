@@ -1,6 +1,6 @@
 """Announcements in French, Spanish, Portuguese and Italian."""
 
-from dflash_jax.engine.state_machine.languages.language import language
+from dflash_jax.engine.state_machine.languages import language
 
 # Pronouns between a subject and its verb: "je les ouvre", "lo lanzo".
 _FRENCH_OBJECTS = r"(?:(?:m'|l'|t'|y |en |le |la |les |vous |te |leur |lui )*)"
