@@ -135,7 +135,6 @@ class FiniteSchema:
         self._root = root
         self._graph = Derivations()
         self._parts: dict[int, int] = {}  # by the identity of a schema
-        self._needs: dict[int, list[Any]] = {}  # schemas that a value needs, or may choose
         self._false = self._graph.add()
         self._true = self._graph.define_all(self._graph.add(), ())
         self._todo: list[Mapping[str, Any]] = []

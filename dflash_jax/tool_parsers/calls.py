@@ -75,6 +75,22 @@ def joined(events: Iterable[Event]) -> Iterator[Event]:
         yield last
 
 
+def calls_of(events: Iterable[Event]) -> list[tuple[str, str, bool]]:
+    """Return the calls among events: their names and arguments, and whether they ended."""
+    names: dict[int, str] = {}
+    arguments: dict[int, str] = {}
+    ended: set[int] = set()
+    for event in events:
+        match event:
+            case ToolCallStart(index, name):
+                names[index], arguments[index] = name, ""
+            case ToolCallDelta(index, text):
+                arguments[index] += text
+            case ToolCallEnd(index):
+                ended.add(index)
+    return [(name, arguments[index], index in ended) for index, name in names.items()]
+
+
 ARGUMENTS = ("arguments", "parameters")
 NAME = re.compile(r"[\w.:/-]{1,128}")  # of an undeclared tool
 

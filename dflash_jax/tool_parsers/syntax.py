@@ -58,8 +58,7 @@ def finite_parameters(tool: Tool) -> list[tuple[str, Any, bool]]:
     finite = FiniteSchema(tool.parameters)
     if not finite.ends(tool.parameters):
         raise RequestError(f"the tool {tool.name!r}: {endless(finite)}")
-    required = tool.parameters.get("required")
-    required = required if isinstance(required, list) else []
+    required = tool.required
     return [
         (name, schema, name in required)
         for name, schema in tool.properties.items()
