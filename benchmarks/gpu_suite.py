@@ -40,7 +40,7 @@ from benchmarks.gpu_cases import (
     random_params,
     smoke,
 )
-from benchmarks.modes import BareLoop, generate
+from benchmarks.modes import DeviceLoop, generate
 from dflash_jax import Graph
 from dflash_jax.bench.compare import one_token_engine
 from dflash_jax.cli import terminal
@@ -276,7 +276,7 @@ def forced(suite: Suite, name: str, params: Any) -> None:
     same = runs["plain1"][0].token_ids == said
     suite.add("plain_decoding", model=name, decode_s=plain_s, plain1_equal=same)
     script = scripted_engine(engine)
-    loop = BareLoop(script)
+    loop = DeviceLoop(script)
     for tau in TAUS:
         if tau > graph.plan.block:
             continue
@@ -287,7 +287,7 @@ def forced(suite: Suite, name: str, params: Any) -> None:
         run = min(found, key=lambda r: r.decode_s)
         rounds = len(run.acceptance_lengths)
         looped = min(
-            loop.on_device(prompt, max_tokens=count, stop_ids=(), rounds=rounds).decode_s
+            loop.run(prompt, max_tokens=count, stop_ids=(), rounds=rounds).decode_s
             for _ in range(3)
         )
         suite.add(
