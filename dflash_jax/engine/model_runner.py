@@ -18,8 +18,7 @@ from dflash_jax.engine.prefix.store import PrefixStore
 from dflash_jax.engine.running_request import RunningRequest
 from dflash_jax.engine.scheduler import SchedulerOutput
 from dflash_jax.engine.state_machine.trace import CallTime
-from dflash_jax.engine.structured.grammars import Grammar
-from dflash_jax.engine.structured.mask_thread import MaskThread
+from dflash_jax.engine.structured.grammars import Grammar, MaskThread
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.build import CompiledPrograms, Executable
 from dflash_jax.graph.executor import Executor
