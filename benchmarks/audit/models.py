@@ -143,9 +143,7 @@ def draw_setup(seed: int, number: int, *, family: str = "") -> Setup:
         "lookahead": rng.randrange(2),
         "steps_per_call": rng.choice([1, 2, 4]),
         "rings": rng.random() < 0.7,
-        "weight_layout": rng.choice(["auto", "row_major", "column_major", "tiled"])
-        if weights == "float"
-        else "auto",
+        "weight_layout": rng.choice(ORDERS) if weights == "float" else "auto",
         "weights": weights,
         "kernels": rng.choice(["auto", "auto", "xla"]),
         "activations": rng.choice(["auto", "auto", "float"]),

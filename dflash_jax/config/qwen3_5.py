@@ -126,7 +126,11 @@ def from_hf(f: Fields) -> HybridConfig:
         qk_norm=True,
         rotary_dim=rotated,
         recurrent=_kinds(reader, size["num_layers"]),
-        **_recurrent_sizes(reader),
+        key_heads=integer(reader, "linear_num_key_heads"),
+        value_heads=integer(reader, "linear_num_value_heads"),
+        key_width=integer(reader, "linear_key_head_dim"),
+        value_width=integer(reader, "linear_value_head_dim"),
+        conv_kernel=reader.integer("linear_conv_kernel_dim", 4),
     )
     reader.used.update(("model_type", "tie_word_embeddings", "dtype", "torch_dtype"))
     reader.refuse_rest()
@@ -164,16 +168,6 @@ def _partial(text: Fields) -> float:
     if not 0 <= share <= 1:
         raise ConfigError(f"{text.where}: partial_rotary_factor is {share}; expected 0 to 1")
     return share
-
-
-def _recurrent_sizes(f: Fields) -> dict[str, Any]:
-    return {
-        "key_heads": integer(f, "linear_num_key_heads"),
-        "value_heads": integer(f, "linear_num_value_heads"),
-        "key_width": integer(f, "linear_key_head_dim"),
-        "value_width": integer(f, "linear_value_head_dim"),
-        "conv_kernel": f.integer("linear_conv_kernel_dim", 4),
-    }
 
 
 def _kinds(f: Fields, layers: int) -> tuple[bool, ...]:

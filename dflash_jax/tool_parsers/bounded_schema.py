@@ -42,7 +42,8 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"/{key}/{at}", inner
         elif key in MAPPINGS and isinstance(value, Mapping):
             for name, inner in value.items():
-                yield f"/{key}/{_escaped(name)}", inner
+                name = str(name).replace("~", "~0").replace("/", "~1")
+                yield f"/{key}/{name}", inner
 
 
 def resolved(schema: Any, reference: str) -> Any:
@@ -242,10 +243,6 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _number(value: Any) -> int | float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _escaped(name: str) -> str:
-    return str(name).replace("~", "~0").replace("/", "~1")
 
 
 # Numbers in JSON schemas, as the grammar compiler can follow them exactly.
@@ -484,7 +481,10 @@ class _Bounds:
             elif key in LENGTHS and is_number(value) and value % 1 == 0:
                 if not (key.startswith("max") and value > MOST_LENGTH):
                     found[key] = int(value)
-            elif key != "format" or not self._ignored_format(value):
+            elif key == "format" and self._strict and isinstance(value, str):
+                if value in FORMATS:  # others are hints like "password", which would be refused
+                    found[key] = value
+            else:
                 found[key] = value
         if "multipleOf" in found:
             check_multiple(found["multipleOf"], path)
@@ -515,10 +515,6 @@ class _Bounds:
     def _any_value(self) -> dict[str, Any]:
         self._used_any = True
         return {"$ref": f"#/$defs/{ANY}"}
-
-    def _ignored_format(self, name: Any) -> bool:
-        """Return whether a format is a hint like "password", which the compiler would refuse."""
-        return self._strict and isinstance(name, str) and name not in FORMATS
 
 
 def _combines(schema: Any) -> bool:

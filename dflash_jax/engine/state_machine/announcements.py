@@ -148,8 +148,9 @@ def _announces(sentence: str, language: Language) -> Cue:
     for pattern in (language.future, language.opens):
         for opening in pattern.finditer(sentence) if pattern else ():
             if language is ENGLISH:
-                if not _begins_clause(sentence[: opening.start()]):
-                    continue
+                clause = PARTS.split(sentence[: opening.start()])[-1]  # "The log is empty, so"
+                if LEAD_INS.sub("", clause.strip() + " ").strip():
+                    continue  # no clause begins here
                 rest = ADVERBS.sub("", sentence[opening.end() :])
                 if not _idle(rest, language):
                     found = max(found, Cue.STRONG if language.acts.match(rest) else Cue.LIKELY)
@@ -174,12 +175,6 @@ def _clause(sentence: str, start: int, verb: int) -> str:
 
 def _idle(rest: str, language: Language) -> bool:
     return bool(language.idle.match(rest))
-
-
-def _begins_clause(before: str) -> bool:
-    """Return whether a clause may begin after a text: "The log is empty, so", "Done:"."""
-    clause = PARTS.split(before)[-1]
-    return not LEAD_INS.sub("", clause.strip() + " ").strip()
 
 
 # Read from the end of an output's text whether it announces an action.
