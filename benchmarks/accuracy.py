@@ -165,7 +165,6 @@ def measure(model: str, settings: Sequence[Setting]) -> dict[str, Any]:
 
 
 def line(model: str, name: str, figures: dict[str, Any]) -> str:
-    """Return a line with the figures of a mode."""
     shown = [f"{key} {value:.4g}" for key, value in figures.items()]
     return f"{model:10} {name:24} {'  '.join(shown)}"
 

@@ -89,7 +89,6 @@ def decoders_of(case: "Case", *, official: bool) -> dict[str, Decoder]:
 
 
 def official_decoders(case: "Case") -> "dict[str, Callable[[Any], Run]]":
-    """Return the decoders of the official package, speculative and plain."""
     from benchmarks.official import Official
 
     theirs = Official(case.engine)
@@ -190,7 +189,6 @@ def table(reports: dict[str, Any]) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--configs", default="tiny,9m,60m", help="also: tiny-random")
     parser.add_argument("--rounds", default="0", metavar="N,...", help="maximum steps per call")

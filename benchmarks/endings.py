@@ -81,7 +81,6 @@ def _letters() -> list[str]:
 
 
 def targets(given: str | None) -> Iterator[tuple[str, TargetModel]]:
-    """Yield the models by name."""
     if given is not None:
         yield given, dj.load_target(given)
         return
@@ -127,7 +126,6 @@ def measured(name: str, model: TargetModel, options: argparse.Namespace) -> dict
 
 
 def main() -> None:
-    """Measure all targets and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/endings.json"))
     parser.add_argument("--target", help="only this target")

@@ -113,7 +113,6 @@ class Suite:
             path.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
 
     def wants(self, stage: str) -> bool:
-        """Return whether a stage was requested."""
         return stage in self.options.stages.split(",")
 
     def stage(self, kind: str, name: str, estimate: float, run: Callable[[], None]) -> None:
@@ -353,7 +352,6 @@ def first(suite: Suite, name: str) -> Iterator[Stage]:
 
 
 def others(suite: Suite, name: str) -> Iterator[Stage]:
-    """Yield the other cells of the grid."""
     params, (target, _) = _weights(suite, name), suite.configs(name)
     for rows, context in CELLS[suite.smoke][1:] if suite.wants("steps") else ():
         if context + ROOM <= target.max_length:
@@ -387,7 +385,6 @@ def packed(suite: Suite, name: str) -> Iterator[Stage]:
 
 
 def summary(suite: Suite) -> str:
-    """Return the steps as a table."""
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for m in suite.result["measurements"]:
         if m["name"] == "step":
@@ -400,7 +397,6 @@ def summary(suite: Suite) -> str:
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budget", type=float, default=560, help="seconds, compiling included")
     parser.add_argument("--models", default=",".join(FULL), help="some of these, in this order")

@@ -71,7 +71,6 @@ class Setting:
     accepted: tuple[int, ...]  # drafts by round; empty for real drafts
 
     def ours(self, plan: Mapping[str, Any], *, drafted: bool) -> list[str]:
-        """Return the command of our worker."""
         command = [sys.executable, "-m", "benchmarks.jax_worker", str(self.target)]
         command += ["--plan", json.dumps(plan)]
         if drafted:
@@ -80,7 +79,6 @@ class Setting:
         return command
 
     def llama(self, length: int, *, drafted: bool) -> list[str]:
-        """Return the command of llama.cpp's worker."""
         threads = str(self.cores)
         command = [str(self.program), "-m", str(self.target), "-t", threads, "-c", str(length)]
         if drafted:
@@ -89,7 +87,6 @@ class Setting:
         return command
 
     def request(self, series: str, count: int, prompt: Sequence[int]) -> str:
-        """Return the request of a series."""
         mode = DRAFTED if series.endswith(DRAFTED) else PLAIN
         accepted = ",".join(map(str, self.accepted)) if mode == DRAFTED else "0"
         words = [mode, str(count), ",".join(map(str, prompt))]

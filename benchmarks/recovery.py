@@ -24,7 +24,6 @@ HEADINGS = "rule | microseconds per token | per output"
 
 
 def only(**fields: Any) -> dj.Recovery:
-    """Return settings with one rule."""
     return dataclasses.replace(OFF, **fields)
 
 
@@ -94,7 +93,6 @@ def rows(engine: Engine, turns: list[Turn], repeats: int) -> Iterator[tuple[str,
 
 
 def main() -> None:
-    """Measure every rule, and print the table."""
     turns = [turn for turn in read_turns(SHIPPED) if turn.kind == "chat"]
     engine = dj.load("tiny", plan=dj.Plan(max_length=1024))
     engine.measures_drafting = False

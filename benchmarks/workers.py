@@ -131,7 +131,6 @@ class Worker:
         return self._read()
 
     def close(self) -> None:
-        """End the process."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):

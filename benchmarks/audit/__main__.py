@@ -81,7 +81,6 @@ class Audit:
         return self._options.case is not None or self._options.scenario is not None
 
     def run(self) -> None:
-        """Run cases until the requested number of cases or tokens is reached."""
         while not self._enough():
             self._run_setup()
 
@@ -147,7 +146,6 @@ class Audit:
         return bool(covered) and self._counts["tokens"] >= options.tokens
 
     def _command(self, case: int) -> str:
-        """Return the command that repeats a case."""
         options = self._options
         words: list[Any] = ["python", "-m", "benchmarks.audit", "--seed", options.seed]
         words += ["--case", case]

@@ -39,7 +39,6 @@ class Course:
         return SHORT_CASES if self.short else CASES
 
     def setup(self, case: int) -> Setup:
-        """Return the setup of a case."""
         number = case // self.cases
         if self.short:
             return SHORT[number % len(SHORT)]

@@ -162,7 +162,6 @@ class _Session:
         self._scripted: list[list[int]] = [[] for _ in self._engines]  # requests by row
 
     def run(self) -> dict[int, list[RequestHandle]]:
-        """The requests, all of them ended."""
         while self._due or not all(live.done for live in self._all()):
             if not self._due and self._turn > MOST_TURNS:
                 raise StalledError(f"{self._unfinished()} requests run after {self._turn} turns")
@@ -363,7 +362,6 @@ class DelayedReads:
         self._waiting: list[tuple[int, concurrent.futures.Future[Any], Any]] = []
 
     def tick(self) -> None:
-        """Advance by one turn."""
         self._disk.flush()
         self._waiting = [(turns - 1, later, found) for turns, later, found in self._waiting]
         for _, later, found in [x for x in self._waiting if x[0] <= 0]:
