@@ -1,15 +1,11 @@
-"""Syntax of tool calls and reasoning, one file per model family, and an incremental parser.
+"""Syntax of tool calls and reasoning of each model family, and an incremental parser.
 
 `SYNTAXES` maps names to families; `syntax_of` detects the one of a chat template. A `Syntax`
 describes the markup: recovery forces calls with it, `stream.OutputParser` parses outputs with it,
 and `grammar` builds grammars from it. Pure Python, without JAX.
 """
 
-from dflash_jax.tool_parsers.gemma4 import GEMMA4
-from dflash_jax.tool_parsers.harmony import HARMONY
-from dflash_jax.tool_parsers.hermes import HERMES
-from dflash_jax.tool_parsers.llama import LLAMA
-from dflash_jax.tool_parsers.qwen_xml import QWEN_XML
+from dflash_jax.tool_parsers.families import GEMMA4, HARMONY, HERMES, LLAMA, QWEN_XML
 from dflash_jax.tool_parsers.syntax import CallState, Syntax, Thought
 
 # The first whose mark a template contains is that of the template, so Qwen's XML calls, which are

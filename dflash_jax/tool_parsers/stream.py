@@ -18,7 +18,7 @@ from dflash_jax.tool_parsers.calls import (
     ToolCallStart,
     joined,
 )
-from dflash_jax.tool_parsers.harmony import RECIPIENT
+from dflash_jax.tool_parsers.families import RECIPIENT
 from dflash_jax.tool_parsers.incremental import EndOfOutput, NotACall, ParseSteps, Stops, TextBuffer
 from dflash_jax.tool_parsers.malformed_calls import ShownText
 from dflash_jax.tool_parsers.syntax import Syntax

@@ -213,6 +213,3 @@ def json_calls(head: Callable[[str], str], tail: str, *, lead: str) -> dict[str,
         return f"{quote(head(tool.name))} {all_arguments(tool)} {quote(tail)}"
 
     return {"begin": begin, "render": render, "grammar": grammar}
-
-
-QWEN_THOUGHT = Thought("<think>", "</think>", "\n</think>\n\n")
