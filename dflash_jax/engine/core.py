@@ -19,8 +19,7 @@ import jax
 
 from dflash_jax.engine.break_even import BreakEvenMeter
 from dflash_jax.engine.events import EventLog
-from dflash_jax.engine.logits_processing import prompt_logprobs, token_logprobs
-from dflash_jax.engine.model_runner import InFlightStep, ModelRunner
+from dflash_jax.engine.model_runner import InFlightStep, ModelRunner, prompt_logprobs
 from dflash_jax.engine.prefix.cache import PrefixCache
 from dflash_jax.engine.result import Stats
 from dflash_jax.engine.running_request import RunningRequest, StepDetails
@@ -396,8 +395,7 @@ class OutputProcessor:
             sequence.stats.plain_steps += bool(result.tokens)
         logprobs = []
         if sequence.request.params.logprobs is not None:
-            output, place = step.output_of(row)
-            logprobs = token_logprobs(output, place, sequence.request)[: len(result.tokens)]
+            logprobs = step.logprobs(row)[: len(result.tokens)]
         details = StepDetails(logprobs, result.drafts, result.copied, time)
         event = _event(step, row, result)
         effects = sequence.process(event, details)

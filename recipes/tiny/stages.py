@@ -24,7 +24,7 @@ from dflash_jax.target_model import TargetModel
 from dflash_jax.trainer import evaluate, loop, optimizer, regenerate, rows, run, training
 from dflash_jax.trainer import target as pretraining
 from dflash_jax.trainer.files import saved_as, write_json
-from recipes import cards
+from recipes import model_card
 from recipes.tiny import vocabulary
 from recipes.tiny.corpus import conversation, stdlib
 from recipes.tiny.corpus.world import HELD_OUT_SHARE, Conversation
@@ -275,7 +275,7 @@ def result(work: Work) -> None:
             shutil.copy(work.path(name), partial)
         measured = read(work.path("evaluation"))
         seconds = read(work.out / "timings.json")
-        text = cards.render(
+        text = model_card(
             "tiny",
             preset=work.preset,
             target=work.preset.target,
