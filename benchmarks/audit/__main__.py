@@ -31,8 +31,17 @@ from typing import Any
 
 import jax
 
-from benchmarks.audit.cases import SHORT_CASES, Counts, Course, run_case
-from benchmarks.audit.models import FAMILIES, GIVEN, SHIPPED, SHORT, AuditedEngine, build
+from benchmarks.audit.models import (
+    FAMILIES,
+    GIVEN,
+    SHIPPED,
+    SHORT,
+    SHORT_CASES,
+    AuditedEngine,
+    Course,
+    build,
+)
+from benchmarks.audit.runner import Counts, run_case
 from benchmarks.audit.scenario import Scenario, draw_scenario
 from benchmarks.environment import write_result
 from dflash_jax.testing import QUICK_COMPILE
