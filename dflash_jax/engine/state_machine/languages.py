@@ -11,12 +11,13 @@ Each language has regular expressions of a sentence in lower case, without quota
   the next step to the reader.
 
 Languages without spaces, and those that put the person into the ending of the verb, have an
-expression of `whole` announcements instead.
+expression of `whole` announcements instead. `WORDS` has further expressions, of all languages.
 """
 
 import importlib.resources
 import re
 import tomllib
+import types
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -60,7 +61,9 @@ _READ: dict[str, Any] = tomllib.loads(
     .joinpath("languages.toml")
     .read_text(encoding="utf-8")
 )
-FILLER = re.compile("".join(_READ.pop("filler").splitlines()))
+WORDS: Any = types.SimpleNamespace(
+    **{name: re.compile("".join(text.splitlines())) for name, text in _READ.pop("words").items()}
+)
 _PARTS = _READ.pop("parts")
 LANGUAGES = {name: _language(_PARTS | fields) for name, fields in _READ.items()}
 ENGLISH = LANGUAGES["english"]
