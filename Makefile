@@ -74,13 +74,11 @@ soak: .venv/installed-dev
 bench: .venv/installed-dev
 	$(BIN)/python -m benchmarks.decode
 
-# Measure speed, start-up and accuracy beside llama.cpp, which takes hours. LLAMA_CPP is the folder
+# Measure speed and accuracy beside llama.cpp, which takes hours. LLAMA_CPP is the folder
 # in which it was built; without one, the command says how to build it.
 LLAMA_CPP ?= llama.cpp/build
 llama-cpp: .venv/installed-dev
-	$(BIN)/python -m benchmarks.llama_cpp --llama-cpp $(LLAMA_CPP) --only decode,prefill --json benchmarks/results/llama_cpp.json
-	$(BIN)/python -m benchmarks.llama_cpp --llama-cpp $(LLAMA_CPP) --only startup --models 60m --types q8_0 \
-		--cores 2 --json benchmarks/results/startup.json
+	$(BIN)/python -m benchmarks.llama_cpp --llama-cpp $(LLAMA_CPP) --json benchmarks/results/llama_cpp.json
 	$(BIN)/python -m benchmarks.accuracy --llama-cpp $(LLAMA_CPP) --json benchmarks/results/accuracy.json
 
 # Run every notebook and store its outputs.

@@ -1,19 +1,17 @@
 """Error of every mode against float32: logits, greedy tokens, perplexity, and acceptance length.
 
     python -m benchmarks.accuracy --llama-cpp BUILD [--models tiny,smollm2] [--types q8_0]
-        [--folder MODEL ...] [--json benchmarks/results/accuracy.json]
+        [--json benchmarks/results/accuracy.json]
 
 Texts are held-out programs for the shipped target and English prose for SmolLM2, in windows that
 are scored from an empty cache. The reference is our float32 of the F32 file; llama.cpp computes the
 same type on the same ids. Acceptance lengths are those of the shipped pair on held-out prompts,
-both models in the mode. Models of `--folder`, such as small ones of other families, get random ids
-and our modes only. A mode of the F32 file quantises on loading; "packed" keeps a file's blocks.
+both models in the mode. A mode of the F32 file quantises on loading; "packed" keeps a file's
+blocks.
 """
 
 import argparse
 import dataclasses
-import functools
-import json
 import os
 import sys
 import tempfile
@@ -55,7 +53,7 @@ class Scores:
     relative_error: float  # of the root mean squares of errors and of logits
     kl_divergence: float  # mean over positions, from the reference, in nats
     greedy_agreement: float
-    perplexity: float | None  # of the tokens of the windows; None if these are random
+    perplexity: float  # of the tokens of the windows
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -64,14 +62,8 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
-def scores(
-    logits: np.ndarray, reference: np.ndarray, windows: np.ndarray, *, text: bool = True
-) -> Scores:
-    """Return the scores of logits [W, T, V] of windows [W, T].
-
-    Args:
-      text: whether the windows are of a text, so that a perplexity has a meaning.
-    """
+def scores(logits: np.ndarray, reference: np.ndarray, windows: np.ndarray) -> Scores:
+    """Return the scores of logits [W, T, V] of windows [W, T]."""
     sums, count = np.zeros(5), windows.size
     largest = 0.0
     for ours, theirs, ids in zip(logits, reference, windows, strict=True):
@@ -91,7 +83,7 @@ def scores(
         float(np.sqrt(sums[0] / sums[1])),
         sums[2] / count,
         sums[3] / count,
-        float(np.exp(sums[4] / predicted)) if text else None,
+        float(np.exp(sums[4] / predicted)),
     )
 
 
@@ -172,29 +164,8 @@ def measure(model: str, settings: Sequence[Setting]) -> dict[str, Any]:
     return {"tokens": windows.size, "modes": found}
 
 
-def measure_folder(folder: Path) -> dict[str, Any]:
-    """Return the scores of our modes of a model in a folder, on random ids."""
-    from dflash_jax.cli.describe import describe
-
-    config, _ = describe(folder, None)
-    rng = np.random.default_rng(0)
-    windows = rng.integers(0, config.vocab_size, (4, WINDOW // 2))
-    found: dict[str, Any] = {}
-    reference = np.zeros(0)
-    for name, plan in ({REFERENCE: MODES[REFERENCE]} | FLOAT_MODES).items():
-        command = [sys.executable, "-m", "benchmarks.jax_worker", str(folder), "--no-warm-up"]
-        command += ["--plan", json.dumps(plan | {"max_length": WINDOW})]
-        with Worker(command, 1, environment=ENVIRONMENT) as worker:
-            logits = logits_of(worker, windows)
-        reference = logits if name == REFERENCE else reference
-        found[name] = dataclasses.asdict(scores(logits, reference, windows, text=False))
-        print(line(folder.name, name, found[name]), flush=True)
-    return {"tokens": windows.size, "modes": found}
-
-
 def line(model: str, name: str, figures: dict[str, Any]) -> str:
-    """Return a line with the figures of a mode."""
-    shown = [f"{key} {value:.4g}" for key, value in figures.items() if value is not None]
+    shown = [f"{key} {value:.4g}" for key, value in figures.items()]
     return f"{model:10} {name:24} {'  '.join(shown)}"
 
 
@@ -203,14 +174,14 @@ def table(cases: dict[str, Any]) -> list[str]:
     rows = []
     for model, case in cases.items():
         for name, found in case[STAGE]["modes"].items():
-            perplexity, length = found["perplexity"], found.get("acceptance_length")
+            length = found.get("acceptance_length")
             cells = [
                 model,
                 name,
                 f"{found['relative_error']:.1e}",
                 f"{found['kl_divergence']:.1e}",
                 f"{100 * found['greedy_agreement']:.1f} %",
-                "" if perplexity is None else f"{perplexity:.2f}",
+                f"{found['perplexity']:.2f}",
                 "" if length is None else f"{length:.2f}",
             ]
             rows.append(cells)
@@ -221,20 +192,13 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure every model, printing each mode when it is done."""
     types = "f32,bf16,q8_0,q4_0,q4_1"
     parser = case_parser(__doc__, models="tiny,smollm2", types=types, cores="2")
-    parser.add_argument("--folder", type=Path, action="append", default=[], metavar="MODEL")
     options: argparse.Namespace = parser.parse_args(words)
     by_model: dict[str, list[Setting]] = {}
     for _, setting in chosen_settings(parser, options):
         by_model.setdefault(setting.model, []).append(setting)
-    measures: dict[str, Callable[[], dict[str, Any]]] = {
-        model: functools.partial(measure, model, settings) for model, settings in by_model.items()
-    }
-    measures |= {
-        folder.name: functools.partial(measure_folder, folder) for folder in options.folder
-    }
-    for model, figures in measures.items():
+    for model, settings in by_model.items():
         load = os.getloadavg()[0]
-        found = figures() | {"load": [load, os.getloadavg()[0]]} | about(options)
+        found = measure(model, settings) | {"load": [load, os.getloadavg()[0]]} | about(options)
         del found["rounds"]  # nothing is timed
         print("\n".join(table({model: {STAGE: found}})), flush=True)
         if options.json:

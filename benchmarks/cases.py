@@ -76,7 +76,6 @@ class Shape:
     vocabulary: int = 32000
 
     def target(self, model_type: str = "qwen3") -> TargetConfig:
-        """Return the configuration."""
         return TargetConfig(
             model_type=model_type,
             hidden_size=self.width,

@@ -10,8 +10,7 @@ other work on the machine. `--rounds` lists maximum numbers of steps per call (0
 the plan); every case is measured once for each. The official package is skipped where it is not
 installed, and by `--no-official`.
 
-The bare loops have no requests: `device_loop` runs all rounds of an answer in one call,
-`host_loop` dispatches the engine's calls and reads their results.
+`device_loop` has no requests, and runs all rounds of an answer in one call.
 """
 
 import argparse
@@ -31,11 +30,8 @@ if TYPE_CHECKING:
     from benchmarks.modes import Run
     from benchmarks.paired import Samples
 
-GOALS = {"tiny": 2.2, "9m": 1.7, "60m": 1.5}  # over the official package
 OFFICIAL = ("torch", "transformers", "dflash")  # packages of the peer
-LOOPS = ("host_loop", "device_loop")
 WIDTH = 200  # of the table, so that it stays one
-LOOP_GOAL = 0.97  # of the device loop's speed
 
 
 class DifferentTokensError(Exception):
@@ -70,26 +66,22 @@ class Decoder:
 
 
 def decoders_of(case: "Case", *, official: bool) -> dict[str, Decoder]:
-    """Return the decoders of a case; a first run determines the rounds of the bare loops."""
-    from benchmarks.modes import BareLoop, generate
+    """Return the decoders of a case; a first run determines the rounds of the device loop."""
+    from benchmarks.modes import DeviceLoop, generate
     from dflash_jax.bench.compare import one_token_engine
 
-    engine, single, loop = case.engine, one_token_engine(case.engine), BareLoop(case.engine)
+    engine, single, loop = case.engine, one_token_engine(case.engine), DeviceLoop(case.engine)
     rounds = {
         tuple(w.prompt): len(generate(engine, w.prompt, **case.options(w)).acceptance_lengths)
         for w in case.work
     }
 
-    def bare(run: "Callable[..., Run]") -> "Callable[[Any], Run]":
-        options = {"max_tokens": case.max_tokens, "stop_ids": case.stop_ids}
-        return lambda w: run(w.prompt, **options, rounds=rounds[tuple(w.prompt)])
-
+    limits: dict[str, Any] = {"max_tokens": case.max_tokens, "stop_ids": case.stop_ids}
     decoders: dict[str, Callable[[Any], Run]] = {
         "ours": lambda w: generate(engine, w.prompt, **case.options(w)),
         "plain": lambda w: generate(engine, w.prompt, **case.options(w), speculative=False),
         "plain1": lambda w: generate(single, w.prompt, **case.options(w)),
-        "host_loop": bare(loop.on_host),
-        "device_loop": bare(loop.on_device),
+        "device_loop": lambda w: loop.run(w.prompt, **limits, rounds=rounds[tuple(w.prompt)]),
     }
     if official:
         decoders |= official_decoders(case)
@@ -97,7 +89,6 @@ def decoders_of(case: "Case", *, official: bool) -> dict[str, Decoder]:
 
 
 def official_decoders(case: "Case") -> "dict[str, Callable[[Any], Run]]":
-    """Return the decoders of the official package, speculative and plain."""
     from benchmarks.official import Official
 
     theirs = Official(case.engine)
@@ -116,7 +107,7 @@ def check(decoders: dict[str, Decoder]) -> dict[str, bool]:
     """
     ours = decoders["ours"]
     agree = {f"tokens {name}": decoder.tokens == ours.tokens for name, decoder in decoders.items()}
-    for name in ("official", *LOOPS):
+    for name in ("official", "device_loop"):
         if name in decoders:
             agree[f"acceptance lengths {name}"] = decoders[name].lengths == ours.lengths
     if not all(agree.values()):
@@ -133,7 +124,7 @@ def measure(case: "Case", pairs: int, *, official: bool) -> dict[str, Any]:
     for decoder in decoders.values():
         decoder()
     agree = check(decoders)
-    series = {"plain": ("ours", "plain", "plain1"), "device_loop": ("ours", *LOOPS)}
+    series = {"plain": ("ours", "plain", "plain1"), "device_loop": ("ours", "device_loop")}
     if official:
         series = {"official": ("ours", "official", "official_plain")} | series
     report: dict[str, Any] = {"case": case.describe(), "agree": agree, "series": {}}
@@ -141,9 +132,7 @@ def measure(case: "Case", pairs: int, *, official: bool) -> dict[str, Any]:
         samples = interleaved({m: decoders[m] for m in members}, pairs)
         baseline = faster(samples) if name == "plain" else name
         cpu = {m: decoders[m].cpu[-pairs:] for m in members}
-        report["series"][name] = compared(samples, cpu, "ours", baseline)
-        if name == "device_loop":
-            report["series"]["host_loop"] = compared(samples, cpu, "host_loop", baseline)
+        report["series"][name] = compared(samples, cpu, baseline)
         check(decoders)
     lengths = [n for run in decoders["ours"].lengths for n in run]
     report["acceptance_length"] = sum(lengths) / len(lengths)
@@ -153,17 +142,16 @@ def measure(case: "Case", pairs: int, *, official: bool) -> dict[str, Any]:
     return report
 
 
-def compared(samples: "Samples", cpu: "Samples", over: str, baseline: str) -> dict[str, Any]:
-    """Return all samples, and the ratios of the decoder `over` and a baseline."""
+def compared(samples: "Samples", cpu: "Samples", baseline: str) -> dict[str, Any]:
+    """Return all samples, and the ratios of ours over a baseline."""
     from benchmarks.paired import ratio
 
     return {
         "tokens_per_s": samples,
         "tokens_per_cpu_s": cpu,
-        "over": over,
         "baseline": baseline,
-        "ratio": ratio(samples, over, baseline).to_json(),
-        "cpu_ratio": ratio(cpu, over, baseline).to_json(),
+        "ratio": ratio(samples, "ours", baseline).to_json(),
+        "cpu_ratio": ratio(cpu, "ours", baseline).to_json(),
     }
 
 
@@ -181,8 +169,7 @@ def prefill(decoder: Decoder) -> dict[str, Any]:
     return spread(decoder.prefill[2:]).to_json()
 
 
-HEADINGS = ("case", "faster", "over", "ratio", "quartiles", "min", "cpu", "goal", "tok/s",
-            "of other", "tau")  # fmt: skip
+HEADINGS = ("case", "over", "ratio", "quartiles", "min", "cpu", "tok/s", "of other", "tau")
 
 
 def table(reports: dict[str, Any]) -> str:
@@ -191,20 +178,17 @@ def table(reports: dict[str, Any]) -> str:
 
     rows = []
     for name, report in reports.items():
-        for series, found in report["series"].items():
-            goals = {"official": GOALS.get(name.split(":")[0])} | dict.fromkeys(LOOPS, LOOP_GOAL)
-            pair, r, goal = (found["over"], found["baseline"]), found["ratio"], goals.get(series)
-            medians = (statistics.median(found["tokens_per_s"][decoder]) for decoder in pair)
+        for found in report["series"].values():
+            r, baseline = found["ratio"], found["baseline"]
+            speeds = (statistics.median(found["tokens_per_s"][x]) for x in ("ours", baseline))
             ratio = (f"{r['median']:.3f}", "{:.3f}-{:.3f}".format(*r["quartiles"]))
-            least = (f"{r['low']:.3f}", f"{found['cpu_ratio']['median']:.3f}", str(goal or "-"))
-            speeds = (f"{median:.1f}" for median in medians)
+            least = (f"{r['low']:.3f}", f"{found['cpu_ratio']['median']:.3f}")
             length = f"{report['acceptance_length']:.3f}"
-            rows.append((name, *pair, *ratio, *least, *speeds, length))
+            rows.append((name, baseline, *ratio, *least, *(f"{x:.1f}" for x in speeds), length))
     return terminal.table(HEADINGS, rows, WIDTH)
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--configs", default="tiny,9m,60m", help="also: tiny-random")
     parser.add_argument("--rounds", default="0", metavar="N,...", help="maximum steps per call")

@@ -143,7 +143,6 @@ class Bench:
         self.state = self._filled()
 
     def compile(self, *names: str) -> dict[str, Any]:
-        """Compile the named programs."""
         programs = part_programs(self.graph)
         built = compile_programs(programs[name] for name in names)
         return {key.step: executable for key, executable in built.items()}
@@ -214,6 +213,5 @@ def draft_step(
     logits_state: None,
     inputs: DecodeInputs,
 ) -> tuple[DecodeState, None, Any]:
-    """The drafter's part of a step."""
     state, _, draft = draft_block(pair, params, state, None, inputs)
     return state, None, draft.block

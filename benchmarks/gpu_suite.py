@@ -40,7 +40,7 @@ from benchmarks.gpu_cases import (
     random_params,
     smoke,
 )
-from benchmarks.modes import BareLoop, generate
+from benchmarks.modes import DeviceLoop, generate
 from dflash_jax import Graph
 from dflash_jax.bench.compare import one_token_engine
 from dflash_jax.cli import terminal
@@ -113,7 +113,6 @@ class Suite:
             path.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
 
     def wants(self, stage: str) -> bool:
-        """Return whether a stage was requested."""
         return stage in self.options.stages.split(",")
 
     def stage(self, kind: str, name: str, estimate: float, run: Callable[[], None]) -> None:
@@ -276,7 +275,7 @@ def forced(suite: Suite, name: str, params: Any) -> None:
     same = runs["plain1"][0].token_ids == said
     suite.add("plain_decoding", model=name, decode_s=plain_s, plain1_equal=same)
     script = scripted_engine(engine)
-    loop = BareLoop(script)
+    loop = DeviceLoop(script)
     for tau in TAUS:
         if tau > graph.plan.block:
             continue
@@ -287,7 +286,7 @@ def forced(suite: Suite, name: str, params: Any) -> None:
         run = min(found, key=lambda r: r.decode_s)
         rounds = len(run.acceptance_lengths)
         looped = min(
-            loop.on_device(prompt, max_tokens=count, stop_ids=(), rounds=rounds).decode_s
+            loop.run(prompt, max_tokens=count, stop_ids=(), rounds=rounds).decode_s
             for _ in range(3)
         )
         suite.add(
@@ -353,7 +352,6 @@ def first(suite: Suite, name: str) -> Iterator[Stage]:
 
 
 def others(suite: Suite, name: str) -> Iterator[Stage]:
-    """Yield the other cells of the grid."""
     params, (target, _) = _weights(suite, name), suite.configs(name)
     for rows, context in CELLS[suite.smoke][1:] if suite.wants("steps") else ():
         if context + ROOM <= target.max_length:
@@ -387,7 +385,6 @@ def packed(suite: Suite, name: str) -> Iterator[Stage]:
 
 
 def summary(suite: Suite) -> str:
-    """Return the steps as a table."""
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for m in suite.result["measurements"]:
         if m["name"] == "step":
@@ -400,7 +397,6 @@ def summary(suite: Suite) -> str:
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--budget", type=float, default=560, help="seconds, compiling included")
     parser.add_argument("--models", default=",".join(FULL), help="some of these, in this order")

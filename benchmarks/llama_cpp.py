@@ -1,4 +1,4 @@
-"""Decoding, prefill, memory and start-up beside llama.cpp, on the same GGUF files and token ids.
+"""Decoding and prefill beside llama.cpp, on the same GGUF files and token ids.
 
     python -m benchmarks.llama_cpp --llama-cpp BUILD [--models 60m] [--types q8_0] [--cores 1,2]
         [--only decode] [--rounds 9] [--json benchmarks/results/llama_cpp.json]
@@ -8,14 +8,6 @@ each in every round.
 "tiny" drafts with its drafter; other models have a random drafter, which runs at full cost while a
 stated number of its drafts is accepted, on both sides. llama.cpp runs with its defaults: caches in
 float16, flash attention, weights rearranged on loading. A run in parts adds to the JSON.
-
-The stage `startup` measures seconds from the start of a process to its first token, phase by phase,
-and resident memory. Every mode of a GGUF file starts with an empty
-compilation cache ("cold") and with a filled one ("warm"), next to llama.cpp. Files are in the page
-cache and the native kernels are compiled already. "python" is what no other phase accounts for: the
-interpreter and the first request. Seconds of tracing, lowering and compiling are sums over
-programs, which may overlap. Memory is that of the process after each phase; `jax_alone_mb` is that
-of one that only imported JAX.
 """
 
 import argparse
@@ -26,13 +18,12 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.paired import markdown, spreads
-from benchmarks.workers import Worker, WorkerError, jax_memory, llama_version, llama_worker
+from benchmarks.workers import Worker, WorkerError, llama_version, llama_worker
 
 PLAIN, ONE_TOKEN, DRAFTED = "plain", "plain one token", "drafted"
 LLAMA = "llama.cpp"
@@ -53,10 +44,6 @@ MODES: dict[str, dict[str, Any]] = {
 MODES_OF = {"f32": ("float32",), "f16": ("float16",), "bf16": ("bfloat16",),
             "q8_0": ("packed", "int8")}  # fmt: skip
 PACKED = ("packed", "int4")
-STARTED = ("float32", "bfloat16", "int8", "int4", "packed")  # modes of the stage `startup`
-FLOATS = ("f32", "f16", "bf16")  # types without blocks
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "DFLASH_PROGRESS": "off"}
-STAGES = ("decode", "prefill", "startup")
 PREFILLS = (128, 512)  # prompt tokens
 PROMPT, TOKENS = 128, 64  # of a decoded request
 BLOCK = 8  # of the drafters
@@ -84,7 +71,6 @@ class Setting:
     accepted: tuple[int, ...]  # drafts by round; empty for real drafts
 
     def ours(self, plan: Mapping[str, Any], *, drafted: bool) -> list[str]:
-        """Return the command of our worker."""
         command = [sys.executable, "-m", "benchmarks.jax_worker", str(self.target)]
         command += ["--plan", json.dumps(plan)]
         if drafted:
@@ -93,7 +79,6 @@ class Setting:
         return command
 
     def llama(self, length: int, *, drafted: bool) -> list[str]:
-        """Return the command of llama.cpp's worker."""
         threads = str(self.cores)
         command = [str(self.program), "-m", str(self.target), "-t", threads, "-c", str(length)]
         if drafted:
@@ -102,7 +87,6 @@ class Setting:
         return command
 
     def request(self, series: str, count: int, prompt: Sequence[int]) -> str:
-        """Return the request of a series."""
         mode = DRAFTED if series.endswith(DRAFTED) else PLAIN
         accepted = ",".join(map(str, self.accepted)) if mode == DRAFTED else "0"
         words = [mode, str(count), ",".join(map(str, prompt))]
@@ -237,98 +221,11 @@ def prefill(setting: Setting, rounds: int) -> dict[str, Any]:
     return {"series": spreads(samples)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """One start of a process: seconds by phase, and memory in MB."""
-
-    seconds: dict[str, float]
-    resident_mb: dict[str, float]
-    compiling: dict[str, float]
-    programs: dict[str, float]
-
-
-def first_token(setting: Setting, command: list[str], cache: Path | None = None) -> Start:
-    """Start a worker, ask for a token, then for a few more.
-
-    Args:
-      cache: the folder of compiled programs.
-    """
-    environment = ENVIRONMENT | ({"DFLASH_COMPILATION_CACHE": str(cache)} if cache else {})
-    ids = long_prompt(setting, PROMPT)
-    started = time.perf_counter()
-    with Worker(command, setting.cores, environment=environment) as worker:
-        worker.ask(setting.request("plain", 1, ids))
-        total = time.perf_counter() - started
-        ready = worker.memory()
-        worker.ask(setting.request("plain", 64, ids))
-        memory, first = worker.memory(), worker.first
-    phases = dict(first.get("phases_s", {}))
-    rest = {
-        "first_request": total - worker.ready_s,
-        "python": worker.ready_s - sum(phases.values()),
-    }
-    resident = first.get("resident_mb", {}) | {"first_token": ready.resident_mb}
-    resident |= {"65_tokens": memory.resident_mb, "peak": memory.peak_mb}
-    programs = {f"{name}": s for name, s in first.get("programs_s", {}).items()}
-    seconds = {"first_token": total} | phases | (rest if phases else {"load": worker.ready_s})
-    return Start(seconds, resident, first.get("compiling", {}), programs)
-
-
-def startup(setting: Setting, rounds: int) -> dict[str, Any]:
-    """Return the figures of llama.cpp and of every mode, cold and warm, in turn."""
-    starts: dict[str, list[Start]] = {}
-    modes = {n: MODES[n] for n in STARTED if n != "packed" or setting.kind not in FLOATS}
-    with tempfile.TemporaryDirectory() as folder:
-        for turn in range(rounds):
-            llama = first_token(setting, setting.llama(256, drafted=False))
-            starts.setdefault(LLAMA, []).append(llama)
-            for name, fields in modes.items():
-                plan = fields | {"max_length": 256, "exact": False}
-                command = setting.ours(plan, drafted=False)
-                cache = Path(folder, f"{name}-{turn}")
-                for state in ("cold", "warm"):
-                    one = first_token(setting, command, cache)
-                    starts.setdefault(f"{name}, {state}", []).append(one)
-    fields = [field.name for field in dataclasses.fields(Start)]
-    figures = {
-        series: {field: _columns(ended, field) for field in fields}
-        for series, ended in starts.items()
-    }
-    return {"jax_alone_mb": dataclasses.asdict(jax_memory()), "series": spreads(figures)}
-
-
-def _columns(ended: list[Start], field: str) -> dict[str, list[float]]:
-    """Return the numbers of a field by name, 0 where a start has none."""
-    found = [getattr(one, field) for one in ended]
-    return {name: [numbers.get(name, 0.0) for numbers in found] for name in found[-1]}
-
-
-def startup_lines(key: str, found: dict[str, Any]) -> list[str]:
-    """Return a line for each series: medians of seconds by phase, and of memory."""
-    out = [f"{key}: JAX alone {found['jax_alone_mb']['resident_mb']:.0f} MB"]
-    for series, figures in found["series"].items():
-        seconds, memory, compiling = (
-            {name: value["median"] for name, value in figures[field].items()}
-            for field in ("seconds", "resident_mb", "compiling")
-        )
-        total = seconds.pop("first_token")
-        shown = [f"{name} {value:.2f}" for name, value in seconds.items()]
-        shown += [f"({name} {value:.3g})" for name, value in compiling.items()]
-        out.append(f"  {series:15} {total:6.2f} s: {', '.join(shown)}")
-        shown = [f"{name} {value:.0f}" for name, value in memory.items()]
-        out.append(f"  {'':15} MB: {', '.join(shown)}")
-    return out
-
-
-def measure(stage: str, setting: Setting, rounds: int) -> dict[str, Any]:
-    """Return the figures of one stage."""
-    return {"decode": decode, "prefill": prefill, "startup": startup}[stage](setting, rounds)
+STAGES = {"decode": decode, "prefill": prefill}
 
 
 def lines(key: str, stage: str, found: dict[str, Any]) -> list[str]:
     """Return the table of one stage; ratios are over llama.cpp's plain decoding."""
-    if stage == "startup":
-        return startup_lines(key, found)
     title = f"{key} {stage}"
     out = []
     for series, figures in found["series"].items():
@@ -466,11 +363,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = case_parser(__doc__, models="tiny,smollm2,60m,350m", types=types, cores="1,2")
     parser.add_argument("--only", default=",".join(STAGES), metavar="STAGE,...")
     options = parser.parse_args(words)
-    stages = listed(parser, "only", options.only, STAGES)
+    stages = listed(parser, "only", options.only, tuple(STAGES))
     for key, setting in chosen_settings(parser, options):
         for stage in stages:
             load = os.getloadavg()[0]
-            found = measure(stage, setting, options.rounds)
+            found = STAGES[stage](setting, options.rounds)
             found |= {"load": [load, os.getloadavg()[0]]} | about(options)
             print("\n".join(lines(key, stage, found)), flush=True)
             if options.json:

@@ -1,16 +1,13 @@
 """Worker processes that load models once and answer requests: ours, and llama.cpp's."""
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
 import re
 import selectors
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -86,14 +83,6 @@ def llama_version(folder: Path) -> str:
     return " ".join((done.stdout + done.stderr).split()) or "unknown"
 
 
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Resident memory of a process in MB: now, and at most so far."""
-
-    resident_mb: float
-    peak_mb: float
-
-
 class Worker:
     """A process pinned to cores, and the requests it answers one by one."""
 
@@ -112,7 +101,6 @@ class Worker:
         if len(chosen) < cores:
             raise WorkerError(f"{cores} cores were asked for; this process has {len(chosen)}")
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-        started = time.perf_counter()
         self._process = subprocess.Popen(
             ["taskset", "-c", ",".join(map(str, chosen)), *command],
             stdin=subprocess.PIPE,
@@ -124,7 +112,6 @@ class Worker:
         )
         try:
             self.first = self._read()
-            self.ready_s = time.perf_counter() - started
         except BaseException:
             self.close()
             raise
@@ -143,12 +130,7 @@ class Worker:
             raise WorkerError(self._ended()) from error
         return self._read()
 
-    def memory(self) -> Memory:
-        """Return the resident memory."""
-        return memory_of(self._process.pid)
-
     def close(self) -> None:
-        """End the process."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
@@ -180,19 +162,3 @@ class Worker:
         self._errors.seek(0)
         text = self._errors.read().decode(errors="replace")
         return f"a worker ended with code {code}:\n{text[-2000:]}"
-
-
-def memory_of(pid: int | str = "self") -> Memory:
-    """Return the resident memory of a process, by default this one."""
-    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
-    resident, peak = (
-        int(re.findall(rf"^{name}:\s+(\d+) kB", status, re.M)[0]) for name in ("VmRSS", "VmHWM")
-    )
-    return Memory(resident / 1e3 * 1.024, peak / 1e3 * 1.024)
-
-
-def jax_memory() -> Memory:
-    """Return the resident memory of a process that has imported JAX and found its devices."""
-    code = "import jax; jax.devices(); print('{}'); input()"
-    with Worker([sys.executable, "-c", code], 1, environment={"JAX_PLATFORMS": "cpu"}) as worker:
-        return worker.memory()

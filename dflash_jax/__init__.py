@@ -14,8 +14,7 @@ TYPE_CHECKING = False  # as `typing` has it, whose import takes longer than the 
 if TYPE_CHECKING:
     from dflash_jax.config import DrafterConfig, TargetConfig
     from dflash_jax.config.family import register
-    from dflash_jax.engine.engine import Engine
-    from dflash_jax.engine.handle import RequestHandle
+    from dflash_jax.engine.engine import Engine, RequestHandle
     from dflash_jax.engine.request import CancelCell
     from dflash_jax.engine.result import Piece, Result, RoundTrace, Stats
     from dflash_jax.engine.sampling_params import SamplingParams
@@ -82,8 +81,7 @@ _MODULES = {
     "config": ("DrafterConfig", "TargetConfig"),
     "config.family": ("register",),
     "plan": ("Plan",),
-    "engine.engine": ("Engine",),
-    "engine.handle": ("RequestHandle",),
+    "engine.engine": ("Engine", "RequestHandle"),
     "engine.state_machine": ("Recovery",),
     "engine.request": ("CancelCell",),
     "engine.result": ("Piece", "Result", "RoundTrace", "Stats"),

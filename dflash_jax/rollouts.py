@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.handle import RequestHandle
+from dflash_jax.engine.engine import Engine, RequestHandle
 from dflash_jax.engine.result import Result
 from dflash_jax.errors import ConfigError, QueueFullError, RequestError
 

@@ -31,8 +31,17 @@ from typing import Any
 
 import jax
 
-from benchmarks.audit.cases import SHORT_CASES, Counts, Course, run_case
-from benchmarks.audit.models import FAMILIES, GIVEN, SHIPPED, SHORT, AuditedEngine, build
+from benchmarks.audit.models import (
+    FAMILIES,
+    GIVEN,
+    SHIPPED,
+    SHORT,
+    SHORT_CASES,
+    AuditedEngine,
+    Course,
+    build,
+)
+from benchmarks.audit.runner import Counts, run_case
 from benchmarks.audit.scenario import Scenario, draw_scenario
 from benchmarks.environment import write_result
 from dflash_jax.testing import QUICK_COMPILE
@@ -81,7 +90,6 @@ class Audit:
         return self._options.case is not None or self._options.scenario is not None
 
     def run(self) -> None:
-        """Run cases until the requested number of cases or tokens is reached."""
         while not self._enough():
             self._run_setup()
 
@@ -147,7 +155,6 @@ class Audit:
         return bool(covered) and self._counts["tokens"] >= options.tokens
 
     def _command(self, case: int) -> str:
-        """Return the command that repeats a case."""
         options = self._options
         words: list[Any] = ["python", "-m", "benchmarks.audit", "--seed", options.seed]
         words += ["--case", case]

@@ -37,8 +37,7 @@ from benchmarks.environment import write_result
 from dflash_jax import Plan
 from dflash_jax.bench.compare import LosslessCheck
 from dflash_jax.config import DrafterConfig, TargetConfig
-from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.handle import RequestHandle
+from dflash_jax.engine.engine import Engine, RequestHandle
 from dflash_jax.testing import (
     force_acceptance,
     random_engine,
@@ -164,7 +163,6 @@ def run(grid: Iterator[tuple[str, str, Callable[[], Checks]]], suite: str, out: 
 
 
 def shipped(words: Sequence[str]) -> int:
-    """Check the shipped pair."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.audit shipped")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak_lossless.json"))
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -181,7 +179,6 @@ def shipped(words: Sequence[str]) -> int:
 
 
 def families(words: Sequence[str]) -> int:
-    """Check small models of every family."""
     known = [name for name, *_ in pairs()]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.audit families")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak_families.json"))
@@ -240,7 +237,6 @@ class Traffic:
         return not (self.different or self.leaked or self.compiled)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all figures."""
         return dataclasses.asdict(self) | {"growth": self.growth}
 
 
@@ -333,7 +329,6 @@ def _judge(one: _Running, truth: dict[Any, list[int]], traffic: Traffic) -> None
 
 
 def resident() -> int:
-    """Return the resident bytes of this process."""
     gc.collect()
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")

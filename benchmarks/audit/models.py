@@ -91,6 +91,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 ORDERS = ("auto", "row_major", "column_major", "tiled")
 CHUNKS = (4, 8, 16, 24)
 BLOCKS = (2, 3, 4, 5, 8, 16)
+CASES = 60  # per setup, whose compilation takes about as long
+SHORT_CASES = 8  # per setup of the short form
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,9 +145,7 @@ def draw_setup(seed: int, number: int, *, family: str = "") -> Setup:
         "lookahead": rng.randrange(2),
         "steps_per_call": rng.choice([1, 2, 4]),
         "rings": rng.random() < 0.7,
-        "weight_layout": rng.choice(["auto", "row_major", "column_major", "tiled"])
-        if weights == "float"
-        else "auto",
+        "weight_layout": rng.choice(ORDERS) if weights == "float" else "auto",
         "weights": weights,
         "kernels": rng.choice(["auto", "auto", "xla"]),
         "activations": rng.choice(["auto", "auto", "float"]),
@@ -202,6 +202,35 @@ SHORT = (
         prompt_logprobs=False,
     ),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """The setup of each case.
+
+    Attributes:
+      short: the few setups of the short form.
+      family: the only family; all if empty.
+    """
+
+    seed: int = 0
+    short: bool = False
+    family: str = ""
+
+    @property
+    def cases(self) -> int:
+        """Number of successive cases that share a setup."""
+        return SHORT_CASES if self.short else CASES
+
+    def setup(self, case: int) -> Setup:
+        number = case // self.cases
+        if self.short:
+            return SHORT[number % len(SHORT)]
+        return draw_setup(self.seed, number, family=self.family)
+
+    def rest(self, case: int) -> range:
+        """Return the case and the later ones that share its setup."""
+        return range(case, (case // self.cases + 1) * self.cases)
 
 
 STOP_SLOTS = 32  # many, so that outputs end early

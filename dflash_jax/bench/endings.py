@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,21 +98,6 @@ def fresh_cases(kind: str, seed: int, count: int) -> list[Case]:
         if len(cases) == count:
             break
     return list(cases.values())
-
-
-def written_cases(lines: Iterable[str], seed: int) -> list[Case]:
-    """Return the cases of a JSONL file, after conversations that follow from the seed.
-
-    Args:
-      lines: JSON objects with `kind` ("stall" or "answer"), `language` and `text`.
-      seed: of the conversations.
-    """
-    rng = random.Random(str(seed))
-    cases = []
-    for fields in map(json.loads, lines):
-        slots = {name: rng.choice(values) for name, values in SLOTS.items()}
-        cases.append(Case(messages=_conversation(rng, slots), **fields))
-    return cases
 
 
 def _conversation(rng: random.Random, slots: dict[str, str]) -> tuple[dict[str, Any], ...]:

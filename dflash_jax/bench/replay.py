@@ -11,10 +11,10 @@ from dflash_jax.engine.result import Result
 from dflash_jax.engine.state_machine import Recovery
 from dflash_jax.errors import RequestError
 from dflash_jax.tool_parsers import CallState, Syntax, syntax_of
-from dflash_jax.tool_parsers.calls import ToolCallDelta, ToolCallStart
-from dflash_jax.tool_parsers.malformed_calls import is_a
+from dflash_jax.tool_parsers.calls import calls_of
+from dflash_jax.tool_parsers.malformed_calls import is_arguments_object
 from dflash_jax.tool_parsers.stream import OutputParser
-from dflash_jax.tool_parsers.tool_schema import Tool, kinds_of, parse_json, tools_of
+from dflash_jax.tool_parsers.tool_schema import Tool, tools_of
 
 CLASSES = ("empty", "tool call", "prose", "bounded length")
 
@@ -171,22 +171,12 @@ def is_valid_call(text: str, syntax: Syntax, tools: Sequence[Tool]) -> bool:
     if syntax.call_state(text) is not CallState.COMPLETE:
         return False
     parser, named = OutputParser(syntax, tools, lenient=False), {tool.name: tool for tool in tools}
-    events = [*parser.push(text), *parser.finish()]
-    calls = [event for event in events if isinstance(event, ToolCallStart)]
-    given = [
-        "".join(e.text for e in events if isinstance(e, ToolCallDelta) and e.index == call.index)
-        for call in calls
+    calls = calls_of([*parser.push(text), *parser.finish()])
+    fit = [
+        name in named and is_arguments_object(named[name], arguments or "{}")
+        for name, arguments, _ in calls
     ]
-    fit = [_fits(named.get(call.name), text) for call, text in zip(calls, given, strict=True)]
     return bool(fit) and all(fit) and not parser.unreadable
-
-
-def _fits(tool: Tool | None, given: str) -> bool:
-    arguments = parse_json(given or "{}", None)
-    if tool is None or not isinstance(arguments, dict):
-        return False
-    allowed = set(tool.parameters.get("required", ())) <= set(arguments) <= set(tool.properties)
-    return allowed and all(is_a(value, kinds_of(tool, key)) for key, value in arguments.items())
 
 
 def table(played: Iterable[ReplayedTurn]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import time
 import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -48,19 +48,6 @@ class RequestSettings:
     max_tokens: int
     temperature: float = 0.0
     seed: int = 0
-
-
-class BenchmarkBackend(Protocol):
-    """An engine or a server that is measured."""
-
-    @property
-    def modes(self) -> tuple[str, ...]:
-        """Decoding modes: "speculative" and "plain", or "server" for other servers."""
-        ...
-
-    def run(self, prompts: Sequence[BenchmarkPrompt], concurrency: int, mode: str) -> list[Sample]:
-        """Return the answers in the order of the prompts."""
-        ...
 
 
 class InProcess:
@@ -285,7 +272,7 @@ class BenchmarkRun:
 
 
 def measure(
-    backend: BenchmarkBackend,
+    backend: InProcess | OverHttp,
     prompts: Sequence[BenchmarkPrompt],
     concurrencies: Sequence[int],
     repeats: int,

@@ -5,6 +5,7 @@ import json
 import math
 import types
 import typing
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 from dflash_jax.config.fields import Fields, family_entry, integer, whole
@@ -279,15 +280,52 @@ def layer_windows(f: Fields, num_layers: int) -> list[tuple[str, int | None]]:
     """Return kind and window of each layer."""
     window = switched_window(f)
     first = f.integer("max_window_layers", 28 if _optional_window(f) else num_layers)
-    default = [SLIDING if window is not None and i >= first else FULL for i in range(num_layers)]
-    kinds = f.get("layer_types", default)
-    known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
-    if not known or len(kinds) != num_layers:
+    usual = [SLIDING if window is not None and i >= first else FULL for i in range(num_layers)]
+    return [(kind, window if kind == SLIDING else None) for kind in layer_types(f, usual)]
+
+
+def layer_types(f: Fields, usual: list[str], other: str = SLIDING) -> list[str]:
+    """Return the kind of each layer, full attention or another one.
+
+    Args:
+      usual: of a config without them.
+
+    Raises:
+      ConfigError: it names other kinds, or another number of them.
+    """
+    kinds = f.get("layer_types", usual)
+    known = isinstance(kinds, list) and all(kind in (FULL, other) for kind in kinds)
+    if not known or len(kinds) != len(usual):
         raise ConfigError(
-            f"{f.where}: layer_types is {kinds}; expected {num_layers} entries of"
-            f" {FULL!r} or {SLIDING!r}"
+            f"{f.where}: layer_types is {kinds}; expected {len(usual)} entries of"
+            f" {FULL!r} or {other!r}"
         )
-    return [(kind, window if kind == SLIDING else None) for kind in kinds]
+    return kinds
+
+
+def text_part(f: Fields, others: Iterable[str], read: Callable[[Fields, Fields], Any]) -> Any:
+    """Return the text model of a config, which may be nested in a multimodal one.
+
+    Args:
+      others: fields of the other parts, and of the wrapper.
+      read: returns the model, given the fields of the text part and the outer ones.
+
+    Raises:
+      ConfigError: a field is missing or not supported.
+    """
+    if f.values.get("text_config") is None:
+        return read(f, f)
+    f.used.update(("model_type", "dtype", *others))
+    text = f.inner("text_config")
+    config = read(text, f)
+    text.refuse_rest()
+    return config
+
+
+def all_end_ids(*parts: Fields) -> tuple[int, ...]:
+    """Return the end tokens that the parts of a config name, each once."""
+    ids = (i for part in parts for i in id_tuple(part.get("eos_token_id")))
+    return tuple(dict.fromkeys(ids))
 
 
 def dtype_name(f: Fields) -> str:

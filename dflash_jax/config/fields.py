@@ -11,77 +11,22 @@ from dflash_jax.errors import CheckpointError, ConfigError
 GGUF_MAGIC = b"GGUF"
 # Fields that describe training, generation defaults or packaging, not the forward pass.
 HARMLESS = frozenset(
-    [
-        "_attn_implementation_autoset",
-        "_name_or_path",
-        "add_cross_attention",
-        "architectures",
-        "attention_dropout",
-        "attn_implementation",
-        "auto_map",
-        "bad_words_ids",
-        "begin_suppress_tokens",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "cross_attention_hidden_size",
-        "decoder_start_token_id",
-        "diversity_penalty",
-        "do_sample",
-        "early_stopping",
-        "encoder_no_repeat_ngram_size",
-        "eos_token_id",
-        "exponential_decay_length_penalty",
-        "finetuning_task",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "id2label",
-        "initializer_range",
-        "is_decoder",
-        "is_encoder_decoder",
-        "label2id",
-        "length_penalty",
-        "max_length",
-        "max_position_embeddings",
-        "max_sequence_length",
-        "min_length",
-        "model_max_length",
-        "name_or_path",
-        "no_repeat_ngram_size",
-        "num_beam_groups",
-        "num_beams",
-        "num_labels",
-        "num_return_sequences",
-        "output_attentions",
-        "output_hidden_states",
-        "output_scores",
-        "pad_token_id",
-        "prefix",
-        "pretraining_tp",
-        "problem_type",
-        "pruned_heads",
-        "remove_invalid_values",
-        "repetition_penalty",
-        "return_dict",
-        "return_dict_in_generate",
-        "sep_token_id",
-        "suppress_tokens",
-        "task_specific_params",
-        "temperature",
-        "tf_legacy_loss",
-        "tie_encoder_decoder",
-        "tie_word_embeddings",
-        "tokenizer_class",
-        "top_k",
-        "top_p",
-        "torch_dtype",
-        "torchscript",
-        "transformers_version",
-        "typical_p",
-        "unsloth_fixed",
-        "unsloth_version",
-        "use_bfloat16",
-        "use_cache",
-    ]
+    str.split("""
+    _attn_implementation_autoset _name_or_path add_cross_attention architectures
+    attention_dropout attn_implementation auto_map bad_words_ids begin_suppress_tokens
+    bos_token_id chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
+    diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+    id2label initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length
+    max_position_embeddings max_sequence_length min_length model_max_length name_or_path
+    no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
+    output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
+    problem_type pruned_heads remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
+    tf_legacy_loss tie_encoder_decoder tie_word_embeddings tokenizer_class top_k top_p
+    torch_dtype torchscript transformers_version typical_p unsloth_fixed unsloth_version
+    use_bfloat16 use_cache
+    """)
 )
 
 

@@ -12,10 +12,11 @@ from dflash_jax.config.base import (
     SLIDING,
     RopeConfig,
     TargetConfig,
+    all_end_ids,
     dtype_name,
-    id_tuple,
     layer_count,
     layer_windows,
+    text_part,
 )
 from dflash_jax.config.family import Family
 from dflash_jax.config.fields import Fields, integer
@@ -51,18 +52,8 @@ class Gemma3Config(TargetConfig):
 
 
 def from_hf(f: Fields) -> Gemma3Config:
-    """Return the text model of a config, which may be nested in a multimodal one.
-
-    Raises:
-      ConfigError: a field is missing or not supported.
-    """
-    if f.values.get("text_config") is None:
-        return _text(f, f)
-    f.used.update(("model_type", "dtype", *OTHER_PARTS))
-    text = f.inner("text_config")
-    config = _text(text, f)
-    text.refuse_rest()
-    return config
+    """Return the text model of a config, which may be nested in a multimodal one."""
+    return text_part(f, OTHER_PARTS, _text)
 
 
 def _text(f: Fields, outer: Fields) -> Gemma3Config:
@@ -76,7 +67,6 @@ def _text(f: Fields, outer: Fields) -> Gemma3Config:
     hidden, cap = f.integer("hidden_size"), f.number("final_logit_softcapping", 0.0)
     if (scalar := f.number("query_pre_attn_scalar", 256.0)) <= 0:
         raise ConfigError(f"{f.where}: query_pre_attn_scalar is {scalar}; expected more than 0")
-    eos = id_tuple(outer.get("eos_token_id")) + id_tuple(f.get("eos_token_id"))
     return Gemma3Config(
         model_type="gemma3_text",
         hidden_size=hidden,
@@ -93,7 +83,7 @@ def _text(f: Fields, outer: Fields) -> Gemma3Config:
         tie_embeddings=outer.flag("tie_word_embeddings", True),
         windows=_windows(f, layers),
         max_length=made_for(f),
-        eos_token_ids=tuple(dict.fromkeys(eos)),
+        eos_token_ids=all_end_ids(outer, f),
         dtype=dtype_name(f if f.get("dtype", f.get("torch_dtype")) else outer),
         qk_norm=True,
         norm_after=True,

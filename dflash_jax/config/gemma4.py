@@ -13,10 +13,12 @@ from dflash_jax.config.base import (
     SLIDING,
     RopeConfig,
     TargetConfig,
+    all_end_ids,
     at_least,
     dtype_name,
-    id_tuple,
     layer_count,
+    layer_types,
+    text_part,
 )
 from dflash_jax.config.family import Family
 from dflash_jax.config.fields import Fields, integer
@@ -138,13 +140,7 @@ class Gemma4Config(TargetConfig):
 
 def from_hf(f: Fields) -> Gemma4Config:
     """Return the text model of a config, which may be nested in a multimodal one."""
-    if f.values.get("text_config") is None:
-        return _text(f, f)
-    f.used.update(("model_type", "dtype", *OTHER_PARTS))
-    text = f.inner("text_config")
-    config = _text(text, f)
-    text.refuse_rest()
-    return config
+    return text_part(f, OTHER_PARTS, _text)
 
 
 def _text(f: Fields, outer: Fields) -> Gemma4Config:
@@ -161,7 +157,6 @@ def _text(f: Fields, outer: Fields) -> Gemma4Config:
     full = _full_layers(f, windows)
     head_dim = integer(f, "head_dim", 256)
     rope, full_rope = _ropes(f, head_dim, full["full_head_dim"])
-    eos = id_tuple(outer.get("eos_token_id")) + id_tuple(f.get("eos_token_id"))
     double = f.flag("use_double_wide_mlp", False)
     cap = f.number("final_logit_softcapping", 0.0)
     return Gemma4Config(
@@ -180,7 +175,7 @@ def _text(f: Fields, outer: Fields) -> Gemma4Config:
         tie_embeddings=outer.flag("tie_word_embeddings", True),
         windows=windows,
         max_length=made_for(f) or 131072,
-        eos_token_ids=tuple(dict.fromkeys(eos)),
+        eos_token_ids=all_end_ids(outer, f),
         dtype=dtype_name(f if f.get("dtype") else outer),
         qk_norm=True,
         embedding_scale=math.sqrt(max(hidden, 0)),  # the config refuses negative sizes
@@ -199,14 +194,7 @@ def _windows(f: Fields, layers: int) -> tuple[int | None, ...]:
     window = integer(f, "sliding_window", usual)
     if window < 1:
         raise ConfigError(f"{f.where}: sliding_window is {window}; expected a positive integer")
-    default = [FULL if (i + 1) % PATTERN == 0 else SLIDING for i in range(layers)]
-    kinds = f.get("layer_types", default)
-    known = isinstance(kinds, list) and all(kind in (FULL, SLIDING) for kind in kinds)
-    if not known or len(kinds) != layers:
-        raise ConfigError(
-            f"{f.where}: layer_types is {kinds}; expected {layers} entries of"
-            f" {FULL!r} or {SLIDING!r}"
-        )
+    kinds = layer_types(f, [SLIDING if (i + 1) % PATTERN else FULL for i in range(layers)])
     return tuple(window if kind == SLIDING else None for kind in [*kinds[:-1], FULL])
 
 

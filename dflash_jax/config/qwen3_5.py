@@ -6,11 +6,12 @@ from typing import Any
 from dflash_jax.config.base import (
     FULL,
     TargetConfig,
+    all_end_ids,
     at_least,
     dtype_name,
     expert_fields,
     geometry,
-    id_tuple,
+    layer_types,
 )
 from dflash_jax.config.family import Family
 from dflash_jax.config.fields import Fields, integer
@@ -120,14 +121,16 @@ def from_hf(f: Fields) -> HybridConfig:
         vocab_size=reader.integer("vocab_size"),
         tie_embeddings=f.flag("tie_word_embeddings", False),  # the outer value counts
         max_length=longest(size["rope"], made_for(reader)),
-        eos_token_ids=tuple(
-            dict.fromkeys(id_tuple(f.get("eos_token_id")) + id_tuple(reader.get("eos_token_id")))
-        ),
+        eos_token_ids=all_end_ids(f, reader),
         dtype=dtype_name(f if text is f or "dtype" in f.values else reader),
         qk_norm=True,
         rotary_dim=rotated,
         recurrent=_kinds(reader, size["num_layers"]),
-        **_recurrent_sizes(reader),
+        key_heads=integer(reader, "linear_num_key_heads"),
+        value_heads=integer(reader, "linear_num_value_heads"),
+        key_width=integer(reader, "linear_key_head_dim"),
+        value_width=integer(reader, "linear_value_head_dim"),
+        conv_kernel=reader.integer("linear_conv_kernel_dim", 4),
     )
     reader.used.update(("model_type", "tie_word_embeddings", "dtype", "torch_dtype"))
     reader.refuse_rest()
@@ -167,28 +170,12 @@ def _partial(text: Fields) -> float:
     return share
 
 
-def _recurrent_sizes(f: Fields) -> dict[str, Any]:
-    return {
-        "key_heads": integer(f, "linear_num_key_heads"),
-        "value_heads": integer(f, "linear_num_value_heads"),
-        "key_width": integer(f, "linear_key_head_dim"),
-        "value_width": integer(f, "linear_value_head_dim"),
-        "conv_kernel": f.integer("linear_conv_kernel_dim", 4),
-    }
-
-
 def _kinds(f: Fields, layers: int) -> tuple[bool, ...]:
     """Return which layers are recurrent: by `layer_types`, or all except every n-th."""
     if (every := f.integer("full_attention_interval", 4)) < 1:
         raise ConfigError(f"{f.where}: full_attention_interval is {every}; expected 1 or more")
     regular = [FULL if (i + 1) % every == 0 else LINEAR for i in range(layers)]
-    kinds = f.get("layer_types", regular)
-    known = isinstance(kinds, list) and all(kind in (FULL, LINEAR) for kind in kinds)
-    if not known or len(kinds) != layers:
-        raise ConfigError(
-            f"{f.where}: layer_types is {kinds}; expected {layers} entries of {FULL!r} or"
-            f" {LINEAR!r}"
-        )
+    kinds = layer_types(f, regular, LINEAR)
     if f.values.get("full_attention_interval") is not None and kinds != regular:
         raise ConfigError(
             f"{f.where}: layer_types contradicts full_attention_interval {every}; remove the"

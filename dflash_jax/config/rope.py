@@ -170,7 +170,8 @@ def scaled(r: Fields, f: Fields, theta: float, width: int) -> RopeConfig:
         factor = length / original
     found["factor"] = factor
     if kind == "llama3":
-        found |= _llama3(r)
+        found["low_freq_factor"] = r.number("low_freq_factor", 1.0)
+        found["high_freq_factor"] = r.number("high_freq_factor", 4.0)
     elif kind == "yarn":
         found |= _yarn(r, factor)
     elif kind == "longrope":
@@ -183,13 +184,6 @@ def scaled(r: Fields, f: Fields, theta: float, width: int) -> RopeConfig:
             f"{r.where} lacks the 'factor' of {kind} scaling; add the one it was published with"
         )
     return RopeConfig(**found)
-
-
-def _llama3(r: Fields) -> dict[str, Any]:
-    return {
-        "low_freq_factor": r.number("low_freq_factor", 1.0),
-        "high_freq_factor": r.number("high_freq_factor", 4.0),
-    }
 
 
 def _yarn(r: Fields, factor: float) -> dict[str, Any]:

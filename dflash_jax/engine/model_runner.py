@@ -6,20 +6,20 @@ Dispatching waits for the device only where grammar masks are made from drafts.
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from dflash_jax.engine.logits_processing import LogitsProcessor
-from dflash_jax.engine.prefix.cursor import PromptCursor
+from dflash_jax.engine.prefix.cache import PromptCursor
 from dflash_jax.engine.prefix.disk import identity
 from dflash_jax.engine.prefix.store import PrefixStore
+from dflash_jax.engine.request import Request
+from dflash_jax.engine.result import TokenLogprob
 from dflash_jax.engine.running_request import RunningRequest
 from dflash_jax.engine.scheduler import SchedulerOutput
 from dflash_jax.engine.state_machine.trace import CallTime
-from dflash_jax.engine.structured.grammars import Grammar
-from dflash_jax.engine.structured.mask_thread import MaskThread
+from dflash_jax.engine.structured.grammars import Grammar, MaskThread
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.build import CompiledPrograms, Executable
 from dflash_jax.graph.executor import Executor
@@ -32,7 +32,7 @@ from dflash_jax.graph.keys import (
     Variant,
 )
 from dflash_jax.graph.programs import is_multi_step
-from dflash_jax.graph.state import RowStep, StepOutput, read_output
+from dflash_jax.graph.state import Logprobs, RowStep, StepOutput, read_output
 from dflash_jax.graph.steps import forced_tokens
 from dflash_jax.graph.steps.forced_tokens import ForcedTokens
 from dflash_jax.graph.steps.inputs import (
@@ -40,8 +40,9 @@ from dflash_jax.graph.steps.inputs import (
     DecodeInputs,
     PrefillInputs,
     PromptLogprobsInputs,
+    SetLogitsStateInputs,
 )
-from dflash_jax.graph.steps.logits_processing import mask_words
+from dflash_jax.graph.steps.logits_processing import LogitsState, mask_words
 from dflash_jax.graph.steps.pair import Params
 
 Output = tuple[int, tuple[int, ...], StepOutput]  # first row, rows that wait, and the output
@@ -64,9 +65,15 @@ class InFlightStep:
                     results = {row: step[row - first] for row in rows}
                     yield CallTime(now, len(steps) - at), results
 
-    def output_of(self, row: int) -> tuple[StepOutput, int]:
-        """Return the output that holds a row's results, and the row's place in it."""
-        return next((x, row - first) for first, rows, x in self.outputs if row in rows)
+    def logprobs(self, row: int) -> list[TokenLogprob]:
+        """Return a row's log-probabilities, with the alternatives that its request asks for."""
+        output, place = next((x, row - first) for first, rows, x in self.outputs if row in rows)
+        found, most = output.logprobs, self.work.sequences[row].request.params.logprobs
+        if found is None or most is None:
+            return []
+        packed: Any = np.asarray(output.packed)
+        tokens = dataclasses.replace(output, packed=packed).tokens[place]
+        return _named(tokens.tolist(), found, place, most)
 
 
 class ModelRunner:
@@ -319,3 +326,82 @@ class ModelRunner:
             return None
         name = functools.partial(identity, self.graph, params)
         return PrefixStore(self.plan, self.compiled.programs, name)
+
+
+class LogitsProcessor:
+    """Holds the logits state between steps; uses no memory until it is needed.
+
+    A row is set before the last chunk of its prompt is fed, because earlier counts of the device
+    belong to other requests, and after forced tokens, which the device does not count.
+
+    Args:
+      vocab: size of the vocabulary.
+      empty: returns a new state that changes no logits.
+    """
+
+    def __init__(self, vocab: int, empty: Callable[[], LogitsState]):
+        self._vocab, self._empty = vocab, empty
+        self._state: LogitsState | None = None
+        self._changed: set[int] = set()  # rows that are not neutral
+
+    @property
+    def state(self) -> LogitsState:
+        """The state of all rows. A step that it is donated to must `keep` the next one."""
+        if self._state is None:
+            self._state = self._empty()
+        return self._state
+
+    def keep(self, state: LogitsState) -> None:
+        """Keep the state that a step returned."""
+        self._state = state
+
+    def reset(self) -> None:
+        """Drop the state, which a failed step may have consumed."""
+        self._state = None
+        self._changed.clear()
+
+    def set_row(
+        self, program: Callable[..., Any], row: int, request: Request, output: Sequence[int]
+    ) -> None:
+        """Set a row to the options of a request and its output so far."""
+        params = request.params
+        if not params.penalized and row not in self._changed:
+            return
+        self._changed.add(row) if params.penalized else self._changed.discard(row)
+        bias, prompt = np.zeros(self._vocab, np.float32), np.zeros(self._vocab, bool)
+        for token, value in (params.logit_bias or {}).items():
+            bias[token] = value
+        prompt[list(request.prompt)] = True
+        counts = np.bincount(output[:], minlength=self._vocab).astype(np.int32)
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        inputs = SetLogitsStateInputs(
+            row=np.int32(row),
+            bias=bias,
+            prompt=prompt,
+            counts=counts,
+            penalties=np.array(penalties, np.float32),
+            reports=np.bool_(params.logprobs is not None),
+        )
+        _, self._state, _ = program(None, None, self.state, inputs)
+
+
+def prompt_logprobs(request: Request, cursor: PromptCursor) -> list[TokenLogprob]:
+    """Return the log-probabilities of a prompt that was fed; its first token has none."""
+    (first, *rest), most = request.prompt, request.params.prompt_logprobs
+    known, at = [TokenLogprob(first, None, ())], 0
+    for found in cursor.logprobs if most is not None else ():
+        part = rest[at : at + found.chosen.shape[1]]
+        known += _named(part, found, 0, most or 0)
+        at += len(part)
+    return known
+
+
+def _named(tokens: Sequence[int], found: Logprobs, row: int, most: int) -> list[TokenLogprob]:
+    """Return the log-probabilities of a row's first places, with their tokens."""
+    chosen = np.asarray(found.chosen)[row].tolist()
+    ids = np.asarray(found.top_ids)[row, :, :most].tolist()
+    values = np.asarray(found.top)[row, :, :most].tolist()
+    return [
+        TokenLogprob(token, logprob, tuple(zip(i, x, strict=True)))
+        for token, logprob, i, x in zip(tokens, chosen, ids, values, strict=False)
+    ]

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 from dflash_jax.engine.detokenizer import OutputBuffer
-from dflash_jax.engine.prefix.cursor import PromptCursor
+from dflash_jax.engine.prefix.cache import PromptCursor
 from dflash_jax.engine.request import CancelCell, Request
 from dflash_jax.engine.result import Result, Stats, TokenLogprob
 from dflash_jax.engine.state_machine import (
@@ -22,8 +22,7 @@ from dflash_jax.engine.state_machine import (
 )
 from dflash_jax.engine.state_machine.guards import runaway_drop
 from dflash_jax.engine.state_machine.trace import CallTime
-from dflash_jax.engine.structured.call_grammars import CallGrammars
-from dflash_jax.engine.structured.grammars import Grammar
+from dflash_jax.engine.structured.grammars import CallGrammars, Grammar
 from dflash_jax.errors import ComputeError, DFlashError, RequestError
 from dflash_jax.graph.state import CHOICES
 from dflash_jax.graph.steps.forced_tokens import ForcedTokens

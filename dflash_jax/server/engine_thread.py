@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.handle import RequestHandle
+from dflash_jax.engine.engine import Engine, RequestHandle
 from dflash_jax.engine.request import CancelCell
 from dflash_jax.engine.request import CancelReason as Reason
 from dflash_jax.engine.result import Piece, Result

@@ -1,33 +1,21 @@
-"""Syntax of tool calls and reasoning, one file per model family, and an incremental parser.
+"""Syntax of tool calls and reasoning of each model family, and an incremental parser.
 
 `SYNTAXES` maps names to families; `syntax_of` detects the one of a chat template. A `Syntax`
 describes the markup: recovery forces calls with it, `stream.OutputParser` parses outputs with it,
 and `grammar` builds grammars from it. Pure Python, without JAX.
 """
 
-from dflash_jax.tool_parsers.gemma4 import GEMMA4
-from dflash_jax.tool_parsers.harmony import HARMONY
-from dflash_jax.tool_parsers.hermes import HERMES
-from dflash_jax.tool_parsers.llama import LLAMA
-from dflash_jax.tool_parsers.qwen_xml import QWEN_XML
+from dflash_jax.tool_parsers.families import GEMMA4, HARMONY, HERMES, LLAMA, QWEN_XML
 from dflash_jax.tool_parsers.syntax import CallState, Syntax, Thought
 
+# The first whose mark a template contains is that of the template, so Qwen's XML calls, which are
+# inside `<tool_call>`, precede JSON calls.
 SYNTAXES: dict[str, Syntax] = {s.name: s for s in (GEMMA4, HARMONY, QWEN_XML, HERMES, LLAMA)}
-
-# Text that only templates of the family contain. The first match decides, so Qwen's XML calls,
-# which are inside `<tool_call>`, precede JSON calls.
-MARKERS = (
-    ("<|tool_call>", GEMMA4),
-    ("<|channel|>", HARMONY),
-    ("<function=", QWEN_XML),
-    ("<tool_call>", HERMES),
-    ("<|start_header_id|>", LLAMA),
-)
 
 
 def syntax_of(template: str | None) -> Syntax | None:
     """Return the syntax of a chat template, or None if it is unknown."""
-    return next((s for marker, s in MARKERS if marker in (template or "")), None)
+    return next((s for s in SYNTAXES.values() if s.template_mark in (template or "")), None)
 
 
 def tools_warning(template: str | None) -> str | None:

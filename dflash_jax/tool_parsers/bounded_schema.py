@@ -42,7 +42,8 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"/{key}/{at}", inner
         elif key in MAPPINGS and isinstance(value, Mapping):
             for name, inner in value.items():
-                yield f"/{key}/{_escaped(name)}", inner
+                name = str(name).replace("~", "~0").replace("/", "~1")
+                yield f"/{key}/{name}", inner
 
 
 def resolved(schema: Any, reference: str) -> Any:
@@ -135,7 +136,6 @@ class FiniteSchema:
         self._root = root
         self._graph = Derivations()
         self._parts: dict[int, int] = {}  # by the identity of a schema
-        self._needs: dict[int, list[Any]] = {}  # schemas that a value needs, or may choose
         self._false = self._graph.add()
         self._true = self._graph.define_all(self._graph.add(), ())
         self._todo: list[Mapping[str, Any]] = []
@@ -243,10 +243,6 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def _number(value: Any) -> int | float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _escaped(name: str) -> str:
-    return str(name).replace("~", "~0").replace("/", "~1")
 
 
 # Numbers in JSON schemas, as the grammar compiler can follow them exactly.
@@ -485,7 +481,10 @@ class _Bounds:
             elif key in LENGTHS and is_number(value) and value % 1 == 0:
                 if not (key.startswith("max") and value > MOST_LENGTH):
                     found[key] = int(value)
-            elif key != "format" or not self._ignored_format(value):
+            elif key == "format" and self._strict and isinstance(value, str):
+                if value in FORMATS:  # others are hints like "password", which would be refused
+                    found[key] = value
+            else:
                 found[key] = value
         if "multipleOf" in found:
             check_multiple(found["multipleOf"], path)
@@ -516,10 +515,6 @@ class _Bounds:
     def _any_value(self) -> dict[str, Any]:
         self._used_any = True
         return {"$ref": f"#/$defs/{ANY}"}
-
-    def _ignored_format(self, name: Any) -> bool:
-        """Return whether a format is a hint like "password", which the compiler would refuse."""
-        return self._strict and isinstance(name, str) and name not in FORMATS
 
 
 def _combines(schema: Any) -> bool:

@@ -75,6 +75,22 @@ def joined(events: Iterable[Event]) -> Iterator[Event]:
         yield last
 
 
+def calls_of(events: Iterable[Event]) -> list[tuple[str, str, bool]]:
+    """Return the calls among events: their names and arguments, and whether they ended."""
+    names: dict[int, str] = {}
+    arguments: dict[int, str] = {}
+    ended: set[int] = set()
+    for event in events:
+        match event:
+            case ToolCallStart(index, name):
+                names[index], arguments[index] = name, ""
+            case ToolCallDelta(index, text):
+                arguments[index] += text
+            case ToolCallEnd(index):
+                ended.add(index)
+    return [(name, arguments[index], index in ended) for index, name in names.items()]
+
+
 ARGUMENTS = ("arguments", "parameters")
 NAME = re.compile(r"[\w.:/-]{1,128}")  # of an undeclared tool
 
@@ -98,7 +114,8 @@ class CallParser:
         self, syntax: Syntax | None, tools: Mapping[str, Tool], text: TextBuffer,
         emit: Callable[[Event], None], *, allow_undeclared: bool = True,
     ):  # fmt: skip
-        self._syntax, self._tools, self._text, self._emit_event = syntax, tools, text, emit
+        self._opens = syntax.opens if syntax else ()
+        self._tools, self._text, self._emit_event = tools, text, emit
         self._allow_undeclared = allow_undeclared
         self._pending: list[Event] | None = None  # of a call of an undeclared tool
         self.count = 0
@@ -127,12 +144,9 @@ class CallParser:
                 return self._verb()
             case tag if tag.startswith("<") and tag[1:-1] in self._tools:
                 return self._named_tag(tag)
-            case text if text in malformed_calls.BARE_OPENS and not self._is_native(text):
+            case text if text in malformed_calls.BARE_OPENS and text not in self._opens:
                 return self._bare()
         return self._json(bare=bare)
-
-    def _is_native(self, marker: str) -> bool:
-        return self._syntax is not None and marker in self._syntax.opens
 
     def bare_arguments(self, tool: Tool) -> ParseSteps:
         """Parse the arguments of the only tool, if they are the whole output.

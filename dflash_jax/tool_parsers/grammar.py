@@ -3,6 +3,7 @@
 Special tokens are written as `<name>`, other text as strings, and arguments as JSON schemas.
 """
 
+import functools
 import json
 from collections.abc import Collection, Sequence
 
@@ -37,11 +38,7 @@ def call_grammar(
       RequestError: the arguments of a tool cannot be followed, or have no finite value.
     """
     allowed = [tool for tool in tools if choice.kind != "named" or tool.name == choice.name]
-
-    def quote(text: str) -> str:
-        """Return a text as grammar terminals: special tokens by name, the rest as strings."""
-        return _terminals(text, specials)
-
+    quote = functools.partial(_terminals, specials=specials)
     calls = " | ".join(syntax.grammar(tool, quote) for tool in allowed)
     several = parallel and syntax.parallel
     start = f"call (/\\n/ call){{0,{MOST_CALLS - 1}}}" if several else "call"
@@ -61,10 +58,7 @@ def answer_grammar(
       thinking: the prompt ends inside reasoning, which has to be closed first.
       thoughts: the output may start with reasoning.
     """
-
-    def quote(text: str) -> str:
-        return _terminals(text, specials)
-
+    quote = functools.partial(_terminals, specials=specials)
     opened, rules = _thought(syntax, quote, thinking=thinking, thoughts=thoughts)
     return "\n".join([f"start: {opened} {_answer(syntax, quote)}", *rules])
 
@@ -94,6 +88,7 @@ THOUGHT = [r"TEXT: /(.|\n)*/", r"BLANK: /\n{0,2}/"]
 
 
 def _terminals(text: str, specials: Collection[str]) -> str:
+    """Return a text as grammar terminals: special tokens by name, the rest as strings."""
     matches = [(text.find(s), s) for s in specials if s and s in text]
     if not matches:
         return json.dumps(text, ensure_ascii=False) if text else ""

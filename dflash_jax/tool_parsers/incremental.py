@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
-from dflash_jax.tool_parsers.gemma4 import QUOTE
+from dflash_jax.tool_parsers.families import QUOTE
 from dflash_jax.tool_parsers.tool_schema import parse_json
 
 # Search for stop strings in streamed text, which never emits part of a match.

@@ -69,14 +69,10 @@ class ShownText:
 def is_arguments_object(tool: Tool, text: str) -> bool:
     """Return whether a text is an object that matches the tool's parameters."""
     arguments = parse_json(text, None)
-    if not (
-        isinstance(arguments, dict) and arguments and arguments.keys() <= tool.properties.keys()
-    ):
+    if not isinstance(arguments, dict):
         return False
-    required = tool.parameters.get("required")
-    if isinstance(required, list) and any(name not in [*arguments] for name in required):
-        return False
-    return all(is_a(value, kinds_of(tool, name)) for name, value in arguments.items())
+    named = set(tool.required) <= arguments.keys() <= tool.properties.keys()
+    return named and all(is_a(value, kinds_of(tool, name)) for name, value in arguments.items())
 
 
 def are_valid_arguments(tool: Tool | None, text: str) -> bool:
@@ -86,11 +82,7 @@ def are_valid_arguments(tool: Tool | None, text: str) -> bool:
       tool: None for an undeclared tool, which requires no keys.
     """
     arguments = parse_json(text or "{}", None)
-    if not isinstance(arguments, dict):
-        return False
-    required = tool.parameters.get("required") if tool else None
-    names = required if isinstance(required, list) else ()
-    return all(name in arguments for name in names if isinstance(name, str))
+    return isinstance(arguments, dict) and set(tool.required if tool else ()) <= arguments.keys()
 
 
 def is_a(value: Any, kinds: Collection[str]) -> bool:

@@ -18,6 +18,7 @@ from dflash_jax.tool_parsers.calls import (
     ToolCallStart,
     joined,
 )
+from dflash_jax.tool_parsers.families import RECIPIENT
 from dflash_jax.tool_parsers.incremental import EndOfOutput, NotACall, ParseSteps, Stops, TextBuffer
 from dflash_jax.tool_parsers.malformed_calls import ShownText
 from dflash_jax.tool_parsers.syntax import Syntax
@@ -26,7 +27,6 @@ from dflash_jax.tool_parsers.tool_schema import Tool
 HARMONY_HEADERS = ("<|start|>", "<|channel|>")
 HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
 HARMONY_MESSAGE = "<|message|>"
-RECIPIENT = " to=functions."
 
 
 class StopStringFound(Exception):

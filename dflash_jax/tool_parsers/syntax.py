@@ -58,8 +58,7 @@ def finite_parameters(tool: Tool) -> list[tuple[str, Any, bool]]:
     finite = FiniteSchema(tool.parameters)
     if not finite.ends(tool.parameters):
         raise RequestError(f"the tool {tool.name!r}: {endless(finite)}")
-    required = tool.parameters.get("required")
-    required = required if isinstance(required, list) else []
+    required = tool.required
     return [
         (name, schema, name in required)
         for name, schema in tool.properties.items()
@@ -127,9 +126,9 @@ class Syntax:
       thought: markup of reasoning, or None.
       opens: texts that start a call; output is not shown to users from there on.
       closes: texts that end a call.
-      opening: text to append to an answer to force a call, up to the tool's name.
       lead: text that models write between content and a call.
       marker: text that calls start with after `lead`, and answers do not.
+      template_mark: text that only chat templates of the family contain.
       begin: returns the text that forces a call of a tool, up to the value of its first parameter,
         or up to the arguments without a parameter. It never ends in a space, since tokenizers
         merge spaces with the following text.
@@ -147,9 +146,9 @@ class Syntax:
     thought: Thought | None
     opens: tuple[str, ...]
     closes: tuple[str, ...]
-    opening: str
     lead: str
     marker: str
+    template_mark: str
     begin: Callable[[str, str | None], str]
     render: Callable[[str, Mapping[str, Any]], str]
     grammar: Callable[[Tool, Quote], str]
@@ -185,7 +184,7 @@ class Syntax:
         """
         texts = [self.thought.opening, self.thought.closing] if self.thought else []
         if calls or self.channels:
-            texts += [*self.opens, *self.closes, self.opening, self.render("f", {"k": "v"})]
+            texts += [*self.opens, *self.closes, self.lead, self.render("f", {"k": "v"})]
         return (*texts, *self.channels)
 
 
@@ -194,4 +193,23 @@ def as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-QWEN_THOUGHT = Thought("<think>", "</think>", "\n</think>\n\n")
+def json_calls(head: Callable[[str], str], tail: str, *, lead: str) -> dict[str, Any]:
+    """Return `begin`, `render` and `grammar` of calls whose arguments are one JSON object.
+
+    Args:
+      head: returns the text before the arguments, from the tool's name.
+      tail: text after them.
+      lead: text before a forced call.
+    """
+
+    def begin(name: str, parameter: str | None) -> str:
+        text = lead + head(name)
+        return text + f'{{"{parameter}":' if parameter else text.rstrip()
+
+    def render(name: str, arguments: Mapping[str, Any]) -> str:
+        return head(name) + as_json(arguments) + tail
+
+    def grammar(tool: Tool, quote: Quote) -> str:
+        return f"{quote(head(tool.name))} {all_arguments(tool)} {quote(tail)}"
+
+    return {"begin": begin, "render": render, "grammar": grammar}

@@ -37,11 +37,15 @@ class Tool:
     strict: bool = False
 
     @property
+    def required(self) -> list[str]:
+        """Return the names of the required parameters."""
+        names = self.parameters.get("required")
+        return [n for n in names if isinstance(n, str)] if isinstance(names, list) else []
+
+    @property
     def first_parameter(self) -> str | None:
         """Return the name of the first required parameter, else of the first one, or None."""
-        required = self.parameters.get("required")
-        names = [n for n in required if isinstance(n, str)] if isinstance(required, list) else []
-        return next(iter(names or self.properties), None)
+        return next(iter(self.required or self.properties), None)
 
     @property
     def properties(self) -> Mapping[str, Any]:

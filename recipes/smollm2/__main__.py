@@ -60,7 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line."""
     made = argparse.ArgumentParser(prog="python -m recipes.smollm2", description=__doc__)
     made.add_argument("run", type=Path, help="folder of the data and of a run for each drafter")
     made.add_argument("--target", default="smollm2", help="another target, for tests")
@@ -96,7 +95,6 @@ def parser() -> argparse.ArgumentParser:
 
 
 def data(options: argparse.Namespace) -> None:
-    """Make the data of all drafters."""
     folder = options.run / "data"
     if options.shipped and not folder.exists():
         unpack(ARCHIVES / f"{options.preset}.tar.xz", folder)
@@ -130,7 +128,6 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train the chosen drafter."""
     out = options.run / options.only
     trained_drafter(options, out, DRAFTERS[options.only], options.start)
 

@@ -18,7 +18,7 @@ from dflash_jax.trainer.files import saved_as
 from dflash_jax.trainer.recipes import DFLASH, DFLASH2, DSPARK, Recipe
 from dflash_jax.trainer.rows import load
 from dflash_jax.trainer.trained import write_weights
-from recipes import cards
+from recipes import model_card
 
 ROWS = 12  # of the curve
 KINDS = {
@@ -73,7 +73,7 @@ def text(
         for span in np.array_split(np.arange(len(log)), ROWS)
         for means in [[np.mean([log[i][name] for i in span]) for name in ("loss", "simulated")]]
     ]
-    return cards.render(
+    return model_card(
         "smollm2",
         recipe=chosen,
         kind=KINDS[chosen.kind].format(rank=chosen.rank),

@@ -46,7 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     made = argparse.ArgumentParser(prog="python -m recipes.tiny", description=__doc__)
     made.add_argument("--out", type=Path, required=True, help="folder for stages and result")
     made.add_argument("--preset", default="tiny-cpu", choices=tuple(PRESETS))

@@ -24,7 +24,7 @@ from dflash_jax.target_model import TargetModel
 from dflash_jax.trainer import evaluate, loop, optimizer, regenerate, rows, run, training
 from dflash_jax.trainer import target as pretraining
 from dflash_jax.trainer.files import saved_as, write_json
-from recipes import cards
+from recipes import model_card
 from recipes.tiny import vocabulary
 from recipes.tiny.corpus import conversation, stdlib
 from recipes.tiny.corpus.world import HELD_OUT_SHARE, Conversation
@@ -53,15 +53,12 @@ class Work:
     report: Callable[[str], None]
 
     def path(self, stage: str) -> Path:
-        """Return the path of a stage's result."""
         return self.out / RESULT[stage]
 
     def tokenizer(self) -> Tokenizer:
-        """Return the trained tokenizer."""
         return Tokenizer.from_file(str(self.path("tokenizer")))
 
     def identity(self, stage: str) -> str:
-        """Return the identity of a stage's saved training states."""
         return json.dumps([stage, dataclasses.asdict(self.preset)], sort_keys=True)
 
 
@@ -101,7 +98,6 @@ def corpus(work: Work) -> None:
 
 
 def tokenizer(work: Work) -> None:
-    """Train the tokenizer on the first phase's sources and half of its conversations."""
     text = read_corpus(work)[0]
     share = text.conversations[: round(TOKENIZER_SHARE * len(text.conversations))]
     texts = [*(vocabulary.training_text(made) for made in share), *text.sources]
@@ -279,7 +275,7 @@ def result(work: Work) -> None:
             shutil.copy(work.path(name), partial)
         measured = read(work.path("evaluation"))
         seconds = read(work.out / "timings.json")
-        text = cards.render(
+        text = model_card(
             "tiny",
             preset=work.preset,
             target=work.preset.target,
@@ -294,7 +290,6 @@ def result(work: Work) -> None:
 
 
 def read(path: Path) -> dict:
-    """Return the JSON object in a file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 

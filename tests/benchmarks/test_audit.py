@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from benchmarks.audit import __main__ as command
-from benchmarks.audit.cases import Course, run_case
 from benchmarks.audit.fixed import pairs
 from benchmarks.audit.models import (
     DRAFTERS,
@@ -21,9 +20,11 @@ from benchmarks.audit.models import (
     SHORT,
     WEIGHTS,
     AuditedEngine,
+    Course,
     build,
     draw_setup,
 )
+from benchmarks.audit.runner import run_case
 from benchmarks.audit.scenario import Scenario, draw_scenario
 from dflash_jax.config.family import drafter_kinds, family_of, target_families
 from dflash_jax.engine.core import EngineCore

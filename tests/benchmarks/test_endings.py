@@ -1,5 +1,7 @@
-"""The program that measures how recovery judges fresh ends, and the warning about templates."""
+"""How recovery judges fresh ends by a target's odds, and the warning about templates."""
 
+import itertools
+import json
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,18 +9,55 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 import dflash_jax
-from benchmarks.endings import FAMILIES, byte_tokenizer
 from dflash_jax.bench import endings
 from dflash_jax.engine import vocabulary
 from dflash_jax.engine.state_machine import Recovery
 from dflash_jax.server.prompt import ToolTurnCache, chat_prompt
 from dflash_jax.server.protocol import GenerationRequest
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.tool_parsers import SYNTAXES, syntax_of, tools_warning
+from dflash_jax.tool_parsers import SYNTAXES, Syntax, syntax_of, tools_warning
 
 TUNED = Path(__file__).parents[1] / "engine" / "state_machine"
+# fmt: off
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>",
+           "<|tool_call>", "<tool_call|>", '<|"|>', "<|start|>", "<|end|>", "<|channel|>",
+           "<|message|>", "<|call|>", "<|return|>", "<|constrain|>", "<|start_header_id|>")
+# fmt: on
+UNUSED = (0xC0, 0xC1, *range(0xF5, 0x100), *range(1, 9))  # bytes of no text
+
+
+def byte_tokenizer(syntax: Syntax) -> Tokenizer:
+    """Return a tokenizer of 256 tokens, single bytes and special tokens, with a chat template."""
+    alphabet = _letters()
+    vocabulary = {letter: i for i, letter in enumerate(alphabet)}
+    specials = dict(zip(SPECIAL, UNUSED, strict=False))
+    for text, place in specials.items():
+        del vocabulary[alphabet[place]]
+        vocabulary[text] = place
+    core = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    rendered = syntax.render("NAME", {"KEY": "value"})
+    mark = "" if syntax.template_mark in rendered else syntax.template_mark
+    call, mark = json.dumps(rendered), json.dumps(mark)
+    template = (
+        "{%- if tools %}{{ tools | tojson + '\\n' + " + call + " + " + mark + " }}{% endif -%}"
+        "{%- for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}"
+        "{{ '<|im_end|>\\n' }}{% endfor -%}<|im_start|>assistant\n"
+    )
+    return Tokenizer(core, template, {})
+
+
+def _letters() -> list[str]:
+    """Return the letters by which byte-level tokenizers write the 256 bytes."""
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = itertools.count(256)
+    return [chr(byte if byte in shown else next(others)) for byte in range(256)]
 
 
 @pytest.fixture
@@ -84,7 +123,7 @@ def test_nothing_is_acted_on_without_a_tool_syntax(tokenizer: Tokenizer) -> None
     assert {j.odds for j in judged} == {None}
 
 
-@pytest.mark.parametrize("name", sorted(set(FAMILIES.values())))
+@pytest.mark.parametrize("name", sorted(SYNTAXES))
 def test_the_tokenizer_of_bytes_has_every_tool_syntax(name: str) -> None:
     tokenizer = byte_tokenizer(SYNTAXES[name])
     text = "h\u00e9llo <|im_end|> \u4f60 {}"

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks import accuracy, llama_cpp
 from benchmarks.llama_models import RANDOM, write_pair
-from benchmarks.workers import Worker, WorkerError, llama_worker, memory_of
+from benchmarks.workers import Worker, WorkerError, llama_worker
 from dflash_jax.config import check_pair
 from dflash_jax.converters.models import open_model
 from dflash_jax.testing import stored
@@ -50,7 +50,7 @@ def test_impossible_acceptance_is_refused(length: float) -> None:
         (["--models", "tiny,7b"], "--models has ['7b']; known: tiny, smollm2"),
         (["--types", "q9"], "--types has ['q9']; known: f32"),
         (["--cores", "0"], "--cores has ['0']; known: 1, 2"),
-        (["--only", "speed"], "--only has ['speed']; known: decode, prefill, startup"),
+        (["--only", "speed"], "--only has ['speed']; known: decode, prefill"),
         (["--rounds", "1"], "--rounds is 1; expected at least 2"),
         (["--acceptance", "9"], "--acceptance is 9.0; expected a whole number from 1 to 8"),
         ([], "it has no CMakeCache.txt. It is the folder in which llama.cpp was built"),
@@ -121,7 +121,6 @@ def test_scores_of_known_logits() -> None:
     kl = p * np.log(p * 8) + 7 * rest * np.log(rest * 8)
     assert found.kl_divergence == pytest.approx(kl)
     assert found.perplexity == pytest.approx(8)
-    assert accuracy.scores(uniform, peaked, windows, text=False).perplexity is None
 
 
 @needs_taskset
@@ -131,7 +130,6 @@ def test_a_worker_answers_line_by_line_and_its_own_output_is_skipped() -> None:
     with Worker([sys.executable, "-c", code], 1) as worker:
         assert worker.first == {"ready": True}
         assert worker.ask("plain 1 2") == {"said": "plain 1 2"}
-        assert 1 < worker.memory().resident_mb <= worker.memory().peak_mb
 
 
 @needs_taskset
@@ -141,10 +139,6 @@ def test_a_worker_that_ends_is_reported_with_its_last_words() -> None:
         Worker([sys.executable, "-c", code], 1)
     with pytest.raises(WorkerError, match="were asked for"):
         Worker([sys.executable], 10_000)
-
-
-def test_memory_of_this_process_is_in_megabytes() -> None:
-    assert 20 < memory_of().resident_mb < 20_000
 
 
 @pytest.mark.soak
@@ -176,8 +170,7 @@ def test_all_stages_of_a_small_model(tmp_path: Path, capsys: pytest.CaptureFixtu
     results = tmp_path / "results.json"
     assert llama_cpp.main([*common, "--json", str(results)]) == 0
     case = json.loads(results.read_text())["cases"]["2m/q8_0/1"]
-    assert set(case) == {"decode", "prefill", "startup"}
+    assert set(case) == {"decode", "prefill"}
     lengths = {name: s["acceptance_length"] for name, s in case["decode"]["series"].items()}
     assert lengths["llama.cpp drafted"] == pytest.approx(lengths["packed drafted"])
-    assert "packed, warm" in case["startup"]["series"]
     assert "2m/q8_0/1 prefill" in capsys.readouterr().out

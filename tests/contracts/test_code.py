@@ -12,7 +12,7 @@ from dflash_jax.graph.keys import Step, Variant
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("dflash_jax", "converters")
-FILE_LINES, FUNCTION_LINES, PARAMETERS, ENGINE_FILES = 600, 70, 8, 16
+FILE_LINES, FUNCTION_LINES, PARAMETERS, ENGINE_FILES = 600, 70, 8, 13
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -8,11 +8,9 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.bench.replay import prompt_of, read_turns
 from dflash_jax.cli.replay import SHIPPED
-from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.handle import RequestHandle
+from dflash_jax.engine.engine import Engine, RequestHandle
 from dflash_jax.engine.request import Request
-from dflash_jax.engine.structured.call_grammars import CallGrammars
-from dflash_jax.engine.structured.grammars import Grammar
+from dflash_jax.engine.structured.grammars import CallGrammars, Grammar
 from dflash_jax.errors import RequestError
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")

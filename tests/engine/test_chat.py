@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from dflash_jax import Plan
-from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.handle import RequestHandle
+from dflash_jax.engine.engine import Engine, RequestHandle
 from dflash_jax.errors import RequestError
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 from dflash_jax.tokenizer import Tokenizer

@@ -23,8 +23,7 @@ from tokenizers import decoders, models
 
 from dflash_jax import Plan, Recovery
 from dflash_jax.engine.detokenizer import Detokenizer
-from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.handle import RequestHandle
+from dflash_jax.engine.engine import Engine, RequestHandle
 from dflash_jax.engine.result import Piece
 from dflash_jax.engine.sampling_params import SamplingOptions, SamplingParams
 from dflash_jax.engine.scheduler import StepPacer

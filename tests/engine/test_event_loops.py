@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from dflash_jax import CancelCell
-from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.handle import RequestHandle
+from dflash_jax.engine.engine import Engine, RequestHandle
 from dflash_jax.graph import Graph
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]

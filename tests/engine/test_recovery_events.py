@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.engine.structured.call_grammars import CallGrammars
-from dflash_jax.engine.structured.grammars import Grammars
+from dflash_jax.engine.structured.grammars import CallGrammars, Grammars
 from dflash_jax.engine.vocabulary import words_of
 from dflash_jax.errors import StructureError
 from tests.soak.recovery_events import END, ID, SIZE, make_tokenizer, make_tool, scenarios, sweep

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from dflash_jax import Recovery
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.structured import mask_thread
+from dflash_jax.engine.structured import grammars
 from dflash_jax.engine.structured.grammars import Grammar
 from dflash_jax.errors import RequestError
 from dflash_jax.graph import Graph
@@ -206,7 +206,7 @@ def test_a_grammar_without_masks_fails_its_request_and_no_other(
 ) -> None:
     options: dict[str, Any] = {"max_tokens": 12, "structured": {"regex": "[a-f]{12}"}}
     alone = byte_engine.generate(PROMPT, **options).token_ids
-    monkeypatch.setattr(mask_thread, "SECONDS", 0.3)
+    monkeypatch.setattr(grammars, "MASK_SECONDS", 0.3)
     matchers = []
     make = byte_engine.core.grammars.make
 

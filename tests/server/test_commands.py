@@ -25,8 +25,7 @@ from dflash_jax.bench.report import OverHttp, RequestSettings
 from dflash_jax.cli import chat, main, parser, serve
 from dflash_jax.cli.bench import report
 from dflash_jax.engine.core import EngineCore
-from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.handle import RequestHandle
+from dflash_jax.engine.engine import Engine, RequestHandle
 from dflash_jax.engine.result import Piece
 from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.errors import RequestError

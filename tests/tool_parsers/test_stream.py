@@ -208,7 +208,7 @@ def test_any_mixture_of_markup_is_read_alike_however_it_is_cut(
     words = [
         *syntax.opens,
         *syntax.closes,
-        syntax.opening,
+        syntax.begin("f", None),
         syntax.render(*READ),
         "{",
         '"',

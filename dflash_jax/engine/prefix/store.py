@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflash_jax.engine.prefix.cache import Node, PrefixCache
-from dflash_jax.engine.prefix.cursor import PromptCursor
+from dflash_jax.engine.prefix.cache import Node, PrefixCache, PromptCursor
 from dflash_jax.engine.prefix.disk import Kinds, PrefixDisk
 from dflash_jax.errors import PlanError, SnapshotError
 from dflash_jax.graph.keys import ProgramKey, Step

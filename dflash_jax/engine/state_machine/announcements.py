@@ -3,7 +3,7 @@
 An announcement is a sentence in the first person about the near future ("let me", "I'll", "je
 vais") with a verb of an action that a tool can take. Sentences that leave the next step to the
 reader, by a condition or a question, announce nothing; promises to wait or to explain do not
-either. `languages` has the words of each language.
+either. `languages.toml` has the words of each language.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from dflash_jax.engine.state_machine.languages import ENGLISH, FILLER, LANGUAGES, Language
+from dflash_jax.engine.state_machine.languages import ENGLISH, LANGUAGES, WORDS, Language
 from dflash_jax.tool_parsers.tool_schema import Tool
 
 
@@ -43,53 +43,8 @@ SENTENCE_ENDS = re.compile(r"(?<=[.!?\u2026\u061f\u0964])\s+|(?<=[\u3002\uff01\u
 PARTS = re.compile(
     r"[,;:\u060c\uff0c\uff1b\u3001]\s*|\s+[-\u2013\u2014]\s+|\s+\b(?:so|and|but|then)\b\s+"
 )
-# "Check if it works" sets no condition, and "so that you can see it" asks for nothing.
-WHETHER = re.compile(
-    r"\b((?:check|see|verif|test|confirm|determin|find out|figure out|ensure|look|make sure"
-    r"|vérifi|voir|regard|contrôl|comprob|comprueb|ver\b|mir|revis|confer|checar|olh|controll"
-    r"|ved|guard|prov)\w*(?: \w+){0,2}) (?:if|si|se)\b"
-    r"(?! (?:you (?:want|like|wish|need)|you'd|tu|vous|quieres?|quiser|vuo))|م?ما إذا"
-)
-WAITING = re.compile(
-    r"\b(?:wait|hold on|moment|second|sec|minute|bear with me|stand by)\b.{0,12}?\bwhile i(?:'m)? "
-)
 RESULT = re.compile(r":\s+(?:yes\b|no\b|.*=)")  # "Let me check: yes, it is there."
 PURPOSE = re.compile(r",? so (?:that )?you\b.*")
-# Where a clause ends that a negation may belong to: "I see why it does not work".
-CLAUSE = re.compile(
-    r"[,;:\u060c\uff0c\u3001]|\b(?:warum|wieso|weshalb|ob|dass|was|wie|wo|pourquoi|comment|où"
-    r"|por qué|porqué|porque|cómo|qué|dónde|por que|como|onde|o que|perché|come|cosa|dove"
-    r"|waarom|hoe|wat|waar|of|varför|hvorfor|om|hur|hvordan|vad|hvad|hva|var|hvor|ce qui|ce que"
-    r"|si|se|why|что|почему|как|где|dlaczego|czy|co|jak|gdzie|neden|tại sao|vì sao|xem|kenapa"
-    r"|mengapa|apakah|लेकिन|कि)\b|为什么|為什麼|怎么|哪|什么|لماذا|كيف"
-)
-# Words before the announcement of a sentence: "Ok, now let me ...".
-LEAD_INS = re.compile(
-    r"^(?:(?:ok|okay|alright|all right|sure(?: thing)?|great|good|perfect|now|next(?: up)?|first"
-    r"|then|so|and|but|up next|starting with|first up|here goes|no problem|will do|on it"
-    r"|got it|understood|right|well|hmm|oh|ah|yes|no|hm|thanks|absolutely|of course|certainly"
-    r"|meanwhile|finally|lastly|also|afterwards|in parallel|step \d+|before (?:that|anything else)"
-    r"|for (?:that|this|now)|to be sure|to start|to begin|from here|here|instead|still|today)\b"
-    r"[\s,.!:-]*)+"
-)
-ADVERBS = re.compile(
-    r"^(?:(?:quickly|just|first|now|also|then|next|actually|briefly|simply|try(?:ing)? to|come"
-    r"|go(?! through| over| ahead| back| to| and)|start(?:ing)? by|begin(?:ning)? by) )+"
-)
-GERUND = re.compile(
-    r"^(?:re-?)?[a-z]{2,}ing\b(?! (?:is|was|that|to)\b)(?=.* (?:an?|the|this|that|these|those|my"
-    r"|your|our|its|it|them|all|both|each|every|another|now|again)\b|.*`"
-    r"|(?: up)? (?:for|into|through|at) )"
-    r"|^(?:now|next|first|then|currently|still|quickly) (?:re-?)?[a-z]{2,}ing\b"
-    r"(?! (?:is|was|that|to)\b)"
-)
-FINITE = re.compile(
-    r"\b(?:is|are|was|were|be|been|has|have|had|will|would|can|could|may|might|should|must|does|do"
-    r"|did|takes?|took|needs?|gives?|gave|shows?|showed|fails?|failed|works?|worked|helps?|means?"
-    r"|makes?|made|returns?|returned|requires?|seems?|looks?|keeps?|fixes|solves|lets|allows?"
-    r"|causes?|leads?|saves|avoids?|ensures?|prevents?|stops|found|succeeded|completed|done"
-    r"|\w+ed)\b"
-)
 SHORT = 7  # words of "Reading the file now.", which may be the subject of a longer sentence
 LONGEST = 400  # characters of a sentence
 
@@ -114,24 +69,24 @@ def cue_of(text: str) -> Cue:
     last: Cue = Cue.NONE
     for sentence in reversed(sentences(text[-4 * LONGEST :])[-3:]):
         cue = max(last, _cue(sentence))
-        if cue >= Cue.LIKELY or not FILLER.match(sentence):
+        if cue >= Cue.LIKELY or not WORDS.filler.match(sentence):
             return cue
         last = Cue.WEAK
     return last
 
 
 def _cue(sentence: str) -> Cue:
-    sentence = PURPOSE.sub("", WHETHER.sub(r"\1 whether", sentence[-LONGEST:]))
-    sentence = WAITING.sub(", let me ", sentence)
+    sentence = PURPOSE.sub("", WORDS.whether.sub(r"\1 whether", sentence[-LONGEST:]))
+    sentence = WORDS.waiting.sub(", let me ", sentence)
     told = sentence.partition(": ")[2]
-    if RESULT.search(sentence) or FINITE.search(told):
+    if RESULT.search(sentence) or WORDS.finite.search(told):
         return Cue.NONE
-    found = max(_announces(sentence, language) for language in LANGUAGES)
+    found = max(_announces(sentence, language) for language in LANGUAGES.values())
     if found is Cue.NONE and not ENGLISH.asks.search(sentence):
-        start = LEAD_INS.sub("", sentence)
-        begins = GERUND.match(start) or GERUND.match(sentence)
-        if begins and not FINITE.search(start) and len(start.split()) <= SHORT:
-            verb = ADVERBS.sub("", start)
+        start = WORDS.lead_ins.sub("", sentence)
+        begins = WORDS.gerund.match(start) or WORDS.gerund.match(sentence)
+        if begins and not WORDS.finite.search(start) and len(start.split()) <= SHORT:
+            verb = WORDS.adverbs.sub("", start)
             return Cue.STRONG if ENGLISH.acts.match(verb) and not _idle(verb, ENGLISH) else found
     return found
 
@@ -148,9 +103,10 @@ def _announces(sentence: str, language: Language) -> Cue:
     for pattern in (language.future, language.opens):
         for opening in pattern.finditer(sentence) if pattern else ():
             if language is ENGLISH:
-                if not _begins_clause(sentence[: opening.start()]):
-                    continue
-                rest = ADVERBS.sub("", sentence[opening.end() :])
+                clause = PARTS.split(sentence[: opening.start()])[-1]  # "The log is empty, so"
+                if WORDS.lead_ins.sub("", clause.strip() + " ").strip():
+                    continue  # no clause begins here
+                rest = WORDS.adverbs.sub("", sentence[opening.end() :])
                 if not _idle(rest, language):
                     found = max(found, Cue.STRONG if language.acts.match(rest) else Cue.LIKELY)
                 continue
@@ -168,18 +124,12 @@ def _clause(sentence: str, start: int, verb: int) -> str:
     unless a comma separates them.
     """
     begin = max(sentence.rfind(mark, 0, start) for mark in ",;:\u060c\uff0c\u3001") + 1
-    end = CLAUSE.search(sentence, verb)
+    end = WORDS.clause.search(sentence, verb)
     return sentence[begin : end.start() if end else None]
 
 
 def _idle(rest: str, language: Language) -> bool:
     return bool(language.idle.match(rest))
-
-
-def _begins_clause(before: str) -> bool:
-    """Return whether a clause may begin after a text: "The log is empty, so", "Done:"."""
-    clause = PARTS.split(before)[-1]
-    return not LEAD_INS.sub("", clause.strip() + " ").strip()
 
 
 # Read from the end of an output's text whether it announces an action.
@@ -194,22 +144,9 @@ ELLIPSES = ("...", "\N{HORIZONTAL ELLIPSIS}")
 DASHES = ("-", "\N{EN DASH}", "\N{EM DASH}")
 QUESTIONS = ("?", "\N{FULLWIDTH QUESTION MARK}", "\N{ARABIC QUESTION MARK}")
 ITEM = re.compile(r"\s*(?:[-*+\u2022]|\d+[.)]|\[[ x]\])\s+\S")
-EXAMPLE = re.compile(
-    r"\b(?:example|for instance|e\.g|would|could|can|looks?|like this|such as|format|schema|syntax"
-    r"|documented|returned|responded|result|output)\b",
-    re.IGNORECASE,
-)
 # Languages of code that is meant to be run, and words that say so.
 SHELLS = ("", "sh", "bash", "shell", "zsh", "console", "terminal", "powershell", "cmd", "json",
           "tool_code", "tool_call", "tool")  # fmt: skip
-RUNS = re.compile(
-    r"\b(?:re)?(?:run|execut|call|invok|launch|start|test|try|ausf\u00fchr|starte|lanc"
-    r"|ex\u00e9cut|ejecut"
-    r"|rod|esegu|uitvoer|k\u00f6r|kj\u00f8r|k\u00f8r|uruch"
-    r"|\u0437\u0430\u043f\u0443[\u0441\u0449]|\u00e7al\u0131\u015ft)"
-    r"|\u8fd0\u884c|\u6267\u884c|\u5b9f\u884c|\uc2e4\ud589",
-    re.IGNORECASE,
-)
 RULE = re.compile(r"[\s|:+=_*-]+")  # a rule, or the rule of a table
 SMILEY = re.compile(r"(^|\s)[:;=][-o']?[)(\]DPp]")
 QUOTES = (
@@ -253,12 +190,12 @@ def _after_code(
     before = before.rstrip()[-LOOK_BACK:]
     paragraph = _last_paragraph(before)
     asks = any(mark in paragraph for mark in QUESTIONS)
-    if _is_call(block, tools) and not asks and not EXAMPLE.search(paragraph):
+    if _is_call(block, tools) and not asks and not WORDS.example.search(paragraph):
         return Ending(Cue.STRONG, is_call=True)
     cue = Cue.STRONG if calls_by_text(block, tools) else cue_of(before)
-    if cue < Cue.LIKELY or EXAMPLE.search(paragraph):
+    if cue < Cue.LIKELY or WORDS.example.search(paragraph):
         cue = Cue.NONE
-    elif language not in SHELLS and not RUNS.search(paragraph):
+    elif language not in SHELLS and not WORDS.runs.search(paragraph):
         cue = Cue.NONE  # the block is what was announced: "I'll write a function:"
     return Ending(cue, ambiguous=in_fence or asks)
 

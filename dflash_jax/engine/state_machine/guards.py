@@ -12,7 +12,7 @@ from dflash_jax.engine.state_machine import loops
 from dflash_jax.engine.state_machine.settings import Recovery
 from dflash_jax.engine.state_machine.words import Ids, Words
 from dflash_jax.tool_parsers import malformed_calls
-from dflash_jax.tool_parsers.calls import ToolCallDelta, ToolCallEnd, ToolCallStart
+from dflash_jax.tool_parsers.calls import calls_of
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.syntax import Syntax
 
@@ -79,20 +79,13 @@ def called_after(before: Called, since: Callable[[int], Ids], words: Words) -> C
     if parser.calling or parser.waiting:  # the marker is part of an argument, or incomplete
         return before._replace(tried=before.tried + 1, length=len(ids))
     place = before.read + len(ids)
-    names: dict[int, str] = {}
-    arguments: dict[int, str] = {}
     found = before._replace(read=place, thinking=parser.thinking, tried=0, length=0)
-    for event in events:
-        match event:
-            case ToolCallStart(index, name):
-                names[index], arguments[index] = name, ""
-            case ToolCallDelta(index, text):
-                arguments[index] += text
-            case ToolCallEnd(index):
-                call = (names[index], _canonical(arguments[index]))
-                if call != found.last:
-                    found = found._replace(last=call, times=0, first=place)
-                found = found._replace(times=found.times + 1, total=found.total + 1)
+    for name, arguments, ended in calls_of(events):
+        if ended:
+            call = (name, _canonical(arguments))
+            if call != found.last:
+                found = found._replace(last=call, times=0, first=place)
+            found = found._replace(times=found.times + 1, total=found.total + 1)
     return found
 
 

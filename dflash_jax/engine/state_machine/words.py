@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from dflash_jax.tool_parsers.calls import Content, Event, ToolCallDelta, ToolCallStart
+from dflash_jax.tool_parsers.calls import Content, Event, calls_of
 from dflash_jax.tool_parsers.malformed_calls import are_valid_arguments
 from dflash_jax.tool_parsers.stream import OutputParser
 from dflash_jax.tool_parsers.syntax import Syntax
@@ -51,16 +51,8 @@ class Words:
 
     def _are_valid(self, events: Iterable[Event]) -> bool:
         """Return whether all calls among events have valid arguments."""
-        names: dict[int, str] = {}
-        arguments: dict[int, str] = {}
-        for event in events:
-            if isinstance(event, ToolCallStart):
-                names[event.index], arguments[event.index] = event.name, ""
-            elif isinstance(event, ToolCallDelta):
-                arguments[event.index] += event.text
         declared = {tool.name: tool for tool in self.tools}
-        pairs = ((declared.get(names[index]), text) for index, text in arguments.items())
-        return all(are_valid_arguments(tool, text) for tool, text in pairs)
+        return all(are_valid_arguments(declared.get(x), text) for x, text, _ in calls_of(events))
 
     def read(self, ids: Ids, *, before: str = "") -> "ParsedOutput":
         """Parse the output so far as its caller would if it ended here.

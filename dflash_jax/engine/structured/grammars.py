@@ -5,14 +5,19 @@ host advances the grammar along the drafted tokens and passes one mask per posit
 so that speculative output equals the output of constrained decoding token by token.
 """
 
+import dataclasses
 import importlib.util
+import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
+from dflash_jax.engine.request import Request
 from dflash_jax.engine.sampling_params import Structure
 from dflash_jax.engine.structured.process import SECONDS, SHORT, GrammarTrials
 from dflash_jax.engine.structured.sources import (
@@ -24,10 +29,15 @@ from dflash_jax.engine.structured.sources import (
     usable,
 )
 from dflash_jax.engine.structured.trial_process import REFUSED, compiled, reason
+from dflash_jax.engine.vocabulary import calls_grammar
 from dflash_jax.errors import RequestError, StructureError, install_hint
+from dflash_jax.graph.keys import Variant
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers.bounded_schema import bounded
 from dflash_jax.tool_parsers.grammar_bounds import check_schema
+
+MASK_SECONDS = 5.0  # that the masks of one row may take; they take milliseconds
+Build = Callable[[tuple[Variant, ...]], object]  # compiles missing programs
 
 
 class Grammars:
@@ -240,3 +250,119 @@ class Grammar:
             walked += 1
         if walked:
             self._matcher.rollback(walked)
+
+
+MaskTask = tuple[Grammar, np.ndarray, list[int]]  # a grammar, and the arguments of its `fill`
+
+
+class CallGrammars:
+    """Compiles grammars of calls that are decoded again, in a thread while the row waits.
+
+    It also builds the programs of constrained decoding.
+    """
+
+    def __init__(
+        self,
+        grammars: Grammars,
+        build: Build,
+        tokenizer: Tokenizer | None,
+    ):
+        self.grammars, self._build, self._tokenizer = grammars, build, tokenizer
+        self._thread = ThreadPoolExecutor(1, "call-grammars")  # started when first used
+
+    def begin(self, request: Request, before: str = "") -> Future[Grammar]:
+        """Begin to compile the grammar of a request's calls.
+
+        Args:
+          before: the beginning of a call, which is not decoded again.
+        """
+        return self._thread.submit(self._make, request, before)
+
+    def _make(self, request: Request, before: str = "") -> Grammar:
+        assert self._tokenizer is not None
+        end = self.grammars.deadline()
+        schemas = (self.grammars.usable_schema(x.parameters, end)[0] for x in request.words.tools)
+        pairs = zip(request.words.tools, schemas, strict=True)
+        tools = tuple(dataclasses.replace(tool, parameters=schema) for tool, schema in pairs)
+        words = dataclasses.replace(request.words, tools=tools)
+        grammar = self.grammars.make(
+            {"grammar": calls_grammar(words, self._tokenizer), "prefix": before}
+        )
+        self._build((Variant.CONSTRAINED, Variant.RECOVERY))
+        return grammar
+
+
+class MaskThread:
+    """A thread that fills masks. It is abandoned, and replaced, if a grammar does not return.
+
+    The compiler's code cannot be interrupted. Work on a mask is bounded, so that only an error of
+    the compiler makes it take so long.
+    """
+
+    def __init__(self) -> None:
+        self._batches: queue.SimpleQueue[_Batch | None] | None = None
+
+    def fill(self, tasks: Sequence[MaskTask]) -> None:
+        """Fill the masks of rows; a grammar that takes longer than `MASK_SECONDS` gives up."""
+        left = list(tasks)
+        while left:
+            batch = _Batch(left)
+            if self._batches is None:
+                self._batches = queue.SimpleQueue()
+                weakref.finalize(self, self._batches.put, None)
+                arguments = (self._batches,)
+                threading.Thread(target=_run, args=arguments, name="masks", daemon=True).start()
+            self._batches.put(batch)
+            if batch.wait():
+                return
+            stuck = batch.abandon()
+            left[stuck][0].give_up(f"its masks took longer than {MASK_SECONDS:g} s")
+            left, self._batches = left[stuck + 1 :], None
+
+
+class _Batch:
+    """Tasks of one step, and their progress."""
+
+    def __init__(self, tasks: Sequence[MaskTask]):
+        self._tasks = tasks
+        self._done = 0  # tasks
+        self._abandoned = False
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()  # of the three above
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Fill the masks, unless the batch is abandoned meanwhile; in the thread."""
+        try:
+            for grammar, masks, drafts in self._tasks:
+                grammar.fill(masks, drafts)
+                with self._lock:
+                    self._done += 1
+                    if self._abandoned:
+                        return
+        except BaseException as error:  # raised where the batch is waited for
+            self._error = error
+        self._ended.set()
+
+    def wait(self) -> bool:
+        """Wait for the masks; return False if a task takes longer than `MASK_SECONDS`."""
+        seen = -1
+        while not self._ended.wait(MASK_SECONDS):
+            if self._done == seen:
+                return False
+            seen = self._done
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def abandon(self) -> int:
+        """Start no further task; return the number of the task that does not end."""
+        with self._lock:
+            self._abandoned = True
+            return min(self._done, len(self._tasks) - 1)
+
+
+def _run(batches: "queue.SimpleQueue[_Batch | None]") -> None:
+    while (batch := batches.get()) is not None:
+        batch.run()
+        del batch  # it holds grammars and masks

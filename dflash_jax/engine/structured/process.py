@@ -26,7 +26,6 @@ SHORT = 1.0  # seconds of a short trial; only hostile grammars take longer
 ALREADY_DEAD = 1.0  # seconds within which a process that something else ended is noticed
 START_SECONDS = 120.0  # the process may take to read the tokenizer
 Part = tuple[str, str]  # a name for errors, and a grammar
-UNKNOWN = ""  # verdict on a grammar that was not tried
 KEPT = 2048  # grammars whose verdict is remembered
 
 
@@ -55,15 +54,12 @@ class GrammarTrials:
         The grammar is in llguidance's own form, and may take `seconds` in all. Arguments are those
         of `check`.
         """
-        key = _key(grammar)
-        if self._known(key) != UNKNOWN:
-            return True
         try:
-            self._remember(key, self._short.attempt(grammar, min(SHORT, seconds), parts))
+            self._verdict(self._short, grammar, min(SHORT, seconds), parts)
         except TimeoutError:
             if seconds > SHORT:
                 return False
-            self._remember(key, _too_slow(seconds))
+            self._remember(_key(grammar), _too_slow(seconds))
         return True
 
     def check(self, grammar: str, seconds: float, parts: Sequence[Part] = ()) -> None:
@@ -75,13 +71,11 @@ class GrammarTrials:
         Raises:
           RequestError: it is not understood, takes longer than `seconds`, or ends the process.
         """
-        key = _key(grammar)
-        if (verdict := self._known(key)) == UNKNOWN:
-            try:
-                verdict = self._long.attempt(grammar, seconds, parts)
-            except TimeoutError:
-                verdict = _too_slow(seconds)
-            self._remember(key, verdict)
+        try:
+            verdict = self._verdict(self._long, grammar, seconds, parts)
+        except TimeoutError:
+            verdict = _too_slow(seconds)
+            self._remember(_key(grammar), verdict)
         if verdict is not None:
             raise RequestError(verdict)
 
@@ -95,26 +89,31 @@ class GrammarTrials:
 
     def verdict(self, grammar: str, seconds: float) -> str | None:
         """Return why a grammar is refused after a short trial; None if it is not, or unknown."""
-        key = _key(grammar)
-        if (verdict := self._known(key)) == UNKNOWN:
-            try:
-                verdict = self._short.attempt(grammar, seconds)
-            except TimeoutError:
-                return None
-            self._remember(key, verdict)
-        return verdict
+        try:
+            return self._verdict(self._short, grammar, seconds)
+        except TimeoutError:
+            return None
 
     def close(self) -> None:
         """End the processes, in the middle of a trial too; the next trial starts them again."""
         self._short.close()
         self._long.close()
 
-    def _known(self, key: bytes) -> str | None:
-        """Why a grammar is refused, None if it is not, or UNKNOWN."""
+    def _verdict(
+        self, process: "GrammarProcess", grammar: str, seconds: float, parts: Sequence[Part] = ()
+    ) -> str | None:
+        """Return why a grammar is refused, or None; try it in a process unless it is known.
+
+        Raises:
+          TimeoutError: it takes longer.
+        """
+        key = _key(grammar)
         with self._lock:
             if key in self._verdicts:
                 self._verdicts.move_to_end(key)
-            return self._verdicts.get(key, UNKNOWN)
+                return self._verdicts[key]
+        self._remember(key, verdict := process.attempt(grammar, seconds, parts))
+        return verdict
 
     def _remember(self, key: bytes, verdict: str | None) -> None:
         with self._lock:

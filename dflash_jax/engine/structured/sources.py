@@ -117,11 +117,6 @@ def text_refusal(kind: str, error: str) -> str:
     return f"{name} is not understood{where}: {error.strip()}"
 
 
-def is_ebnf(grammar: str) -> bool:
-    """Return whether a grammar is written with `::=`, as llama.cpp's GBNF."""
-    return re.search(r"^\s*[\w-]+\s*::=", grammar, re.MULTILINE) is not None
-
-
 def usable(
     schema: Mapping[str, Any], attempt: Callable[[Mapping[str, Any]], str | None]
 ) -> tuple[Mapping[str, Any], list[tuple[str, str, str]], tuple[str, str] | None]:
@@ -270,7 +265,7 @@ def _check_grammar(grammar: str) -> None:
     Raises:
       RequestError: it does not.
     """
-    if is_ebnf(grammar):
+    if re.search(r"^\s*[\w-]+\s*::=", grammar, re.MULTILINE):
         raise RequestError(
             "the grammar is in EBNF (GBNF), with '::=', as llama.cpp and vLLM take; expected Lark:"
             ' write \'start: "yes" | "no"\' for \'root ::= "yes" | "no"\''

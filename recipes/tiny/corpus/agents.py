@@ -99,7 +99,6 @@ class Script:
         self.messages.append({"role": "tool", "name": name, "content": response})
 
     def say(self, content: str) -> None:
-        """Adds a plain assistant message."""
         if not self.stalled:
             self.messages.append({"role": "assistant", "content": content})
 
@@ -117,7 +116,6 @@ def steps(rng: random.Random, longest: int) -> int:
 
 
 def weather(rng: random.Random) -> Script:
-    """The weather in one city or in more, one call each."""
     count = 1 if rng.random() < 0.5 else steps(rng, 12)
     cities = rng.sample(facts.cities, count)
     names = ", ".join(cities)
@@ -138,7 +136,6 @@ def weather(rng: random.Random) -> Script:
 
 
 def sums(rng: random.Random) -> Script:
-    """Expressions evaluated with the calculator."""
     count = steps(rng, 8) - 1
     terms = [
         (rng.randint(2, 99), rng.choice(("+", "-", "*")), rng.randint(2, 99)) for _ in range(count)
@@ -168,7 +165,6 @@ def file_text(rng: random.Random) -> tuple[str, str, int]:
 
 
 def read_setting(rng: random.Random) -> Script:
-    """A value looked up in a file, at times after the first path was wrong."""
     name = f"{rng.choice(STEMS)}.toml"
     text, key, value = file_text(rng)
     user = say(rng, "agent: setting", key, name)
@@ -205,7 +201,6 @@ def read_all(rng: random.Random) -> Script:
 
 
 def fix_bug(rng: random.Random) -> Script:
-    """A failing test, the file at fault, the fix and the passing test."""
     purpose = rng.choice([key for key, row in facts.functions.items() if "return " in row[2]])
     name, parameters, body = facts.functions[purpose]
     path = f"{rng.choice(STEMS)}.py"
@@ -227,7 +222,6 @@ def fix_bug(rng: random.Random) -> Script:
 
 
 def write_files(rng: random.Random) -> Script:
-    """One or more files with functions in them."""
     purposes = rng.sample(tuple(facts.functions), rng.randint(1, 3))
     wanted = [(facts.functions[purpose], purpose) for purpose in purposes]
     ask = " and ".join(f"{row[0]}.py with a function that {purpose}" for row, purpose in wanted)
@@ -243,7 +237,6 @@ def write_files(rng: random.Random) -> Script:
 
 
 def shell(rng: random.Random) -> Script:
-    """A question answered by one shell command."""
     name = f"{rng.choice(STEMS)}.{rng.choice(('py', 'txt', 'log'))}"
     lines = rng.randint(3, 400)
     cases = (
@@ -265,7 +258,6 @@ def shell(rng: random.Random) -> Script:
 
 
 def search(rng: random.Random) -> Script:
-    """A fact searched for, or the time in a city, or a translation."""
     kind = rng.randrange(3)
     if kind == 0:
         country, capital, *_ = rng.choice(facts.countries)
@@ -293,7 +285,6 @@ def search(rng: random.Random) -> Script:
 
 
 def email(rng: random.Random) -> Script:
-    """An email written and sent."""
     to = rng.choice(facts.names)
     day, event = rng.choice(facts.weekdays), say(rng, "email event")
     user = say(rng, "agent: email", to, event, day)
@@ -337,7 +328,6 @@ MAKERS: tuple[tuple[Callable[[random.Random], Script], float], ...] = (
 
 
 def transcript(rng: random.Random) -> Conversation:
-    """One whole agent transcript."""
     makers, weights = zip(*MAKERS, strict=True)
     run = rng.choices(makers, weights)[0](rng)
     return Conversation(tuple(run.messages), run.tools)

@@ -28,7 +28,6 @@ PEOPLE = re.compile(r"\b(?:" + "|".join(facts.names) + r")\b", re.IGNORECASE)
 
 
 def questions(conversation: Conversation) -> list[str]:
-    """The texts of the user messages."""
     return [m["content"] for m in conversation.messages if m["role"] == "user"]
 
 
@@ -41,7 +40,6 @@ def typed(rng: random.Random, text: str) -> str:
 
 
 def exchange(rng: random.Random) -> Exchange:
-    """One exchange of any kind."""
     makers, weights = zip(*MAKERS, strict=True)
     return rng.choices(makers, weights)[0](rng)
 
@@ -64,7 +62,6 @@ def chat(rng: random.Random) -> Conversation:
 
 
 def conversation(rng: random.Random, agent_share: float) -> Conversation:
-    """A chat or an agent transcript."""
     return agents.transcript(rng) if rng.random() < agent_share else chat(rng)
 
 

@@ -21,7 +21,6 @@ def greeting(rng: random.Random) -> Exchange:
 
 
 def farewell(rng: random.Random) -> Exchange:
-    """Thanks or a goodbye."""
     if rng.random() < 0.5:
         reason = say(rng, "thanked for")
         user = say(rng, "thanks") + reason + rng.choice(("!", "."))
@@ -30,7 +29,6 @@ def farewell(rng: random.Random) -> Exchange:
 
 
 def identity(rng: random.Random) -> Exchange:
-    """Who the assistant is and what it can do."""
     start, about = say(rng, "identity lead"), say(rng, "who")
     if rng.random() < 0.6:
         return Exchange(
@@ -46,7 +44,6 @@ def identity(rng: random.Random) -> Exchange:
 
 
 def country(rng: random.Random) -> Exchange:
-    """A fact about a country."""
     name, capital, language, continent, currency = rng.choice(facts.countries)
     lead = say(rng, "country lead")
     answers = {
@@ -62,7 +59,6 @@ def country(rng: random.Random) -> Exchange:
 
 
 def animal(rng: random.Random) -> Exchange:
-    """A fact about an animal."""
     name, sound, legs, young, home = rng.choice(facts.animals)
     lead = say(rng, "animal lead")
     article = "an" if name[0] in "aeiou" else "a"
@@ -82,7 +78,6 @@ def animal(rng: random.Random) -> Exchange:
 
 
 def science(rng: random.Random) -> Exchange:
-    """A fact about a planet or an element."""
     lead = say(rng, "science lead")
     if rng.random() < 0.5:
         name, place, remark = rng.choice(facts.planets)
@@ -99,7 +94,6 @@ def science(rng: random.Random) -> Exchange:
 
 
 def opposite(rng: random.Random) -> Exchange:
-    """The opposite of a word, or a translation."""
     lead = say(rng, "word lead")
     if rng.random() < 0.5:
         pair = rng.choice(facts.opposites)
@@ -115,20 +109,17 @@ def opposite(rng: random.Random) -> Exchange:
 
 
 def explain(rng: random.Random) -> Exchange:
-    """An explanation of a concept."""
     topic = rng.choice(tuple(facts.concepts))
     return Exchange(say(rng, "concept", topic), facts.concepts[topic])
 
 
 def how_to(rng: random.Random) -> Exchange:
-    """Numbered instructions."""
     task = rng.choice(tuple(facts.how_to))
     lines = "\n".join(f"{i}. {step}" for i, step in enumerate(facts.how_to[task], 1))
     return Exchange(say(rng, "how to", task), f"Here is how to {task}:\n\n{lines}")
 
 
 def note(rng: random.Random) -> Exchange:
-    """A short note or invitation written for the user."""
     to, sender = rng.sample(facts.names, 2)
     if rng.random() < 0.5:
         gift = say(rng, "gift")
@@ -147,7 +138,6 @@ def note(rng: random.Random) -> Exchange:
 
 
 def story(rng: random.Random) -> Exchange:
-    """A short story about an animal with a name."""
     name = rng.choice(facts.names)
     kind = rng.choice(facts.animals)[0]
     place = say(rng, "place")

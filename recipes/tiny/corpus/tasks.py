@@ -50,7 +50,6 @@ def word_problem(rng: random.Random) -> Exchange:
 
 
 def listing(rng: random.Random) -> Exchange:
-    """The first few members of a category as a numbered or plain list."""
     category = rng.choice(tuple(facts.lists))
     count = rng.randint(2, 8)
     members = facts.lists[category][:count]
@@ -83,7 +82,6 @@ def json_record(rng: random.Random) -> Exchange:
 
 
 def units(rng: random.Random) -> Exchange:
-    """A conversion between two units."""
     big, small, factor = rng.choice(UNITS)
     n = rng.randint(2, 9 if factor % 10 == 0 else 5)
     user = say(rng, "unit", n, big, small)
@@ -91,7 +89,6 @@ def units(rng: random.Random) -> Exchange:
 
 
 def calendar(rng: random.Random) -> Exchange:
-    """A question about days of the week or months."""
     lead = say(rng, "calendar lead")
     kind = rng.randrange(4)
     i = rng.randrange(7)
@@ -118,7 +115,6 @@ def calendar(rng: random.Random) -> Exchange:
 
 
 def words(rng: random.Random) -> Exchange:
-    """Counting, picking or laying out a few words."""
     pool = facts.lists[rng.choice(("fruits", "animals", "colors", "trees", "drinks"))]
     chosen = rng.sample(pool, rng.randint(3, 5))
     joined = ", ".join(chosen)
@@ -142,7 +138,6 @@ def repeat(rng: random.Random) -> Exchange:
 
 
 def summary(rng: random.Random) -> Exchange:
-    """A one-sentence summary of a short report."""
     name, city = rng.choice(facts.names), rng.choice(facts.cities)
     job, hobby = rng.choice(facts.jobs), rng.choice(facts.hobbies)
     day = rng.choice(facts.weekdays)
@@ -157,7 +152,6 @@ def summary(rng: random.Random) -> Exchange:
 
 
 def table(rng: random.Random) -> Exchange:
-    """A Markdown table of people and cities."""
     people = rng.sample(facts.names, rng.randint(2, 4))
     cities = rng.sample(facts.cities, len(people))
     pairs = ", ".join(f"{p} from {c}" for p, c in zip(people, cities, strict=True))
@@ -185,7 +179,6 @@ def write_function(rng: random.Random) -> Exchange:
 
 
 def explain_function(rng: random.Random) -> Exchange:
-    """What a given function does."""
     purpose = rng.choice(tuple(facts.functions))
     name, parameters, body = facts.functions[purpose]
     name = rng.choice((*ALIASES, name))
@@ -198,7 +191,6 @@ def explain_function(rng: random.Random) -> Exchange:
 
 
 def shell(rng: random.Random) -> Exchange:
-    """A shell command for a purpose."""
     purpose = rng.choice(tuple(facts.commands))
     user = say(rng, "shell", purpose)
     command = facts.commands[purpose]

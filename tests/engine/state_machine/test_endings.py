@@ -1,6 +1,6 @@
 """Recovery on recorded endings: stalls become calls, answers stay as they are.
 
-`python -m benchmarks.endings` recorded the shipped target's odds for each.
+`benchmarks.endings` in commit 8b33321 recorded the shipped target's odds for each.
 """
 
 import dataclasses

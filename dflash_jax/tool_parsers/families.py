@@ -1,0 +1,264 @@
+"""The syntax of each model family, from which its calls are parsed, forced, rendered and compiled.
+
+The parsers of their calls are in `calls.py`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dflash_jax.tool_parsers.syntax import (
+    CallState,
+    Quote,
+    Syntax,
+    Thought,
+    all_arguments,
+    as_json,
+    as_rule,
+    enum_texts,
+    finite_parameters,
+    json_calls,
+    parameter_schema,
+)
+from dflash_jax.tool_parsers.tool_schema import Tool, kinds_of
+
+QWEN_THOUGHT = Thought("<think>", "</think>", "\n</think>\n\n")
+
+# Qwen3, Hermes and the shipped pair: one JSON object between `<tool_call>` tags.
+#
+# <tool_call>
+# {"name": "NAME", "arguments": {"KEY": value}}
+# </tool_call>
+
+HERMES = Syntax(
+    name="hermes",
+    thought=QWEN_THOUGHT,
+    opens=("<tool_call>",),
+    closes=("</tool_call>",),
+    lead="\n",
+    marker="<tool_call>",
+    template_mark="<tool_call>",
+    **json_calls(
+        lambda name: f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": ',
+        "}\n</tool_call>",
+        lead="\n",
+    ),
+)
+
+
+# Llama 3: the whole message is `{"name": "NAME", "parameters": {...}}`, one call per message.
+#
+# There are no tags: a call is recognized by its first key, and ends with the JSON object. Calls of
+# built-in tools follow `<|python_tag|>`. There is no reasoning.
+
+
+def _llama_state(syntax: Syntax, text: str) -> CallState:
+    begun = min((at for marker in syntax.opens if (at := text.find(marker)) >= 0), default=-1)
+    if begun < 0:
+        return CallState.NONE
+    start = text.find("{", begun)
+    try:
+        json.JSONDecoder().raw_decode(text, start if start >= 0 else len(text))
+    except (json.JSONDecodeError, RecursionError):
+        return CallState.OPEN
+    return CallState.COMPLETE
+
+
+LLAMA = Syntax(
+    name="llama",
+    thought=None,
+    opens=('{"name"', "<|python_tag|>"),
+    closes=("}",),
+    lead="\n",
+    marker='{"name"',
+    template_mark="<|start_header_id|>",
+    parallel=False,
+    read_state=_llama_state,
+    **json_calls(lambda name: f'{{"name": {json.dumps(name)}, "parameters": ', "}", lead="\n"),
+)
+
+
+# gpt-oss (Harmony): messages in channels; a call is a message to `functions.NAME`.
+#
+#     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>
+#     {"KEY": value}<|call|>
+#
+# (in one line).
+#
+# Reasoning is the analysis channel, answers are the final one. Text is a message of its own, so a
+# forced call first ends the open message.
+
+ASSISTANT = "<|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+RECIPIENT = " to=functions."
+
+
+def _harmony_header(name: str) -> str:
+    return f"<|channel|>commentary{RECIPIENT}{name} <|constrain|>json<|message|>"
+
+
+def _harmony_grammar(tool: Tool, quote: Quote) -> str:
+    """Return the rule of a call after a prompt that ends in `ASSISTANT`, without the end token."""
+    return f"{quote(_harmony_header(tool.name))} {all_arguments(tool)}"
+
+
+HARMONY = Syntax(
+    name="harmony",
+    thought=Thought("<|channel|>analysis<|message|>", "<|end|>", f"<|end|>{ASSISTANT}{FINAL}"),
+    opens=(RECIPIENT,),
+    closes=("<|call|>",),
+    lead="<|end|><|start|>assistant<|channel|>",
+    marker="commentary",
+    template_mark="<|channel|>",
+    parallel=False,
+    channels=(f"{ASSISTANT}{FINAL}<|end|><|call|>",),
+    before_answer=ASSISTANT,
+    answer_header=FINAL,
+    **json_calls(lambda name: ASSISTANT + _harmony_header(name), "<|call|>", lead="<|end|>")
+    | {"grammar": _harmony_grammar},
+)
+
+
+# Gemma 4: `<|tool_call>call:NAME{key:value,...}<tool_call|>`.
+#
+# Keys are not quoted. Strings are enclosed in `<|"|>` and have no escapes; numbers, booleans, lists
+# and objects are written as in JSON. Reasoning is a channel. A turn that waits for a tool's result
+# ends in `<|tool_response>`.
+
+QUOTE = '<|"|>'
+
+
+def value_text(value: Any) -> str:
+    """Return a value in Gemma 4's notation."""
+    match value:
+        case str():
+            return f"{QUOTE}{value}{QUOTE}"
+        case Mapping():
+            return "{" + ",".join(f"{k}:{value_text(v)}" for k, v in value.items()) + "}"
+        case Sequence():
+            return "[" + ",".join(map(value_text, value)) + "]"
+        case _:
+            return as_json(value)
+
+
+def _gemma_begin(name: str, parameter: str | None) -> str:
+    return f"<|tool_call>call:{name}{{" + (f"{parameter}:" if parameter else "")
+
+
+def _gemma_render(name: str, arguments: Mapping[str, Any]) -> str:
+    return f"<|tool_call>call:{name}{value_text(arguments)}<tool_call|>"
+
+
+def _gemma_grammar(tool: Tool, quote: Quote) -> str:
+    def value(name: str, schema: Any) -> str:
+        if texts := enum_texts(schema):
+            return "(" + " | ".join(quote(QUOTE + text + QUOTE) for text in texts) + ")"
+        kinds = kinds_of(tool, name)
+        if kinds and kinds <= {"integer", "number", "boolean", "null"}:  # written as in JSON
+            return as_rule(tool, parameter_schema(tool, name))
+        return "quoted" if kinds == {"string"} else "value"
+
+    pairs = [
+        (f"{quote(name + ':')} {value(name, schema)}", needed)
+        for name, schema, needed in finite_parameters(tool)
+    ]
+    needed = ' "," '.join(pair for pair, required in pairs if required)
+    others = [pair for pair, required in pairs if not required]
+    if needed:
+        inner = " ".join([needed, *(f'("," {pair})?' for pair in others)])
+    else:  # at most one: commas between optional parameters would depend on each other
+        inner = "(" + " | ".join(others) + ")?" if others else ""
+    head = quote(f"<|tool_call>call:{tool.name}{{")
+    return f"{head} {inner} {quote('}<tool_call|>')}"
+
+
+def _gemma_rules(quote: Quote) -> list[str]:
+    mark = quote(QUOTE)
+    text = "BARE" if mark.startswith('"') else "TEXT"
+    return [
+        f"quoted: {mark} {text} {mark}",
+        'value: quoted | NUMBER | truth | "null" | list | object',
+        'truth: "true" | "false"',
+        'list: "[" (value ("," value)*)? "]"',
+        'object: "{" (KEY ":" value ("," KEY ":" value)*)? "}"',
+        "KEY: /[A-Za-z0-9_]{1,64}/",
+        "BARE: /[^<]*/",
+        "NUMBER: /-?(0|[1-9][0-9]{0,17})([.][0-9]{1,17})?/",
+    ]
+
+
+GEMMA4 = Syntax(
+    name="gemma4",
+    thought=Thought("<|channel>thought\n", "<channel|>", "<channel|>"),
+    opens=("<|tool_call>",),
+    closes=("<tool_call|>",),
+    lead="",
+    marker="<|tool_call>",
+    template_mark="<|tool_call>",
+    begin=_gemma_begin,
+    render=_gemma_render,
+    grammar=_gemma_grammar,
+    grammar_rules=_gemma_rules,
+)
+
+
+# Qwen3-Coder, Qwen3.5, Qwen3.6: `<function=NAME>` with `<parameter=KEY>` blocks.
+#
+#     <tool_call>
+#     <function=NAME>
+#     <parameter=KEY>
+#     value
+#     </parameter>
+#     </function>
+#     </tool_call>
+#
+# One newline on each side of a value is markup. Strings are written verbatim, other values as
+# JSON; the declared type decides how to parse them. The opening `<tool_call>` is optional: models
+# omit it, and so do forced calls.
+
+
+def _qwen_begin(name: str, parameter: str | None) -> str:
+    return f"\n<function={name}>\n" + (f"<parameter={parameter}>\n" if parameter else "")
+
+
+def _qwen_render(name: str, arguments: Mapping[str, Any]) -> str:
+    values = {k: v if isinstance(v, str) else as_json(v) for k, v in arguments.items()}
+    blocks = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
+    return f"<tool_call>\n<function={name}>\n{blocks}</function>\n</tool_call>"
+
+
+def _qwen_grammar(tool: Tool, quote: Quote) -> str:
+    end = quote("\n</parameter>\n")
+
+    def value(name: str, schema: Any) -> str:
+        if texts := enum_texts(schema):
+            return "(" + " | ".join(map(quote, texts)) + f") {end}"
+        if "string" in (kinds_of(tool, name) or ("string",)):  # strings are written verbatim
+            return "parameter"
+        return f"{as_rule(tool, parameter_schema(tool, name))} {end}"
+
+    blocks = []
+    for name, schema, required in finite_parameters(tool):
+        block = f"{quote(f'<parameter={name}>' + chr(10))} {value(name, schema)}"
+        blocks.append(block if required else f"({block})?")
+    head = f"<tool_call>\n<function={tool.name}>\n"
+    return " ".join([quote(head), *blocks, quote("</function>\n</tool_call>")])
+
+
+def _qwen_rules(quote: Quote) -> list[str]:
+    return ['parameter[suffix="\\n</parameter>\\n"]: /(.|\\n)*/']
+
+
+QWEN_XML = Syntax(
+    name="qwen_xml",
+    thought=QWEN_THOUGHT,
+    opens=("<tool_call>", "<function="),
+    closes=("</function>", "</tool_call>"),
+    lead="\n",
+    marker="<tool_call>",
+    template_mark="<function=",
+    begin=_qwen_begin,
+    render=_qwen_render,
+    grammar=_qwen_grammar,
+    grammar_rules=_qwen_rules,
+)
