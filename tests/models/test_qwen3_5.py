@@ -25,7 +25,7 @@ from dflash_jax.graph.keys import ProgramKey, Step
 from dflash_jax.graph.memory import budget
 from dflash_jax.graph.state import DecodeState, commit
 from dflash_jax.graph.steps.inputs import ForcedTokensInputs
-from dflash_jax.kernels.caches import RecurrentCache
+from dflash_jax.kernels.caches import LayerCache, RecurrentCache
 from dflash_jax.models import build_pair
 from dflash_jax.testing import (
     folder_params,
@@ -39,7 +39,8 @@ from dflash_jax.testing import (
 )
 
 WITHIN = {"atol": 1e-3, "rtol": 0}
-CASES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_vl", "qwen3_5_moe_vl")
+CASES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_vl", "qwen3_5_moe_vl", "qwen3_next")
+SOAKED = ("qwen3_5_vl", "qwen3_5_moe_vl")
 CHUNK, BLOCK, NEW = 16, 4, 40
 
 
@@ -57,7 +58,7 @@ def read_case(path: Path) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    "name", [*CASES[:2], *(pytest.param(name, marks=pytest.mark.soak) for name in CASES[2:])]
+    "name", [pytest.param(name, marks=[pytest.mark.soak] * (name in SOAKED)) for name in CASES]
 )
 def test_logits_and_hidden_states_of_a_whole_pass(oracle: Path, name: str) -> None:
     case = read_case(oracle / "targets" / name)
@@ -113,7 +114,10 @@ class Cached:
 
 @pytest.fixture(
     scope="module",
-    params=[CASES[0], *(pytest.param(name, marks=pytest.mark.soak) for name in CASES[1:])],
+    params=[
+        pytest.param(name, marks=[pytest.mark.soak] * (name in ("qwen3_5_moe", *SOAKED)))
+        for name in CASES
+    ],
 )
 def case(request: pytest.FixtureRequest, oracle: Path) -> SimpleNamespace:
     return read_case(oracle / "targets" / request.param)
@@ -224,8 +228,8 @@ def scripts(truth: list[int], seed: int) -> Iterator[tuple[str, list[int]]]:
 
 def recurrent(engine: Engine, row: int = 0) -> list[np.ndarray]:
     """Return the recurrent states of a row."""
-    caches = [c for c in engine.core.runner.state.target if isinstance(c, RecurrentCache)]
-    return [np.asarray(x[row]) for c in caches for x in (c.state, c.inputs)]
+    caches = [c for c in engine.core.runner.state.target if not isinstance(c, LayerCache)]
+    return [np.asarray(x[row]) for c in caches for x in jax.tree.leaves(c)]
 
 
 @pytest.mark.optimised
