@@ -208,7 +208,7 @@ class Below(Stacks):
 
 @dataclass(frozen=True)
 class Concatenated(Stacks):
-    """Matrices [out, in] of any heights, concatenated to [sum of out, in]."""
+    """Matrices [out, in] of any heights, concatenated to [sum of out, in], rows in some order."""
 
     def shape(self, source: TensorSource) -> tuple[int, ...]:
         """Return the canonical shape."""
@@ -218,7 +218,8 @@ class Concatenated(Stacks):
     def read_rows(self, source: TensorSource, rows: Rows) -> np.ndarray:
         """Return chosen rows as [rows, last axis]."""
         height, into = self.shape(source)
-        chosen, start = np.arange(height)[rows], 0
+        order = np.arange(height) if self.rows is None else self.rows
+        chosen, start = np.asarray(order)[rows], 0
         found = np.empty((len(chosen), into), self.dtype(source))
         for name in self.names:
             end = start + source.shape(name)[0]

@@ -127,8 +127,9 @@ class _Output:
         """
         listed, tensors = plan(self.weights, self.kind), self.weights.tensors
         if joined := _joined(self.weights.config):
+            dtypes = {planned.name: planned.dtype for planned in listed}
             tensors = Canonical(tensors, joined, {})
-            listed = [Planned(name, self.kind, tensors.shape(name)) for name in joined]
+            listed = [Planned(n, dtypes[x.name], tensors.shape(n)) for n, x in joined.items()]
         canonical = {rename(planned.name): planned.name for planned in listed}
         renamed = [Planned(rename(p.name), p.dtype, p.shape) for p in listed]
         renamed += [Planned(n, a.dtype, a.shape) for n, a in made.items() if n not in canonical]

@@ -175,6 +175,8 @@ def test_a_switched_on_window_of_qwen3_moe_is_that_of_all_layers(oracle: Path) -
         ("qwen3_moe", {"num_experts_per_tok": 8, "num_experts": 128, "moe_intermediate_size": 768}),
         ("qwen3_5", {"head_dim": 256, "linear_key_head_dim": 128, "linear_num_value_heads": 32}),
         ("qwen3_5_moe", {"num_key_value_heads": 2, "shared_expert_intermediate_size": 512}),
+        ("qwen3_next", {"num_experts_per_tok": 10, "num_experts": 512, "head_dim": 256}),
+        ("ministral3", {"num_key_value_heads": 8, "head_dim": 128}),
         ("gemma4_ple", {"num_key_value_heads": 4, "hidden_size_per_layer_input": 256}),
         ("gemma4_unified", {"sliding_window": 1024, "head_dim": 256}),
     ],

@@ -22,6 +22,7 @@ from benchmarks.audit.scenario import VARIANTS, Limits
 from benchmarks.cases import heldout
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.config.gemma3 import Gemma3Config
+from dflash_jax.config.lfm2 import Lfm2Config
 from dflash_jax.config.rope import RopeConfig
 from dflash_jax.config.smollm3 import SmolLM3Config
 from dflash_jax.engine.engine import Engine
@@ -76,6 +77,15 @@ FAMILIES: dict[str, TargetConfig] = {
     ),
     "glm4": tiny_target(model_type="glm4", norm_after=True, rotated=4, rotated_neighbours=True),
     "phi3": tiny_target(model_type="phi3", rotated=4),
+    "ministral3": tiny_target(
+        model_type="ministral3", query_growth=0.3, rope=RopeConfig(original_length=16)
+    ),
+    "qwen3_next": tiny_hybrid(**EXPERTS | {"model_type": "qwen3_next"}),
+    "lfm2": Lfm2Config(
+        **vars(tiny_target(model_type="lfm2", qk_norm=True)),
+        recurrent=(True, False, True),
+        conv_kernel=3,
+    ),
 }
 FULL: dict[str, Any] = {"windows": (None, None), "causal": (False, False)}
 DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # kind and fields

@@ -200,7 +200,7 @@ TILED = "value heads: tiled to grouped"
 def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
     """Return the fields of config.json that are specific to Qwen3.5."""
     fields.refuse_unless(UNAPPLIED)
-    moe = fields.architecture == "qwen35moe"
+    moe = fields.architecture != "qwen35"
     found = geometry(fields, inner=1 if moe else None, partial=True, kv_heads=_kv_heads(fields))
     layers = found["num_hidden_layers"] - _extra_layers(fields)
     width, theta = found["head_dim"], found.pop("rope_theta")
@@ -215,7 +215,7 @@ def from_gguf(fields: GgufFields, source: GgufFile) -> dict[str, Any]:
             " supported for this architecture"
         )
     found |= {
-        "model_type": TYPES[fields.architecture],
+        "model_type": TYPES.get(fields.architecture),
         "num_hidden_layers": layers,
         "layer_types": _kinds(fields, layers),
         "linear_key_head_dim": fields.count("ssm.state_size", 4096),
@@ -321,7 +321,7 @@ def _recurrent(stem: str, stored: str, config: HybridConfig, shape: tuple[int, .
     said = said if rows is not None else ""
     if stem == "A_log":
         words = "log of the negated decay" + (f"; {said}" if said else "")
-        return Origin(stored, rows, words, values=_log_negated, offset=1.0)
+        return Origin(stored, rows, words, values=log_negated, offset=1.0)
     if stem == "conv1d.weight":
         return Origin(stored, rows, said, reshaped=(config.conv_channels, 1, config.conv_kernel))
     return Origin(stored, rows, said)
@@ -338,8 +338,8 @@ def _less_one(values: np.ndarray) -> np.ndarray:
     return values - np.float32(1)
 
 
-def _log_negated(values: np.ndarray) -> np.ndarray:
-    """Return the logarithm, in float64 so that `_negated_exp` gives the same bits again."""
+def log_negated(values: np.ndarray) -> np.ndarray:
+    """Return log(-values), in float64 so that `negated_exp` gives the same bits again."""
     with np.errstate(invalid="ignore", divide="ignore"):  # reported as not finite
         return np.log(-values.astype(np.float64)).astype(np.float32)
 
@@ -415,13 +415,14 @@ def _tiled(stem: str, name: str, config: HybridConfig) -> Origin:
     rows = {"in_proj_qkv.weight": through, "in_proj_z.weight": order}
     by_head = ("in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias")
     rows |= dict.fromkeys(by_head, np.argsort(grouped(config, 1)))
-    return Origin(name, rows.get(stem), values=_negated_exp if stem == "A_log" else None)
+    return Origin(name, rows.get(stem), values=negated_exp if stem == "A_log" else None)
 
 
 def _plus_one(values: np.ndarray) -> np.ndarray:
     return values + np.float32(1)
 
 
-def _negated_exp(values: np.ndarray) -> np.ndarray:
+def negated_exp(values: np.ndarray) -> np.ndarray:
+    """Return -exp(values), the inverse of `log_negated`."""
     with np.errstate(over="ignore"):  # reported as not finite
         return -np.exp(values.astype(np.float64)).astype(np.float32)

@@ -26,7 +26,7 @@ QUANTISATION_VERSION = 2
 SECTIONS = ".rope.dimension_sections"  # of targets with several position rows (M-RoPE)
 _OF_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # Matrices that llama.cpp expects in float32.
-FLOAT32 = ("ffn_gate_inp", "ssm_conv1d")
+FLOAT32 = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv")
 # Matrices that llama-quantize leaves as they are; its converter writes them as Q8_0, too.
 BARELY_QUANTISED = ("per_layer_model_proj",)
 

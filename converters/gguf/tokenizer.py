@@ -241,6 +241,7 @@ STOP_TEXTS = {
     "gpt-oss": ("<|return|>", "<|endoftext|>", "<|call|>"),
     "granite": ("<|end_of_text|>",),
     "llama": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", *_CHAT),
+    "lfm2": _CHAT,
     "olmo2": ("<|endoftext|>",),
     "phi3": ("<|end|>", "<|endoftext|>"),
     "qwen2": _CHAT,
@@ -248,6 +249,7 @@ STOP_TEXTS = {
     "qwen35": _CHAT,
     "qwen35moe": _CHAT,
     "qwen3moe": _CHAT,
+    "qwen3next": _CHAT,
     "smollm3": ("<|end_of_text|>", "<|im_end|>"),
 }
 # Tokens that files name as end tokens, but that end only a part of an answer in the family.

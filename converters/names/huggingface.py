@@ -45,7 +45,7 @@ def target(source: TensorSource, *, tied: bool, folder: Folder = PLAIN) -> Canon
     return found
 
 
-def split_rows(found: Canonical, name: str, parts: Mapping[str, range]) -> None:
+def split_rows(found: Canonical, name: str, parts: Mapping[str, range | np.ndarray]) -> None:
     """Split a tensor into parts if they are all of its rows; `check` reports any other."""
     stored = found.origins[name].name
     if parts and found.source.shape(stored)[:1] == (sum(map(len, parts.values())),):

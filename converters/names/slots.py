@@ -50,7 +50,8 @@ class Folder:
 
     ignored: Mapping[str, str] = field(default_factory=dict)  # and the reasons
     fused: str | None = None  # experts stored as gate_up_proj [E, 2F, D] and down_proj [E, D, F]
-    split: Callable[[str], Mapping[str, range]] | None = None  # rows of a tensor, by part
+    # The rows of each part of a stored tensor, by canonical name.
+    split: Callable[[str], Mapping[str, range | np.ndarray]] | None = None
 
 
 def same(path: Keys, name: str, *shape: int) -> Slot:

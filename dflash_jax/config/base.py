@@ -134,6 +134,7 @@ class TargetConfig(AttentionConfig):
     rotated: int = 0  # number of leading dimensions of a head that rotate; 0 is all
     rotated_neighbours: bool = False  # pairs (2m, 2m + 1) rotate, not (m, m + half)
     score_scale: float | None = None  # of attention; None is 1 / sqrt(head_dim)
+    query_growth: float = 0.0  # queries are times 1 + this log(1 + position // original_length)
     residual_scale: float = 1.0  # factor of what attention and MLP add to the stream
     num_experts: int = 0  # per layer with experts
     experts_per_token: int = 0
@@ -170,6 +171,7 @@ class TargetConfig(AttentionConfig):
             f"{self.rotated} of {self.head_dim} dimensions rotated": self.rotated,
             f"embedding x{self.embedding_scale:g}": self.embedding_scale != 1,
             f"scores x{self.score_scale or 0:g}": self.score_scale is not None,
+            f"queries grow from position {self.rope.original_length:,}": self.query_growth,
             f"residuals x{self.residual_scale:g}": self.residual_scale != 1,
             f"logits / {self.logit_divisor:g}": self.logit_divisor != 1,
         }

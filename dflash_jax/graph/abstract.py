@@ -15,7 +15,13 @@ from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.graph.state import DecodeState, idle_rules
 from dflash_jax.graph.steps.drafting import RowDraftSampler
 from dflash_jax.graph.steps.pair import Pair, Params
-from dflash_jax.kernels.caches import LayerCache, RecurrentCache, empty_cache, empty_recurrent
+from dflash_jax.kernels.caches import (
+    ConvCache,
+    LayerCache,
+    RecurrentCache,
+    empty_cache,
+    empty_recurrent,
+)
 from dflash_jax.kernels.products import abstract, abstract_layout, choose_products
 from dflash_jax.plan import LEAST, ResolvedPlan
 from dflash_jax.quant.layouts import FLOAT, LAID_OUT, Spec, spec
@@ -66,6 +72,10 @@ class PlanCacheMaker:
     def recurrent(self, state: tuple[int, int, int], inputs: tuple[int, int]) -> RecurrentCache:
         """Return the cache of a recurrent layer: state [N, P, Q] and convolution inputs [W, C]."""
         return empty_recurrent(self.plan.rows, state, inputs, dtype=self.dtype)
+
+    def conv(self, inputs: tuple[int, int]) -> ConvCache:
+        """Return the cache of a convolution: its inputs [W, C]."""
+        return ConvCache(jnp.zeros((self.plan.rows, *inputs), self.dtype))
 
 
 @dataclasses.dataclass(frozen=True)

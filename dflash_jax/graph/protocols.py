@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.kernels.caches import (
+    ConvCache,
     LayerCache,
     RecurrentCache,
     Update,
@@ -70,6 +71,10 @@ class CacheMaker(Protocol):
 
     def recurrent(self, state: tuple[int, int, int], inputs: tuple[int, int]) -> RecurrentCache:
         """Return the cache of a recurrent layer: its state [N, P, Q] and inputs [W, C]."""
+        ...
+
+    def conv(self, inputs: tuple[int, int]) -> ConvCache:
+        """Return the cache of a layer that is a convolution only: its inputs [W, C]."""
         ...
 
 

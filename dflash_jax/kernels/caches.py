@@ -61,7 +61,18 @@ class RecurrentCache:
         return zero_rows(self, rows)
 
 
-Cache = LayerCache | RecurrentCache
+@struct.dataclass
+class ConvCache:
+    """The last inputs of a layer that is a convolution only; updated as a `RecurrentCache`."""
+
+    inputs: Float[Array, "B W C"]  # oldest first
+
+    def restart(self, rows: Bool[Array, " B"]) -> "ConvCache":
+        """Return the cache with some rows as before any token."""
+        return zero_rows(self, rows)
+
+
+Cache = LayerCache | RecurrentCache | ConvCache
 # Arrays of one layer: keys, values [K, C, H] and scales [K, C] of int8 ones; or state, inputs.
 LayerSegment = tuple[Num[Array, "..."], ...]
 
@@ -144,8 +155,8 @@ def take_part(
         return jax.lax.dynamic_slice(x, _corner(x, row, start), size)[0]
 
     def take(cache: Cache) -> LayerSegment:
-        if isinstance(cache, RecurrentCache):
-            return cache.state[row], cache.inputs[row]
+        if not isinstance(cache, LayerCache):
+            return tuple(x[row] for x in jax.tree.leaves(cache))
         if cache.ring:
             at = _ring_slots(cache, start, length)
             return tuple(x[row, :, at].swapaxes(0, 1) for x in jax.tree.leaves(cache))
@@ -163,11 +174,10 @@ def put_part(
     """Put what `take_part` returned into a row of caches."""
 
     def put(cache: Cache, held: LayerSegment) -> Cache:
-        if isinstance(cache, RecurrentCache):
-            inputs = cache.inputs.at[row].set(held[1])
-            return RecurrentCache(cache.state.at[row].set(held[0]), inputs)
         arrays, tree = jax.tree.flatten(cache)
         pairs = zip(arrays, held, strict=True)
+        if not isinstance(cache, LayerCache):
+            return tree.unflatten(x.at[row].set(new) for x, new in pairs)
         if cache.ring:
             at = _ring_slots(cache, start, held[0].shape[1])
             return tree.unflatten(

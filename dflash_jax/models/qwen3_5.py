@@ -123,7 +123,8 @@ class GatedDelta(nn.Module):
         """Return convolved queries and keys of unit length, queries scaled, and values; float32."""
         c = self.config
         keys = c.key_heads * c.key_width
-        mixed = causal_conv(inputs, self.conv).astype(jnp.float32)
+        mixed = jax.nn.silu(causal_conv(inputs, self.conv))
+        mixed = mixed.astype(inputs.dtype).astype(jnp.float32)
         q, k, v = _split(mixed, keys, keys, self.values)
         q, k = (x.reshape(*x.shape[:2], c.key_heads, c.key_width) for x in (q, k))
         v = v.reshape(*v.shape[:2], c.value_heads, c.value_width)
@@ -165,7 +166,7 @@ class HybridLayer(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        cache: Cache,
+        cache: LayerCache | RecurrentCache,
         positions: Int[Array, "B T"],
         *,
         chunked: bool,

@@ -117,6 +117,18 @@ def rotate(
     return (pairs * cos + turned).reshape(x.shape)
 
 
+def grown(
+    q: Float[Array, "B T K G H"], growth: float, length: int, positions: Int[Array, "B T"]
+) -> Float[Array, "B T K G H"]:
+    """Return queries times 1 + growth log(1 + position // length), as Llama 4 and Ministral 3 do.
+
+    The factor is rounded to the queries' dtype first.
+    """
+    times = (positions // length).astype(jnp.float32)
+    factor = 1 + jnp.float32(growth) * jnp.log1p(times)
+    return q * factor.astype(q.dtype)[:, :, None, None, None]
+
+
 PIECE = 256  # slots that `attend_pieces` handles at a time
 
 

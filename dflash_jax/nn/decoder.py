@@ -14,6 +14,7 @@ from dflash_jax.graph.protocols import CacheMaker, TargetOutput, with_kernels
 from dflash_jax.kernels.caches import Cache, LayerCache
 from dflash_jax.nn.attention import (
     attend,
+    grown,
     rope_tables,
     rotate_leading,
     slot_positions,
@@ -75,6 +76,8 @@ class Attention(nn.Module):
             turn = rope_tables(rope, c.rotated or c.head_dim, positions)
             qk = rotate_leading(qk, *turn, self.kernels, neighbours=c.rotated_neighbours)
         q, k = qk[..., :groups, :], qk[..., groups, :]
+        if c.query_growth:
+            q = grown(q, c.query_growth, c.rope.original_length, positions)
         cache = write_keys_values(cache, k, v, start)
         keys = slot_positions(end, cache.slots)
         seen = visible(positions, keys, causal=True, window=self.window)

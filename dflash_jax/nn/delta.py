@@ -101,14 +101,14 @@ def unit(x: Float[Array, "... P"]) -> Float[Array, "... P"]:
 def causal_conv(
     inputs: Float[Array, "B W+T C"], kernel: Float[Array, "W+1 C"]
 ) -> Float[Array, "B T C"]:
-    """Return SiLU of a depthwise causal convolution over each token and the W before it."""
+    """Return a depthwise causal convolution over each token and the W before it, in float32."""
     taps = kernel.shape[0]
     width = inputs.shape[1] - taps + 1
     kernel = kernel.astype(jnp.float32)
     total = sum(
         inputs[:, i : i + width].astype(jnp.float32) * kernel[i][None, None] for i in range(taps)
     )
-    return jax.nn.silu(jnp.asarray(total)).astype(inputs.dtype)
+    return jnp.asarray(total)
 
 
 def step(

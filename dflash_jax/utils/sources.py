@@ -220,8 +220,10 @@ Qwen/Qwen3-4B                     2560 36 151936  z-lab/Qwen3-4B-DFlash-b16     
 Qwen/Qwen3-4B                     2560 36 151936  deepseek-ai/dspark_qwen3_4b_block7           7
 Qwen/Qwen3-8B                     4096 36 151936  z-lab/Qwen3-8B-DFlash-b16                   16
 Qwen/Qwen3-8B                     4096 36 151936  deepseek-ai/dspark_qwen3_8b_block7           7
+Qwen/Qwen3-8B                     4096 36 151936  RedHatAI/Qwen3-8B-speculator.dflash2        16
 Qwen/Qwen3-14B                    5120 40 151936  deepseek-ai/dspark_qwen3_14b_block7          7
 Qwen/Qwen3-Coder-30B-A3B-Instruct 2048 48 151936  z-lab/Qwen3-Coder-30B-A3B-DFlash            16
+Qwen/Qwen3-Coder-Next             2048 48 151936  z-lab/Qwen3-Coder-Next-DFlash               16
 Qwen/Qwen3.5-4B                   2560 32 248320  z-lab/Qwen3.5-4B-DFlash                     16
 Qwen/Qwen3.5-9B                   4096 32 248320  z-lab/Qwen3.5-9B-DFlash                     16
 Qwen/Qwen3.5-27B                  5120 64 248320  z-lab/Qwen3.5-27B-DFlash                    16
@@ -229,6 +231,7 @@ Qwen/Qwen3.5-35B-A3B              2048 40 248320  z-lab/Qwen3.5-35B-A3B-DFlash  
 Qwen/Qwen3.6-27B                  5120 64 248320  z-lab/Qwen3.6-27B-DFlash                    16
 Qwen/Qwen3.6-35B-A3B              2048 40 248320  z-lab/Qwen3.6-35B-A3B-DFlash                16
 Qwen/Qwen3.8-27B                  5120 64 248320  z-lab/Qwen3.8-27B-DFlash2                    8
+Qwen/Qwen3.8-27B                  5120 64 248320  RedHatAI/Qwen3.8-27B-speculator.dspark       8
 google/gemma-4-31B-it             5376 60 262144  z-lab/gemma-4-31B-it-DFlash                 16
 google/gemma-4-26B-A4B-it         2816 30 262144  z-lab/gemma-4-26B-A4B-it-DFlash             16
 openai/gpt-oss-20b                2880 24 201088  z-lab/gpt-oss-20b-DFlash                     8

@@ -14,7 +14,13 @@ import safetensors.numpy
 from gguf_models import LAYER, Q, finish, interleave
 
 Tensors = dict[str, np.ndarray]
-WHOLE = ("ffn_gate_inp", "ssm_conv1d", "per_layer_model_proj", "norm")  # never quantised
+WHOLE = (
+    "ffn_gate_inp",
+    "ssm_conv1d",
+    "shortconv.conv",
+    "per_layer_model_proj",
+    "norm",
+)  # never quantised
 ATTENTION = [(theirs, ours) for theirs, ours in LAYER if ours.startswith("attn_")]
 MLP = [(theirs, ours) for theirs, ours in LAYER if ours in ("ffn_gate", "ffn_up", "ffn_down")]
 
@@ -36,11 +42,12 @@ def write_family(
     common(writer, config)
     keys(writer, config, architecture)
     outer = {"token_embd.weight": tensors["embed_tokens.weight"]}
-    outer["output_norm.weight"] = tensors["norm.weight"]
+    if "norm.weight" in tensors:
+        outer["output_norm.weight"] = tensors["norm.weight"]
     if "lm_head.weight" in tensors:
         outer["output.weight"] = tensors["lm_head.weight"]
     found = outer | rename(tensors, config)
-    if architecture.startswith("qwen35") or architecture == "gemma3":
+    if architecture.startswith("qwen35") or architecture in ("gemma3", "qwen3next"):
         found["output_norm.weight"] = found["output_norm.weight"] + 1
     for name, array in form(found).items():
         add(writer, name, array, kind)
@@ -65,7 +72,7 @@ def common(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
 
 
 def heads(writer: gguf.GGUFWriter, config: dict) -> None:
@@ -371,7 +378,78 @@ def phi3(tensors: Tensors, config: dict) -> Tensors:
     return named(tensors, config) | factors
 
 
+def ministral3_keys(writer: gguf.GGUFWriter, config: dict, architecture: str) -> None:
+    dense_keys(writer, config, architecture)
+    rope = config["rope_parameters"]
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+    writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+
+
+def qwen3_next_keys(writer: gguf.GGUFWriter, config: dict, architecture: str) -> None:
+    qwen3_5_keys(writer, config | {"rope_parameters": {"mrope_section": [], **ROPE}}, architecture)
+    keys = writer.kv_data[0]
+    for key in ("rope.dimension_sections", "attention.recurrent_layers"):
+        del keys[f"{architecture}.{key}"]
+    writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+
+
+ROPE = {"rope_theta": 10000.0}
+
+
+def qwen3_next(tensors: Tensors, config: dict) -> Tensors:
+    """Value heads stay grouped; queries, keys, values and gates are unpicked head by head."""
+    plain = {k: v for k, v in tensors.items() if ".linear_attn." not in k}
+    kinds = ["full_attention"] * config["num_hidden_layers"]
+    found = qwen3_5(plain, config | {"layer_types": kinds})
+    heads, width = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    each = config["linear_num_value_heads"] // heads * config["linear_value_head_dim"]
+    for i, kind in enumerate(config["layer_types"]):
+        if kind != "linear_attention":
+            continue
+        own = f"layers.{i}.linear_attn."
+        by_head = np.split(tensors[f"{own}in_proj_qkvz.weight"], heads)
+        cuts = [width, 2 * width, 2 * width + each]
+        parts = [np.split(head, cuts) for head in by_head]
+        *qkv, z = (np.concatenate(part) for part in zip(*parts, strict=True))
+        found |= {
+            f"blk.{i}.attn_qkv.weight": np.concatenate(qkv),
+            f"blk.{i}.attn_gate.weight": z,
+            f"blk.{i}.ssm_ba.weight": tensors[f"{own}in_proj_ba.weight"],
+            f"blk.{i}.ssm_conv1d.weight": tensors[f"{own}conv1d.weight"][:, 0],
+            f"blk.{i}.ssm_a": -np.exp(tensors[f"{own}A_log"]),
+            f"blk.{i}.ssm_dt.bias": tensors[f"{own}dt_bias"],
+            f"blk.{i}.ssm_norm.weight": tensors[f"{own}norm.weight"],
+            f"blk.{i}.ssm_out.weight": tensors[f"{own}out_proj.weight"],
+        }
+    return found
+
+
+def lfm2_keys(writer: gguf.GGUFWriter, config: dict, architecture: str) -> None:
+    own = config["num_key_value_heads"]
+    attends = [kind == "full_attention" for kind in config["layer_types"]]
+    writer.add_head_count_kv([own if attend else 0 for attend in attends])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    writer.add_feed_forward_length(config["intermediate_size"])  # two thirds of it, rounded up
+
+
+def lfm2(tensors: Tensors, config: dict) -> Tensors:
+    found = {
+        name: array[:, 0] if "shortconv.conv" in name else array
+        for name, array in named(tensors, config).items()
+    }
+    return found | {"token_embd_norm.weight": tensors["embedding_norm.weight"]}
+
+
 FAMILIES = {
+    "lfm2": ("lfm2", lfm2_keys, lfm2),
+    "ministral3": ("mistral3", ministral3_keys, turned),
+    "qwen3_next": ("qwen3next", qwen3_next_keys, qwen3_next),
     "gemma3_text": ("gemma3", gemma3_keys, named),
     "glm4": ("glm4", glm4_keys, named),
     "granite": ("granite", granite_keys, turned),

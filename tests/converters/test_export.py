@@ -29,6 +29,7 @@ from dflash_jax.utils import atomic
 DRAFTERS = sorted(p for p in (ORACLE / "drafters").glob("v[12]*"))
 DRAFTER = ORACLE / "drafters" / "v1_sliding"
 NEW = ("qwen2", "mistral", "smollm3", "gemma3", "olmo2", "granite", "glm4", "phi3")
+NEW += ("ministral3", "qwen3_next", "lfm2")
 UNLIKE_SPECULATORS = ("v1_full_causal", "v1_gemma_target", "v1_sliding_bidirectional")
 
 
@@ -91,7 +92,17 @@ def test_a_target_without_listed_windows_sees_everything():
     assert again.windows == (None,) * config.num_layers
 
 
-@pytest.mark.parametrize("name", ["targets/llama3", "targets/qwen3", "drafters/v1_full"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "targets/llama3",
+        "targets/qwen3",
+        "targets/ministral3",
+        "targets/qwen3_next",
+        "targets/lfm2",
+        "drafters/v1_full",
+    ],
+)
 def test_a_folder_written_again_holds_the_same_tensors(tmp_path, name):
     folder = ORACLE / name
     theirs = safetensors.numpy.load_file(folder / "model.safetensors")

@@ -22,6 +22,7 @@ from dflash_jax.errors import CheckpointError, ConfigError
 TARGETS = ORACLE / "targets"
 NAMES = ["qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss"]
 NAMES += ["qwen2", "smollm3", "gemma3", "olmo2", "granite", "glm4", "phi3"]
+NAMES += ["ministral3", "qwen3_next", "lfm2"]
 NAMES += ["gemma4", "gemma4_moe", "gemma4_ple", "gemma4_unified"]
 
 

@@ -9,6 +9,7 @@ import pytest
 from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
 from dflash_jax.config.family import drafter_kinds, family_of, target_families
 from dflash_jax.config.gemma3 import Gemma3Config
+from dflash_jax.config.lfm2 import Lfm2Config
 from dflash_jax.config.smollm3 import SmolLM3Config
 from dflash_jax.converters import families
 from dflash_jax.converters.names.slots import Slot
@@ -46,7 +47,14 @@ TARGETS: dict[str, Callable[..., TargetConfig]] = {
     "glm4": functools.partial(tiny_target, norm_after=True, rotated=4, qkv_bias=True),
     "gpt_oss": tiny_gpt_oss,
     "granite": tiny_target,
+    "lfm2": lambda **changes: Lfm2Config(
+        **vars(tiny_target(**{"qk_norm": True} | changes)),
+        recurrent=(True, False, True),
+        conv_kernel=3,
+        conv_bias=True,
+    ),
     "llama": tiny_target,
+    "ministral3": functools.partial(tiny_target, query_growth=0.1),
     "mistral": tiny_target,
     "olmo2": functools.partial(tiny_target, **AFTER),
     "phi3": functools.partial(tiny_target, rotated=6),
@@ -55,6 +63,7 @@ TARGETS: dict[str, Callable[..., TargetConfig]] = {
     "qwen3_5_text": tiny_hybrid,
     "qwen3_5_moe_text": functools.partial(tiny_hybrid, **EXPERTS),
     "qwen3_moe": tiny_moe,
+    "qwen3_next": functools.partial(tiny_hybrid, **EXPERTS),
     "smollm3": lambda **changes: SmolLM3Config(**vars(tiny_target(**changes)), unrotated=(2,)),
 }
 BIASED = ("llama", "qwen3", "qwen3_moe")

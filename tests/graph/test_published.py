@@ -113,6 +113,18 @@ PAIRS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
         0,
         ("norms before and after attention and MLP; 64 of 128 dimensions rotated",),
     ),
+    "Ministral-3-8B-Base-2512": (
+        "none",
+        8_489_553_920,
+        0,
+        ("34 layers  full attention", "queries grow from position 16,384"),
+    ),
+    "LFM2.5-1.2B-Instruct": (
+        "none",
+        1_170_340_608,
+        0,
+        ("10 convolution over 3, 6 full attention", "queries and keys normed; ends at 7"),
+    ),
     "Phi-4-mini-instruct": ("none", 3_836_021_760, 0, ("96 of 128 dimensions rotated",)),
 }
 
@@ -159,6 +171,20 @@ def test_explain_says_what_a_pair_needs_without_allocating(
     assert rooflines["plain[greedy]"]["bound"] == "memory"
     for program in rooflines:
         assert f"\n{program} " in text
+
+
+def test_explain_tells_that_qwen3_coder_next_needs_more_than_one_device(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """80 billion weights, of which the experts are not packed."""
+    folder = str(FOLDER / "Qwen3-Coder-Next")
+    assert main(["explain", "--target", folder, "--drafter", "none", "--device", "H200"]) == 1
+    assert "needs weights 148.4 GiB" in capsys.readouterr().err
+    target = read_target_config(FOLDER / "Qwen3-Coder-Next")
+    kinds = target.layer_kinds
+    assert (kinds.count("gated delta net"), kinds.count("gated attention")) == (36, 12)
+    assert (target.num_experts, target.experts_per_token) == (512, 10)
+    assert sum(parameters(planned(target, None, LEAST))["target"].values()) == 79_674_391_296
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import Plan
-from dflash_jax.config import TargetConfig
+from dflash_jax.config import RopeConfig, TargetConfig
 from dflash_jax.config.family import target_families
 from dflash_jax.config.smollm3 import SmolLM3Config
 from dflash_jax.errors import PlanError
@@ -41,8 +41,15 @@ WIDE = dataclasses.replace(QWEN3, hidden_size=576, intermediate_size=1536, head_
 QWEN2 = dataclasses.replace(QWEN3, model_type="qwen2", qk_norm=False, qkv_bias=True)
 MISTRAL = dataclasses.replace(LLAMA, model_type="mistral", windows=(20, 20), mlp_bias=False)
 SMOLLM3 = SmolLM3Config(**vars(LLAMA) | {"model_type": "smollm3"}, unrotated=(1,))
+MINISTRAL3 = dataclasses.replace(
+    MISTRAL,
+    model_type="ministral3",
+    windows=(None, None),
+    query_growth=0.3,
+    rope=RopeConfig(kind="yarn", factor=4.0, original_length=8),
+)
 CASES = {"llama": LLAMA, "qwen3": QWEN3, "odd": ODD, "wide": WIDE}
-CASES |= {"qwen2": QWEN2, "mistral": MISTRAL, "smollm3": SMOLLM3}
+CASES |= {"qwen2": QWEN2, "mistral": MISTRAL, "smollm3": SMOLLM3, "ministral3": MINISTRAL3}
 INT8: dict[str, Any] = {"weights": "int8"}
 FLOAT: dict[str, Any] = {"kernels": "native"}
 
@@ -83,6 +90,7 @@ def all_steps(
         ("qwen2", 1, FLOAT),
         ("mistral", 1, INT8),
         ("smollm3", 1, FLOAT),
+        ("ministral3", 1, FLOAT),
         ("odd", 3, FLOAT | {"dtype": "bfloat16"}),
         ("qwen3", 2, INT8 | {"kv_dtype": "int8"}),
         ("llama", 1, FLOAT | {"start": 1000}),  # of larger angles

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
 from dflash_jax.config import read_target_config, target_config
@@ -17,6 +18,7 @@ from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_engine, scripted_engine, set_script, tiny_drafter
 
 FAMILIES = ("qwen2", "mistral", "smollm3", "gemma3", "olmo2", "granite", "glm4", "phi3")
+FAMILIES += ("ministral3", "lfm2")
 NEW = 24
 
 
@@ -67,6 +69,14 @@ def test_speculative_tokens_are_the_plain_ones(
         ("glm4", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; expected 0 to 1"),
         ("glm4", {"partial_rotary_factor": 0.2}, "3 of 16 dimensions are to be rotated"),
         ("phi3", {"lm_head_bias": True}, "lm_head_bias is True; only False"),
+        ("ministral3", {"attention_bias": True}, "attention_bias is True; only False"),
+        ("ministral3", {"text_config": {"model_type": "mistral4"}}, "'mistral4'; only 'mistral'"),
+        ("ministral3", {"llama_4_scaling_beta": 0.1}, "llama_4_scaling_beta"),
+        ("lfm2", {"layer_types": ["conv", "linear_attention"]}, "expected 4 entries of"),
+        ("lfm2", {"full_attn_idxs": 2}, "full_attn_idxs is 2; expected a list of layers"),
+        ("lfm2", {"block_multiple_of": 0}, "block_multiple_of is 0; expected 1 or more"),
+        ("lfm2", {"conv_L_cache": 1}, "conv_kernel is 1; it must be at least 2"),
+        ("lfm2", {"attention_bias": True}, "attention_bias is True; only False"),
     ],
 )
 def test_fields_that_no_module_can_follow_are_refused(
@@ -103,3 +113,44 @@ def test_a_mistral_is_written_as_a_llama(oracle: Path, tmp_path: Path) -> None:
     expected = dj.load_target(folder).forward(ids).logits
     model = TargetModel(found.config, found.load("float32"), "float32")
     np.testing.assert_array_equal(model.forward(ids).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["ministral3", "qwen3_next", "lfm2"])
+def test_drafts_copied_from_the_text_change_no_token(oracle: Path, name: str) -> None:
+    plan = dj.Plan(max_length=160, chunk=16, block=8)
+    engine = dj.load(oracle / "targets" / name, "ngram", plan=plan)
+    engine.measures_drafting = False
+    prompt = np.random.default_rng(0).integers(3, 120, 12).tolist() * 5
+    for options in ({}, {"temperature": 0.7, "seed": 3}):
+        options |= {"max_tokens": 64, "ignore_eos": True}
+        plain = engine.generate(prompt, speculative=False, **options).token_ids
+        assert engine.generate(prompt, **options).token_ids == plain
+
+
+def test_a_text_model_in_a_multimodal_config_is_the_same_target(oracle: Path) -> None:
+    """As in Ministral 3, and as in Mistral Small 3, whose queries do not grow."""
+    found = json.loads((oracle / "targets" / "ministral3" / "config.hub.json").read_text())
+    outer = {"model_type": "mistral3", "vision_config": {}, "text_config": found}
+    outer |= {"torch_dtype": "float32", "eos_token_id": 2, "spatial_merge_size": 2}
+    assert target_config(outer) == target_config(found)
+    for key in ("model_type", "rope_parameters"):
+        del found[key]
+    older = target_config(
+        outer | {"text_config": found | {"rope_theta": 1e9, "sliding_window": None}}
+    )
+    assert (older.model_type, older.query_growth, older.rope.kind) == ("ministral3", 0, "default")
+    assert (older.rope.theta, older.windows) == (1e9, (None,) * 3)
+
+
+def test_vision_weights_of_a_ministral_are_set_aside(oracle: Path, tmp_path: Path) -> None:
+    folder = oracle / "targets" / "ministral3"
+    found = json.loads((folder / "config.json").read_text())
+    outer = {"model_type": "mistral3", "text_config": found, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    tensors = {f"language_model.{k}": v for k, v in load_file(folder / "model.safetensors").items()}
+    tensors["vision_tower.patch_conv.weight"] = np.zeros((2, 2), np.float32)
+    tensors["multi_modal_projector.linear_1.weight"] = np.zeros((2, 2), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    vectors = load_file(folder / "vectors.safetensors")
+    logits = dj.load_target(tmp_path).forward(vectors["input_ids"]).logits
+    np.testing.assert_allclose(logits, vectors["logits"], atol=2e-4, rtol=0)

@@ -1,4 +1,4 @@
-"""Qwen3.5 against transformers, and C1 with recurrent states."""
+"""Qwen3.5 and Qwen3-Next against transformers; C1 with recurrent states, LFM2's among them."""
 
 import dataclasses
 import json
@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 import dflash_jax as dj
 from dflash_jax.config import read_target_config, target_config
+from dflash_jax.config.lfm2 import Lfm2Config
 from dflash_jax.config.qwen3_5 import HybridConfig
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.names.published import fields
@@ -25,7 +26,7 @@ from dflash_jax.graph.keys import ProgramKey, Step
 from dflash_jax.graph.memory import budget
 from dflash_jax.graph.state import DecodeState, commit
 from dflash_jax.graph.steps.inputs import ForcedTokensInputs
-from dflash_jax.kernels.caches import RecurrentCache
+from dflash_jax.kernels.caches import LayerCache, RecurrentCache
 from dflash_jax.models import build_pair
 from dflash_jax.testing import (
     folder_params,
@@ -36,10 +37,12 @@ from dflash_jax.testing import (
     set_script,
     tiny_drafter,
     tiny_hybrid,
+    tiny_target,
 )
 
 WITHIN = {"atol": 1e-3, "rtol": 0}
-CASES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_vl", "qwen3_5_moe_vl")
+CASES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_vl", "qwen3_5_moe_vl", "qwen3_next")
+SOAKED = ("qwen3_5_vl", "qwen3_5_moe_vl")
 CHUNK, BLOCK, NEW = 16, 4, 40
 
 
@@ -57,7 +60,7 @@ def read_case(path: Path) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    "name", [*CASES[:2], *(pytest.param(name, marks=pytest.mark.soak) for name in CASES[2:])]
+    "name", [pytest.param(name, marks=[pytest.mark.soak] * (name in SOAKED)) for name in CASES]
 )
 def test_logits_and_hidden_states_of_a_whole_pass(oracle: Path, name: str) -> None:
     case = read_case(oracle / "targets" / name)
@@ -113,7 +116,10 @@ class Cached:
 
 @pytest.fixture(
     scope="module",
-    params=[CASES[0], *(pytest.param(name, marks=pytest.mark.soak) for name in CASES[1:])],
+    params=[
+        pytest.param(name, marks=[pytest.mark.soak] * (name in ("qwen3_5_moe", *SOAKED)))
+        for name in (*CASES, "lfm2")
+    ],
 )
 def case(request: pytest.FixtureRequest, oracle: Path) -> SimpleNamespace:
     return read_case(oracle / "targets" / request.param)
@@ -137,11 +143,12 @@ def test_blocks_and_states_after_a_prefill_and_a_rollback(
 
     def same_states(name: str, state: DecodeState) -> None:
         for i, cache in enumerate(state.target):
-            if isinstance(cache, RecurrentCache):
+            if not isinstance(cache, LayerCache):
                 at = f"incr.{name}.state.{i}"
-                np.testing.assert_allclose(cache.state, v[f"{at}.recurrent"], **WITHIN)
                 inputs = np.swapaxes(cache.inputs, 1, 2)
                 np.testing.assert_allclose(inputs, v[f"{at}.conv"], **WITHIN)
+            if isinstance(cache, RecurrentCache):
+                np.testing.assert_allclose(cache.state, v[f"{at}.recurrent"], **WITHIN)
 
     state, *seen = cached(cached.empty, v["input_ids"][:, : case.prefill], case.prefill)
     same("prefill", *seen)
@@ -190,12 +197,20 @@ EXPERTS = {
     "shared_expert_size": 20,
     **PAIR,
 }
+LFM2 = Lfm2Config(
+    **vars(tiny_target(model_type="lfm2", qk_norm=True)),
+    recurrent=(True, False, True),
+    conv_kernel=3,
+    conv_bias=True,
+)
 
 
 @pytest.fixture(
     scope="module",
     params=[
         pytest.param(("float32", PAIR), id="float32"),
+        pytest.param(("float32", LFM2), id="lfm2-float32"),
+        pytest.param(("bfloat16", LFM2), id="lfm2-bfloat16", marks=pytest.mark.soak),
         pytest.param(("float32", {}), id="three-float32", marks=pytest.mark.soak),
         pytest.param(("bfloat16", EXPERTS), id="experts-bfloat16", marks=pytest.mark.soak),
         pytest.param(("bfloat16", {}), id="bfloat16", marks=pytest.mark.soak),
@@ -204,8 +219,8 @@ EXPERTS = {
 def engine(request: pytest.FixtureRequest) -> Engine:
     """Two rows with a scripted drafter."""
     dtype, changes = request.param
-    target = tiny_hybrid(**changes)
-    chunk = 7 if "num_experts" in changes else CHUNK
+    target = changes if isinstance(changes, Lfm2Config) else tiny_hybrid(**changes)
+    chunk = 7 if target.num_experts else CHUNK
     plan = dj.Plan(rows=2, max_length=192, chunk=chunk, block=BLOCK, dtype=dtype)
     return scripted_engine(random_engine(target, tiny_drafter(target), plan))
 
@@ -224,8 +239,8 @@ def scripts(truth: list[int], seed: int) -> Iterator[tuple[str, list[int]]]:
 
 def recurrent(engine: Engine, row: int = 0) -> list[np.ndarray]:
     """Return the recurrent states of a row."""
-    caches = [c for c in engine.core.runner.state.target if isinstance(c, RecurrentCache)]
-    return [np.asarray(x[row]) for c in caches for x in (c.state, c.inputs)]
+    caches = [c for c in engine.core.runner.state.target if not isinstance(c, LayerCache)]
+    return [np.asarray(x[row]) for c in caches for x in jax.tree.leaves(c)]
 
 
 @pytest.mark.optimised
@@ -237,7 +252,7 @@ def test_every_accept_pattern_gives_plain_tokens_and_plain_states(
     plain = engine.generate(prompt, max_tokens=NEW, speculative=False).token_ids
     states = recurrent(engine)
     assert states[0].dtype == np.float32
-    assert len(set(plain)) > 5
+    assert len(set(plain)) > (5 if isinstance(engine.graph.config, HybridConfig) else 2)
     for name, script in scripts([*prompt, *plain], seed=length):
         set_script(engine, script)
         result = engine.generate(prompt, max_tokens=NEW)

@@ -36,6 +36,8 @@ TARGETS = (
     "granite",
     "glm4",
     "phi3",
+    "ministral3",
+    "lfm2",
 )
 
 

@@ -160,4 +160,4 @@ def test_a_convolution_sees_its_own_channel_and_the_past_only() -> None:
     out = np.asarray(causal_conv(jnp.asarray(inputs), jnp.asarray(kernel)))
     for t in range(6):
         total = (inputs[:, t : t + 4] * kernel[None]).sum(axis=1)
-        np.testing.assert_allclose(out[:, t], total / (1 + np.exp(-total)), atol=1e-6)
+        np.testing.assert_allclose(out[:, t], total, atol=1e-6)
