@@ -89,7 +89,7 @@ def gather(w: Weight, ids: Int[Array, "*places"], dtype: jnp.dtype) -> Array:
         return jnp.take(w.array, ids, axis=0, mode="clip")
     if isinstance(w, Tiled) or not isinstance(w, StructuredWeight):
         table = w.row_major if isinstance(w, Tiled) else w
-        return jnp.moveaxis(jnp.take(table, ids, axis=1, mode="clip"), 0, -1)
+        return jax.lax.platform_dependent(table, ids, tpu=_take_one_by_one, default=_take)
     if isinstance(w, Interleaved):
         table = native_products.gather(w, ids.ravel())
         return table.astype(dtype).reshape(*ids.shape, w.shape[0])
@@ -99,6 +99,22 @@ def gather(w: Weight, ids: Int[Array, "*places"], dtype: jnp.dtype) -> Array:
     if w.kind == "int8":
         table *= columns["scale"]
     return table.T.astype(dtype).reshape(*ids.shape, w.shape[0])
+
+
+def _take(table: Float[Array, "D V"], ids: Int[Array, "*places"]) -> Float[Array, "*places D"]:
+    return jnp.moveaxis(jnp.take(table, ids, axis=1, mode="clip"), 0, -1)
+
+
+def _take_one_by_one(
+    table: Float[Array, "D V"], ids: Int[Array, "*places"]
+) -> Float[Array, "*places D"]:
+    """Compute `_take` by slices. For a gather of columns, a TPU would transpose the whole table."""
+
+    def column(at: Int[Array, ""]) -> Float[Array, " D"]:
+        return jax.lax.dynamic_slice_in_dim(table, at, 1, axis=1)[:, 0]
+
+    found = jax.lax.map(column, jnp.clip(ids.ravel(), 0, table.shape[1] - 1))
+    return found.reshape(*ids.shape, len(table))
 
 
 def abstract(shape: tuple[int, ...], spec: Spec, dtype: jnp.dtype) -> Packed | Joined:
