@@ -13,7 +13,7 @@ from dflash_jax.errors import PlanError, RequestError
 from dflash_jax.kernels.products import gather
 
 needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu, of the extra `tpu`, is not installed"
+    importlib.util.find_spec("libtpu") is None, reason="needs libtpu, of the extra `tpu`"
 )
 
 HLO = """HloModule step
@@ -46,7 +46,8 @@ def test_kernels_of_the_target_are_compared_without_names() -> None:
     renamed = HLO.replace("%dot.1", "%dot.7").replace("%q =", "%fusion.3 =")
     assert sum(target_kernels(HLO).values()) == 1
     assert target_kernels(renamed) == target_kernels(HLO)
-    assert target_kernels(HLO.replace("bf16[64,32]{1,0}", "bf16[64,32]{0,1}")) != target_kernels(HLO)
+    relaid = HLO.replace("bf16[64,32]{1,0}", "bf16[64,32]{0,1}")
+    assert target_kernels(relaid) != target_kernels(HLO)
 
 
 @pytest.mark.parametrize(
