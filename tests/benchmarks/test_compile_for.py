@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks.compile_for import devices, launched, mesh_of, table, target_kernels
+from benchmarks.compile_for import accessed, devices, launched, mesh_of, table, target_kernels
 from dflash_jax.errors import PlanError, RequestError
 from dflash_jax.kernels.products import gather
 
@@ -100,3 +100,39 @@ def test_a_tpu_looks_up_embeddings_without_copying_their_table(name: str) -> Non
     lookup = jax.jit(lambda w, ids: gather(w, ids, jnp.dtype("bfloat16")))
     memory = lookup.lower(table, tokens).compile().memory_analysis()
     assert memory.temp_size_in_bytes < table.size * 2 / 16
+
+
+GATHER = """HloModule step
+
+%looked_up (table: bf16[1000,64], at: s32[4]) -> bf16[4,64] {
+  %table = bf16[1000,64]{1,0} parameter(0)
+  %at = s32[4]{0} parameter(1)
+  ROOT %g = bf16[4,64]{1,0} gather(%table, %at), offset_dims={1}
+}
+
+%put (cache: bf16[8,64], row: bf16[1,64], i: s32[]) -> bf16[8,64] {
+  %cache = bf16[8,64]{1,0} parameter(0)
+  %row = bf16[1,64]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %u = bf16[8,64]{1,0} dynamic-update-slice(%cache, %row, %i, %i)
+}
+
+ENTRY %main (t: bf16[1000,64]) -> bf16[8,64] {
+  %t = bf16[1000,64]{1,0} parameter(0)
+  %ids = s32[4]{0} parameter(1)
+  %c = bf16[8,64]{1,0} parameter(2)
+  %r = bf16[1,64]{1,0} parameter(3)
+  %n = s32[] parameter(4)
+  %found = bf16[4,64]{1,0} fusion(%t, %ids), kind=kLoop, calls=%looked_up
+  %written = bf16[8,64]{1,0} fusion(%c, %r, %n), kind=kLoop, calls=%put
+  %all = bf16[1000,64]{1,0} copy(%t)
+}
+"""
+
+
+def test_of_arrays_that_are_gathered_from_or_updated_only_a_part_is_moved() -> None:
+    assert accessed(GATHER) == {
+        "found": 4 * 64 * 2 + 4 * 4 + 4 * 64 * 2,
+        "written": 128 + 128 + 4 + 128,
+        "all": 2 * 1000 * 64 * 2,
+    }
