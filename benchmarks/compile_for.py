@@ -166,10 +166,11 @@ def accessed(hlo: str) -> dict[str, int]:
         inner = {int(rest.split(")")[0]): of for of, what, _, rest in body if what == "parameter"}
         total = 0
         for i, operand in enumerate(operands):
-            uses = [of for of in body if re.search(rf"%{re.escape(inner.get(i, '-'))}\b", of[3])]
+            uses = [of for of in body if inner.get(i, "-") in _operands(of)]
             while uses and all(of[1] == "bitcast" for of in uses):
-                uses = [of for of in body if re.search(rf"%{re.escape(uses[0][0])}\b", of[3])]
-            parts = [_touched(of, sizes) for of in uses]
+                inner[i] = uses[0][0]
+                uses = [of for of in body if inner[i] in _operands(of)]
+            parts = [_touched(of, sizes) if _operands(of)[0] == inner[i] else None for of in uses]
             whole = not uses or None in parts
             total += sizes.get(operand, 0) if whole else sum(filter(None, parts))
         updates = [_touched(of, sizes) for of in body if of[1] == "dynamic-update-slice"]
@@ -179,12 +180,16 @@ def accessed(hlo: str) -> dict[str, int]:
 
 def _touched(operation: tuple[str, str, int, str], sizes: Mapping[str, int]) -> int | None:
     """Return the bytes of its first operand that an operation touches; None for all of them."""
-    _, kind, size, rest = operation
+    _, kind, size, _ = operation
     if kind in ("slice", "dynamic-slice", "gather"):
         return size
     if kind == "dynamic-update-slice":
-        return sizes.get(re.findall(r"%([\w.-]+)", rest)[1], 0)
+        return sizes.get(_operands(operation)[1], 0)
     return None
+
+
+def _operands(operation: tuple[str, str, int, str]) -> list[str]:
+    return re.findall(r"%([\w.-]+)", operation[3].split(")", 1)[0])
 
 
 def _operations(text: str) -> Iterator[tuple[str, str, int, str]]:
@@ -456,7 +461,7 @@ def steps(
 def main(given: list[str] | None = None) -> int:
     """Compile the programs and report on them."""
     options = arguments(given)
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if options.cuda:
         nvcc = options.cuda / "nvidia" / "cuda_nvcc"
         os.environ["PATH"] = f"{nvcc / 'bin'}:{os.environ['PATH']}"

@@ -1,6 +1,7 @@
 """Compiling for devices that are not here: names of devices, and reading of optimised HLO."""
 
 import importlib.util
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import jax
@@ -85,6 +86,14 @@ def test_the_table_names_what_does_not_fit_and_what_differs() -> None:
     assert lines[-1].startswith("| v5e | n, float | Used 30G of 16G. |")
 
 
+@pytest.fixture
+def no_compilation_cache() -> Iterator[None]:
+    """Programs for devices that are not here cannot be loaded from it."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
 @needs_libtpu
 def test_a_topology_that_does_not_exist_is_refused() -> None:
     with pytest.raises(PlanError, match="there is no TPU topology v6e:3x5"):
@@ -93,7 +102,9 @@ def test_a_topology_that_does_not_exist_is_refused() -> None:
 
 @needs_libtpu
 @pytest.mark.parametrize("name", ["v5e", "v5p", "v6e"])
-def test_a_tpu_looks_up_embeddings_without_copying_their_table(name: str) -> None:
+def test_a_tpu_looks_up_embeddings_without_copying_their_table(
+    name: str, no_compilation_cache: None
+) -> None:
     where = SingleDeviceSharding(devices(name)[0])
     table = jax.ShapeDtypeStruct((1024, 32768), jnp.bfloat16, sharding=where)
     tokens = jax.ShapeDtypeStruct((1, 16), jnp.int32, sharding=where)
@@ -133,6 +144,6 @@ ENTRY %main (t: bf16[1000,64]) -> bf16[8,64] {
 def test_of_arrays_that_are_gathered_from_or_updated_only_a_part_is_moved() -> None:
     assert accessed(GATHER) == {
         "found": 4 * 64 * 2 + 4 * 4 + 4 * 64 * 2,
-        "written": 128 + 128 + 4 + 128,
+        "written": 3 * 128,  # without its scalar
         "all": 2 * 1000 * 64 * 2,
     }
