@@ -66,6 +66,7 @@ HEADINGS = (
 )
 NAME = re.compile(r"(\w+?)(?:-(\d+)|:(\d+(?:x\d+)*))?")
 LINE = re.compile(r"\s+(?:ROOT )?%([\w.-]+) = \(?(\w+)\[([\d,]*)\].*?[\])}] ([\w-]+)\(")
+ON_CHIP = re.compile(r"[^\[]*\[[\d,]*\]\{[^}]*S\(\d\)")  # in a TPU's own memory
 CALLED = re.compile(r"(?:to_apply|body|condition|branch_computations)=\{?%([\w.-]+)")
 NAMES = re.compile(r",? ?metadata=\{[^}]*\}|%[\w.-]+|(?:params|state|parameter|param)[\w.-]*")
 FREE = {"parameter", "bitcast", "get-tuple-element", "constant", "tuple", "iota"}
@@ -133,7 +134,7 @@ def computations(hlo: str) -> dict[str, str]:
 
 
 def launched(hlo: str) -> Iterator[tuple[str, str, int, str]]:
-    """Yield every launched operation: name, kind, bytes written, line of HLO."""
+    """Yield every launched operation: name, kind, bytes written to memory, line of HLO."""
     named, done = computations(hlo), set()
     waiting = [name for name, text in named.items() if text.startswith("ENTRY")]
     while waiting:
@@ -148,7 +149,8 @@ def launched(hlo: str) -> Iterator[tuple[str, str, int, str]]:
                 waiting += CALLED.findall(line)
                 continue
             size = math.prod(int(d) for d in found[3].split(",") if d)
-            yield found[1], found[4], size * ITEM.get(found[2], 4), line
+            size *= 0 if ON_CHIP.match(line) else ITEM.get(found[2], 4)
+            yield found[1], found[4], size, line
 
 
 def accessed(hlo: str) -> dict[str, int]:
