@@ -23,9 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu_compile import ITEM
 from benchmarks.paired import markdown
 
+# bytes of a number, by HLO's names
+ITEM = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 ROWS, LENGTH = 16, 8192  # requests decoded together, and slots of each
 COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 BY_REDUCTION = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "all-to-all": 1}
@@ -61,6 +62,7 @@ class Machine:
 H100 = Machine("H100", local=8, read=3.35e12, link=450e9, network=50e9, memory=80e9)
 # A slice is one domain of links, whatever its hosts; a ring uses two of a chip's four links.
 V5E = Machine("v5e", local=16, read=819e9, link=100e9, network=100e9, memory=16e9)
+V6E = Machine("v6e", local=16, read=1638e9, link=200e9, network=200e9, memory=32e9)
 
 
 @dataclasses.dataclass(frozen=True)

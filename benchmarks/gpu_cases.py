@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from dflash_jax import Graph, Plan
 from dflash_jax.config import (
@@ -94,11 +95,19 @@ def _draw(shape: tuple[int, ...], dtype: str, rates: bool) -> Callable[[jax.Arra
 
 
 def planned(
-    configs: Configs, *, platform: str = "gpu", memory: int = 139 * 2**30, **fields: Any
+    configs: Configs,
+    *,
+    platform: str = "gpu",
+    memory: int = 139 * 2**30,
+    mesh: Mesh | None = None,
+    **fields: Any,
 ) -> Graph:
     """Return the graph of both configs, by default for an H200."""
     pair = build_pair(*configs)
-    return Graph(pair, resolve(Plan(**fields), pair, platform=platform, memory=memory))
+    if mesh is not None:
+        fields["mesh"] = tuple(mesh.shape.values())
+    plan = resolve(Plan(**fields), pair, platform=platform, memory=memory)
+    return Graph(pair, plan, mesh=mesh)
 
 
 def one_token(graph: Graph) -> Graph:
@@ -120,8 +129,8 @@ def part_programs(graph: Graph) -> dict[str, Program]:
     parts = {
         "plain1": narrow,
         "plain": declared[plain],
-        "verify": Program(plain, verify, (*arguments, block), (1,)),
-        "draft": Program(plain, draft, arguments, (1,)),
+        "verify": Program(plain, verify, (*arguments, block), (1,), declared[plain].placement),
+        "draft": Program(plain, draft, arguments, (1,), declared[plain].placement),
         "fused": declared[fused],
     }
     return {name: dataclasses.replace(p, key=ProgramKey(name)) for name, p in parts.items()}

@@ -138,7 +138,8 @@ class Explanation:
         yield f"memory   {self.budget}"
         yield (
             f"device   {self.device.name}: {self.device.bytes_per_s / 1e9:,.0f} GB/s,"
-            f" {self.device.flops_per_s[p.dtype] / 1e12:,.1f} TFLOP/s {p.dtype} (assumed)"
+            f" {self.device.flops_per_s[p.dtype] / 1e12:,.1f} TFLOP/s {p.dtype}"
+            f" ({self.device.source})"
         )
         stops = getattr(t, "eos_token_ids", ())
         ends = [f"ends at {' '.join(map(str, stops))}"] if stops else []

@@ -75,8 +75,7 @@ class Graph(PlannedPair):
             raise PlanError(f"device is {device!r}; expected one of {', '.join(DEVICES)}")
         if device and not isinstance(plan, ResolvedPlan):
             found = DEVICES[device]
-            platform = "cpu" if device == "CPU" else "gpu"
-            plan = resolve(plan, pair, platform=platform, memory=found.memory)
+            plan = resolve(plan, pair, platform=found.platform, memory=found.memory)
         elif not isinstance(plan, ResolvedPlan):
             plan = resolve_here(plan, pair)
         super().__init__(pair, plan, mesh)

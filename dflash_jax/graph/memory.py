@@ -183,35 +183,51 @@ def gibi(n: float) -> str:
 
 # Minimum time of a program: bytes over bandwidth, operations over peak.
 #
-# The table has sustained rates where they are known, not those of data sheets.
+# The table has sustained rates where they are known, and otherwise those of data sheets.
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """Sustained rates of a device."""
+    """Rates of a device."""
 
     name: str
+    platform: str  # JAX's name: "cpu", "gpu" or "tpu"
     bytes_per_s: float  # reads and writes together
     flops_per_s: dict[str, float]  # by dtype
     memory: int  # bytes
+    source: str  # of the rates
 
 
-def _device(name: str, tb_s: float, tflops: float, gib: int, f32: float) -> Device:
+def _device(name: str, tb_s: float, tflops: float, gib: float, f32: float) -> Device:
     half = tflops * 1e12
     rates = {"bfloat16": half, "float16": half, "float32": half * f32}
-    return Device(name, tb_s * 1e12, rates, gib * 2**30)
+    platform = "cpu" if name == "CPU" else "tpu" if name in TPUS else "gpu"
+    source = _SOURCES.get(name, "assumed")
+    return Device(name, platform, tb_s * 1e12, rates, int(gib * 2**30), source)
 
+
+# Names of TPUs, and those that JAX gives to their devices.
+TPUS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}
 
 # TB/s, TFLOP/s in half precision, GiB, and how much of that rate float32 reaches. H200: copy
-# bandwidth and GEMM rate measured; the other GPUs 0.9 and 0.8 of their data sheets.
+# bandwidth and GEMM rate measured; other GPUs without a source 0.9 and 0.8 of their data sheets.
+# TPUs multiply float32 in six passes of bfloat16.
 _RATES = {
     "H200": (4.3, 790, 139, 0.06),
     "H100": (3.0, 790, 78, 0.06),
+    "B200": (8.0, 2250, 178, 0.03),
     "A100": (1.8, 250, 78, 0.06),
     "L40S": (0.78, 290, 44, 0.2),
     "RTX 4090": (0.9, 130, 23, 0.5),
     "RTX 3090": (0.84, 57, 23, 0.5),
+    "v5e": (0.819, 197, 15.75, 1 / 6),
+    "v5p": (2.765, 459, 95, 1 / 6),
+    "v6e": (1.638, 918, 31.25, 1 / 6),
     "CPU": (0.04, 0.2, 16, 1.0),
+}
+_SOURCES = {
+    "B200": "peak, NVIDIA HGX B200 data sheet",
+    **{name: f"peak, docs.cloud.google.com/tpu/docs/{name}" for name in TPUS},
 }
 DEVICES = {name: _device(name, *rates) for name, rates in _RATES.items()}
 
@@ -232,5 +248,6 @@ def roofline(work: StepWork, device: Device, dtype: str) -> Roofline:
 
 def find_device(kind: str) -> Device:
     """Return the table's entry for a JAX device kind or a name, or the CPU entry."""
-    wanted = kind.lower()
-    return next((d for d in DEVICES.values() if d.name.lower() in wanted), DEVICES["CPU"])
+    names = [name for name, of_jax in TPUS.items() if of_jax == kind]
+    names += [name for name in DEVICES if name.lower() in kind.lower()]
+    return DEVICES[names[0]] if names else DEVICES["CPU"]

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from dflash_jax.kernels.native import interleaved
 from dflash_jax.kernels.native import products as native_products
@@ -48,6 +48,7 @@ jax.tree_util.register_dataclass(ColumnMajor, data_fields=["array"], meta_fields
 jax.tree_util.register_dataclass(Tiled, data_fields=["row_major", "tiles"], meta_fields=[])
 
 SLICE_SIZE = 1 << 19  # weights that a CPU unpacks at a time
+LANES = 128  # of a TPU's vectors
 SMALL = 1 << 24  # bytes of matrices that NumPy transposes
 Weight = Array | StructuredWeight
 Axes = tuple[int, ...]
@@ -89,16 +90,38 @@ def gather(w: Weight, ids: Int[Array, "*places"], dtype: jnp.dtype) -> Array:
         return jnp.take(w.array, ids, axis=0, mode="clip")
     if isinstance(w, Tiled) or not isinstance(w, StructuredWeight):
         table = w.row_major if isinstance(w, Tiled) else w
-        return jnp.moveaxis(jnp.take(table, ids, axis=1, mode="clip"), 0, -1)
+        return jnp.moveaxis(_take(table, ids), 0, -1)
     if isinstance(w, Interleaved):
         table = native_products.gather(w, ids.ravel())
         return table.astype(dtype).reshape(*ids.shape, w.shape[0])
     assert isinstance(w, Packed), "a table has one part"
-    columns = {name: jnp.take(a, ids.ravel(), axis=1, mode="clip") for name, a in w.arrays.items()}
+    columns = {name: _take(a, ids.ravel()) for name, a in w.arrays.items()}
     table = unpack(columns, w.kind)
     if w.kind == "int8":
         table *= columns["scale"]
     return table.T.astype(dtype).reshape(*ids.shape, w.shape[0])
+
+
+def _take(table: Num[Array, "R V"], ids: Int[Array, "*places"]) -> Num[Array, "R *places"]:
+    """Return columns of a table; a TPU would transpose the whole table to gather them."""
+    gathered = functools.partial(jnp.take, axis=1, mode="clip")
+    return jax.lax.platform_dependent(table, ids, tpu=take_slices, default=gathered)
+
+
+def take_slices(table: Num[Array, "R V"], ids: Int[Array, "*places"]) -> Num[Array, "R *places"]:
+    """Return columns of a table, one slice after the other; ids past its ends are clipped.
+
+    With fewer than `LANES` columns to write, XLA would transpose the table for the loop.
+    """
+    each = jnp.clip(ids.ravel(), 0, table.shape[1] - 1)
+
+    def copy(i: Int[Array, ""], taken: Num[Array, "R P"]) -> Num[Array, "R P"]:
+        column = jax.lax.dynamic_slice_in_dim(table, each[i], 1, axis=1)
+        return jax.lax.dynamic_update_slice_in_dim(taken, column, i, axis=1)
+
+    empty = jnp.zeros((len(table), -(-each.size // LANES) * LANES), table.dtype)
+    taken = jax.lax.fori_loop(0, each.size, copy, empty)
+    return taken[:, : each.size].reshape(len(table), *ids.shape)
 
 
 def abstract(shape: tuple[int, ...], spec: Spec, dtype: jnp.dtype) -> Packed | Joined:

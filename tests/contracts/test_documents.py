@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import dflash_jax as dj
-from benchmarks import acceptance, accuracy, collectives, llama_cpp
+from benchmarks import acceptance, accuracy, collectives, compile_for, llama_cpp
 from dflash_jax import server
 from dflash_jax.cli import parser
 from recipes.smollm2 import comparison
@@ -118,7 +118,12 @@ def test_speeds_are_those_of_the_results() -> None:
 
 @pytest.mark.parametrize(
     ("suite", "page"),
-    [(accuracy, "benchmarks"), (llama_cpp, "benchmarks"), (collectives, "serving")],
+    [
+        (accuracy, "benchmarks"),
+        (llama_cpp, "benchmarks"),
+        (compile_for, "benchmarks"),
+        (collectives, "serving"),
+    ],
 )
 def test_tables_are_those_of_the_results(suite: Any, page: str) -> None:
     name = suite.__name__.split(".")[-1]

@@ -221,6 +221,20 @@ def test_devices_are_found_by_what_jax_calls_them() -> None:
     assert find_device("NVIDIA H200").name == "H200"
     assert find_device("NVIDIA GeForce RTX 4090").name == "RTX 4090"
     assert find_device("something else").name == "CPU"
+    kinds = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite"}
+    assert {name: find_device(kind).name for name, kind in kinds.items()} == {x: x for x in kinds}
+
+
+@pytest.mark.parametrize("name", ["v5e", "v5p", "v6e", "B200"])
+def test_published_rates_are_shown_with_their_source(name: str) -> None:
+    device = DEVICES[name]
+    pair = build_pair(QWEN3_8B, DFLASH_8B)
+    plan = resolve(Plan(max_length=512), pair, platform=device.platform, memory=AMPLE)
+    assert (plan.dtype, plan.kernels, plan.steps_per_call) == ("bfloat16", "auto", 1)
+    text = str(explain(planned(QWEN3_8B, DFLASH_8B, plan), device)).replace("\n" + " " * 9, " ")
+    assert f"{name}: {device.bytes_per_s / 1e9:,.0f} GB/s" in text
+    assert device.source in text
+    assert ("docs.cloud.google.com" in device.source) == (device.platform == "tpu")
 
 
 def test_a_cpu_without_native_kernels_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:

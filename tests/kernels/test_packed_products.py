@@ -239,3 +239,11 @@ def test_small_matrices_that_were_just_read_are_reordered_without_compiling_anyt
     assert jax.tree.structure(read) == jax.tree.structure(placed)
     for ours, theirs in zip(*map(jax.tree.leaves, (read, placed)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "uint8"])
+def test_columns_taken_slice_by_slice_are_those_that_are_gathered(dtype: str) -> None:
+    table = jnp.asarray(np.random.default_rng(5).integers(-100, 100, (6, 23))).astype(dtype)
+    ids = jnp.array([[3, 22, 0], [40, -1, 3]])  # two are past the ends
+    found = jit(products.take_slices)(table, ids)
+    np.testing.assert_array_equal(found, jnp.take(table, ids, axis=1, mode="clip"))
