@@ -120,6 +120,7 @@ def _tpus(topology: str) -> list[Any]:
     if importlib.util.find_spec("libtpu") is None:
         raise RequestError("libtpu is not installed: pip install -e '.[tpu]'")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # there is no host of a TPU to ask
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no device, so none to lock
     try:
         return list(topologies.get_topology_desc(topology, "tpu").devices)
     except (jax.errors.JaxRuntimeError, ValueError) as error:
