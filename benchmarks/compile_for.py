@@ -59,9 +59,9 @@ device_description_str: "NVIDIA {}"
 FLAT = {1: "2x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8"}
 TPUS = {"v5e": FLAT, "v5p": {1: "2x2x1", 4: "2x2x1", 8: "2x2x2", 16: "2x2x4"}, "v6e": FLAT}
 MACHINES = {"v5e": V5E, "v6e": V6E}  # whose collectives are counted
-SHOWN = ("plain1", "plain", "fused")
+SHOWN = ("plain", "fused")
 HEADINGS = (
-    "device | model, weights | arguments | temporaries: one token, plain, fused"
+    "device | model, weights | arguments | temporaries: plain, fused"
     " | bytes accessed over arguments | kernels alike | collectives: plain, fused"
 )
 NAME = re.compile(r"(\w+?)(?:-(\d+)|:(\d+(?:x\d+)*))?")
@@ -508,7 +508,7 @@ def table(cases: Mapping[str, Any]) -> list[str]:
             calls = [row["traffic"]["calls"]["local"] for row in fits if "traffic" in row]
             cells = [
                 f"{fits[-1]['argument_bytes'] / 1e9:.1f} GB",
-                ", ".join(f"{row['temporary_bytes'] / 1e6:.1f}" for row in fits) + " MB",
+                ", ".join(f"{row['temporary_bytes'] / 2**20:.1f}" for row in fits) + " MiB",
                 ", ".join(f"{row['accessed_bytes'] / row['argument_bytes']:.2f}" for row in fits),
                 "yes" if all(row.get("target_as_in_plain", True) for row in fits) else "no",
                 ", ".join(str(sum(found.values())) for found in calls) or "-",
