@@ -13,7 +13,17 @@ import jax
 
 from dflash_jax.utils.processor import widest_vectors
 
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "dflash-jax", "torch", "transformers", "dflash")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "libtpu",
+    "flax",
+    "numpy",
+    "dflash-jax",
+    "torch",
+    "transformers",
+    "dflash",
+)
 
 
 def write_result(path: Path | None, suite: str, figures: Mapping[str, Any]) -> None:

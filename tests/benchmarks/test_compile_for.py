@@ -78,13 +78,13 @@ def test_a_mesh_that_does_not_divide_the_chips_is_refused(shape: str) -> None:
 
 def test_the_table_names_what_does_not_fit_and_what_differs() -> None:
     row = {"model": "m", "weights": "float", "kernels": "auto", "argument_bytes": 2_000_000_000}
-    row |= {"temporary_bytes": 10_000_000, "accessed_bytes": 2_500_000_000}
+    row |= {"temporary_bytes": 10 << 20, "accessed_bytes": 2_500_000_000}
     plain = row | {"program": "plain"}
     fused = row | {"program": "fused", "target_as_in_plain": False}
     large = {"model": "n", "weights": "float", "kernels": "auto", "program": "plain"}
     large |= {"does_not_fit": "Used 30G of 16G."}
     lines = table({"v5e": {"programs": [plain, fused, large]}})
-    assert lines[-2] == "| v5e | m, float | 2.0 GB | 10.0, 10.0 MB | 1.25, 1.25 | no | - |"
+    assert lines[-2] == "| v5e | m, float | 2.0 GB | 10.0, 10.0 MiB | 1.25, 1.25 | no | - |"
     assert lines[-1].startswith("| v5e | n, float | Used 30G of 16G. |")
 
 
