@@ -69,7 +69,8 @@ class OutputProcessor:
         if sequence.request.params.logprobs is not None:
             output, place = step.output_of(row)
             logprobs = token_logprobs(output, place, sequence.request)[: len(result.tokens)]
-        details = StepDetails(logprobs, result.drafts, result.copied, time)
+        tops = result.draft_top, result.target_top
+        details = StepDetails(logprobs, result.drafts, result.copied, time, tops)
         event = _event(step, row, result)
         effects = sequence.process(event, details)
         self.report(sequence, effects.notes)
