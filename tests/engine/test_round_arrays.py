@@ -132,8 +132,8 @@ def equality(given: Verification) -> tuple[jax.Array, jax.Array]:
 
 
 def among_best(given: Verification) -> tuple[jax.Array, jax.Array]:
-    """Accept drafts among the target's three best tokens."""
-    _, best = jax.lax.top_k(given.logits[:, :-1], 3)
+    """Accept drafts among the target's best tokens."""
+    _, best = jax.lax.top_k(given.logits[:, :-1], BEST)
     near = (best == given.drafts[:, :, None]).any(axis=2)
     near &= jnp.arange(near.shape[1]) < given.num_drafts[:, None]
     accepted = jnp.cumprod(near, axis=1).sum(axis=1)
@@ -159,6 +159,7 @@ def rejection(given: Verification) -> tuple[jax.Array, jax.Array]:
     return accepted, jax.vmap(jax.random.categorical)(keys, jnp.log(left))
 
 
+BEST = 40  # of 97 tokens: random drafters agree with random targets by chance
 INEXACT = dataclasses.replace(PLAN, exact=False)
 
 
@@ -173,7 +174,7 @@ def test_the_rule_of_equality_gives_plain_output() -> None:
 
 
 def test_a_lenient_rule_accepts_what_it_says() -> None:
-    plan = dataclasses.replace(INEXACT, report_top=3)
+    plan = dataclasses.replace(INEXACT, report_top=BEST)
     engine = made(plan, acceptance=among_best)
     result = engine.generate(PROMPT, trace=True, **OPTIONS)
     for each in result.trace[1:-1]:

@@ -26,7 +26,7 @@ def main(name: str, folder: Path) -> None:
         fields: dict[str, Any] = write.SIZES | write.MODELS[name]
         fields |= {"pure_nnx": pure, "pure_nnx_decoder": pure, "enable_nnx": True}
         fields |= {"load_parameters_path": folder / "0" / "items", "enable_checkpointing": True}
-        fields |= {"base_output_directory": folder.parent}
+        fields |= {"base_output_directory": folder.parent, "skip_jax_distributed_system": True}
         options = [f"{key}={value}" for key, value in fields.items()]
         model = model_creation_utils.from_pretrained(pyconfig.initialize(["", str(base), *options]))
         found = model(tokens, positions, jnp.ones(tokens.shape, jnp.int32), enable_dropout=False)
