@@ -93,10 +93,10 @@ class DSpark(DFlash):
             choice = sampler.sample_one(biased[-1], i, self.tokens())
             token, finite = self.token(choice.index), finite & choice.finite
             path.append(token)
-        told: Any = {"survival": self._survival(read)}
+        tokens, told = jnp.stack(path, axis=1), {"survival": self._survival(read)}
         if sampler.keeps_logits:
             told |= {"logits": jnp.stack(biased, axis=1), "ids": self.tokens()}
-        return sampler.draft(jnp.stack(path, axis=1), finite, **told), caches
+        return sampler.draft(tokens, finite, **told), caches
 
     def bias(
         self,
