@@ -177,10 +177,9 @@ def pack_output(
     *,
     drafts: Int[Array, "B T-1"] | None = None,
     tops: Sequence[TopTokens] = (),
-    logprobs: Logprobs | None = None,
     call_odds: Float[Array, " B"] | None = None,
 ) -> StepOutput:
-    """Return the output of a step; `read_output` unpacks it on the host.
+    """Return the output of a step without log-probabilities; `read_output` unpacks it on the host.
 
     Args:
       num_drafts: as in its column.
@@ -206,7 +205,7 @@ def pack_output(
     draft_columns = 0 if drafts is None else drafts.shape[1]
     packed = jnp.concatenate(parts, axis=1)
     size = tops[-1].ids.shape[-1] if tops else 0
-    return StepOutput(packed, logprobs, call_odds is not None, draft_columns, size)
+    return StepOutput(packed, None, call_odds is not None, draft_columns, size)
 
 
 def output_columns(rules: RowRules) -> int:

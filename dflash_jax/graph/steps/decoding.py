@@ -77,8 +77,9 @@ def prefill(
     logprobs = logits_state.logprobs(raw, token[:, None]) if logits_state else None
     finite = (finite_places(raw, pair.kernels) > 0) | (num_tokens == 0)
     odds = sampling.call_odds(raw, token, zero, rules)
-    more: Any = {"logprobs": logprobs, "call_odds": odds, "tops": _tops(pair, None, raw)}
+    more: Any = {"call_odds": odds, "tops": _tops(pair, None, raw)}
     out = pack_output(token[:, None], num_tokens, best, finite, zero, **more)
+    out = dataclasses.replace(out, logprobs=logprobs)
     state = commit(state, target, pair.committed(drafter, num_fed), num_fed, token)
     return state, logits_state and logits_state.count(out), out
 
@@ -141,10 +142,11 @@ def verify_block(
         odds = sampling.call_odds(raw, anchor, last, rules)
         drafting = drafted.num_drafts is not None
         reported = pair.output_sizes(block.shape[1], drafts=drafting).drafts
-        more: Any = {"drafts": block[:, 1:] if reported else None, "logprobs": logprobs}
-        more |= {"call_odds": odds, "tops": _tops(pair, drafted.logits, raw)}
+        more: Any = {"drafts": block[:, 1:] if reported else None, "call_odds": odds}
+        more |= {"tops": _tops(pair, drafted.logits, raw)}
         finite = (good > 0) | idle
         out = pack_output(tokens, num_committed, best, finite, num_drafts, **more)
+        out = dataclasses.replace(out, logprobs=logprobs)
     with jax.named_scope("commit"):
         drafter = pair.committed(drafter, num_committed)
         state = commit(state, target, drafter, num_committed, anchor)
