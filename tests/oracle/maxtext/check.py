@@ -28,7 +28,8 @@ def main(name: str, folder: Path) -> None:
         fields |= {"load_parameters_path": folder / "0" / "items", "enable_checkpointing": True}
         fields |= {"base_output_directory": folder.parent, "skip_jax_distributed_system": True}
         options = [f"{key}={value}" for key, value in fields.items()]
-        model = model_creation_utils.from_pretrained(pyconfig.initialize(["", str(base), *options]))
+        config = pyconfig.initialize(["", str(base), *options])
+        model, _ = model_creation_utils.from_pretrained(config)
         found = model(tokens, positions, jnp.ones(tokens.shape, jnp.int32), enable_dropout=False)
         np.testing.assert_allclose(found, arrays["logits"], rtol=0, atol=1e-4)
         print(name, "pure NNX" if pure else "Linen decoder", "agrees")
