@@ -156,8 +156,9 @@ def _convert_command(commands: Any) -> None:
     command.add_argument(
         "--to",
         choices=forms.FORMS,
-        help="a Hugging Face folder (safetensors, the default), a checkpoint of ours (orbax) or a"
-        " GGUF file (the default if DST ends in .gguf)",
+        help="a Hugging Face folder (safetensors, the default), a checkpoint of ours (orbax), a"
+        " GGUF file (the default if DST ends in .gguf), or a checkpoint of MaxText, with single or"
+        " scanned layers, or of Tunix",
     )
     command.add_argument(
         "--tokenizer",

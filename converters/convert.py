@@ -5,25 +5,30 @@ import json
 import math
 import os
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dflash_jax.checkpoint import write
 from dflash_jax.config import TargetConfig, is_gguf
-from dflash_jax.converters import families, target_tokenizer
-from dflash_jax.converters.export import Weights, check_name, export, write_form
-from dflash_jax.converters.forms import AUTO, GGUF, HUGGING_FACE, ORBAX, SAFETENSORS
+from dflash_jax.converters import families, orbax_folder, target_tokenizer
+from dflash_jax.converters.export import Weights, check_name, export, plan, write_form
+from dflash_jax.converters.forms import AUTO, FLAX, GGUF, HUGGING_FACE, ORBAX, SAFETENSORS
 from dflash_jax.converters.gguf.export import as_gguf, fallbacks, type_named
 from dflash_jax.converters.gguf.file import SHARD
-from dflash_jax.converters.load import Progress, float_dtype
+from dflash_jax.converters.load import Progress, float_dtype, read_as
 from dflash_jax.converters.models import StoredModel, companions, open_model
-from dflash_jax.errors import CheckpointError, TokenizerError
-from dflash_jax.utils.atomic import new_path
+from dflash_jax.converters.names import flax, published
+from dflash_jax.errors import CheckpointError, ConfigError, TokenizerError
+from dflash_jax.utils.atomic import copy_companions, new_path
 
 REPORT = "conversion.json"
 NO_TOKENIZER = (
     "there is no tokenizer.json: what is written takes token ids only (--tokenizer DIR brings one)"
 )
+UNWINDOWED = "MaxText runs Mistral without its sliding window, so its logits differ past that"
 NO_GGUF_TOKENIZER = "no tokenizer was written, without which llama.cpp does not load the file"
 
 
@@ -91,8 +96,9 @@ def convert(
     """Write the model and return its inventory, which is also stored with it.
 
     Args:
-      to: "safetensors", a Hugging Face folder; "gguf", a file; or "orbax", a checkpoint of
-        dflash_jax, for which the whole model must fit into memory.
+      to: "safetensors", a Hugging Face folder; "gguf", a file; "orbax", a checkpoint of
+        dflash_jax; or one of `FLAX`, a checkpoint of that library with the config.json that
+        `open_model` needs. For checkpoints the whole model must fit into memory.
       dtype: of the weights; for GGUF, also one of `GGUF_TYPES`.
       tokenizer: a folder, or for GGUF also a .gguf file, whose tokenizer is copied instead of the
         model's. A tokenizer that is missing or has no form there is noted in the inventory.
@@ -106,7 +112,9 @@ def convert(
         keep_apart(source, path)
     check_name(path, folder=to != GGUF)
     kind = chosen_dtype(model, dtype, gguf=to == GGUF)
+    notes = _check_flax(model, to) if to in FLAX else []
     report = inventory(model, kind)
+    report["notes"] += notes
     if to == GGUF:
         metadata, notes = gguf_tokenizer(model, tokenizer)
         form = as_gguf(model.config, model.tensors, kind, metadata)
@@ -119,6 +127,12 @@ def convert(
     if model.role == "target" and "tokenizer.json" not in files:
         report["notes"].append(missing)
     files |= {REPORT: json.dumps(report, indent=1) + "\n"}
+    if to in FLAX:
+        weights = Weights(model.config, model.tensors, files)
+        needed = sum(planned.nbytes for planned in plan(weights, float_dtype(kind)))
+        with new_path(path, overwrite=overwrite, needed=needed) as at:
+            _write_flax(weights, at, to, kind, progress)
+        return report
     if to == ORBAX:
         config = dataclasses.replace(model.config, dtype=kind)
         needed = sum(math.prod(slot.shape) for slot in families.slots(config))
@@ -128,6 +142,48 @@ def convert(
     weights = Weights(model.config, model.tensors, files)
     export(weights, path, layout=HUGGING_FACE, dtype=kind, overwrite=overwrite, progress=progress)
     return report
+
+
+def _check_flax(model: StoredModel, naming: str) -> list[str]:
+    """Check that a library has such a model and names for its parameters; return notes.
+
+    Raises:
+      CheckpointError, ConfigError: it does not.
+    """
+    if not isinstance(model.config, TargetConfig):
+        raise ConfigError(
+            f"{model.path} is a drafter, and {naming} a layout of targets; write it as"
+            f" {SAFETENSORS} or {ORBAX}"
+        )
+    flax.places(model.config, naming)
+    windowed = model.config.model_type == "mistral" and any(model.config.windows)
+    return [UNWINDOWED] if windowed else []
+
+
+def _write_flax(weights: Weights, place: Path, naming: str, dtype: str, progress: Progress) -> None:
+    """Write a checkpoint of another library, its configuration last."""
+    assert isinstance(weights.config, TargetConfig)
+    fields = published.fields(weights.config, dtype)
+    kinds = {planned.name: planned.dtype for planned in plan(weights, float_dtype(dtype))}
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+
+        def read(name: str) -> np.ndarray:
+            array = read_as(weights.tensors, name, kinds[name], pool)
+            progress(name, array.size)
+            return array
+
+        arrays = flax.arrays_of(read, weights.config, naming)
+    for name, array in arrays.items():
+        if not np.isfinite(array).all():
+            raise CheckpointError(
+                f"{name} has weights that are too large for {array.dtype}; choose bfloat16 or"
+                " float32"
+            )
+    place.mkdir()
+    copy_companions(weights.companions, place)
+    orbax_folder.write(place, naming, arrays)
+    text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
+    (place / "config.json").write_text(text, encoding="utf-8")
 
 
 def _companions(model: StoredModel, tokenizer: Path | None) -> tuple[dict[str, str | Path], str]:

@@ -115,7 +115,7 @@ def to_arrays(params: Params, config: TargetConfig, *, naming: Naming) -> dict[s
     if naming == "huggingface":
         outside = ("lm_head.weight",)
         return {x if x in outside else f"model.{x}": source.read(x) for x in source.names()}
-    root = nested(flax.arrays_of(source, config, naming))
+    root = nested(flax.arrays_of(source.read, config, naming))
     return {"params": root} if naming.startswith("maxtext") else root
 
 

@@ -12,14 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.checkpoint import Keys, Leaf, read_arrays, read_leaves
+from dflash_jax.checkpoint import Keys, Leaf, read_arrays, read_leaves, write_arrays
 from dflash_jax.converters.names import flax
 from dflash_jax.converters.source import Rows, as_rows
 from dflash_jax.converters.tree_source import KINDS, leaf
 from dflash_jax.errors import CheckpointError
 
 METADATA = "_METADATA"  # in every folder of arrays that orbax wrote
-ITEMS = ("", "items", "default", "params", "state")  # where checkpoint managers put arrays
+# Where checkpoint managers put arrays.
+ITEMS = ("", "items", "default", "params", "state", "model_params")
+# By library, where its own manager looks for the arrays of step 0, and the path of one of them.
+PLACES = {"maxtext": ("0/items", "params/params/{}"), "tunix": ("0/model_params", "{}/value")}
+VALUE = "/value"  # ends the path of a variable of Flax NNX
 
 
 def find(path: Path) -> Path | None:
@@ -58,8 +62,9 @@ class OrbaxSource:
             leaves = read_leaves(folder)
         except Exception as error:  # orbax and tensorstore raise many kinds
             raise _unreadable(folder, error) from error
-        self._keys: dict[str, Keys] = {"/".join(keys): keys for keys in leaves}
-        self._leaves: Mapping[str, Leaf] = {"/".join(keys): x for keys, x in leaves.items()}
+        names = {keys: "/".join(keys).removesuffix(VALUE) for keys in leaves}
+        self._keys: dict[str, Keys] = {name: keys for keys, name in names.items()}
+        self._leaves: Mapping[str, Leaf] = {names[keys]: x for keys, x in leaves.items()}
         known = flax.find_library(self._leaves)
         if known is None:
             names = ", ".join(library.name for library in flax.LIBRARIES.values())
@@ -114,6 +119,14 @@ class OrbaxSource:
         except Exception as error:
             raise _unreadable(self._folder, error) from error
         return {name: np.asarray(leaf(tree, self._keys[name])) for name in names}
+
+
+def write(place: Path, naming: str, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays by path into a new folder, where the library of that naming reads them."""
+    where, spelt = PLACES[naming.removesuffix("_scanned")]
+    (place / where).parent.mkdir(parents=True)
+    keyed = {tuple(spelt.format(path).split("/")): array for path, array in arrays.items()}
+    write_arrays(place / where, keyed)
 
 
 def _unreadable(folder: Path, error: Exception) -> CheckpointError:

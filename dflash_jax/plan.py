@@ -250,6 +250,14 @@ class Plan:
         "report the drafts of every step, so that traces of requests show the rejected ones",
         "program",
     )
+    report_top: int = plan_field(
+        0,
+        "report with every step its drafts and, for each place, the N most probable tokens of"
+        " drafter and target with their probabilities, for traces of requests; 0 for none",
+        "program",
+        minimum=0,
+        metavar="N",
+    )
     memory_limit: int = plan_field(
         0,
         "most bytes the engine may use; by default the free memory of the device",

@@ -131,7 +131,7 @@ def test_the_command_line_reaches_every_choice_of_a_plan() -> None:
     without_flag = {"lookahead", "stored", "stop_slots", "queue", "prefix_folder", "prefix_disk"}
     flags = """--rows 2 --steps-per-call 3 --max-length 64 --block 4 --chunk 16 --dtype float16
         --weights int8 --weight-layout row_major --kv-dtype int8 --kernels xla --plain-width 1
-        --inexact --no-rings --report-drafts --activations float
+        --inexact --no-rings --report-drafts --report-top 5 --activations float
         --no-call-odds --taps-at late --min-survival 0.5 --ngram 5 --draft-window 9
             --memory-limit 9 --prefix-cache 8
         --mesh 2x2"""

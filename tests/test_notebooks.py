@@ -33,8 +33,8 @@ def cases() -> list:
     return [pytest.param(p, id=p.stem, marks=() if p.stem in CHEAP else soak) for p in NOTEBOOKS]
 
 
-def test_seven_notebooks_are_there():
-    assert len(NOTEBOOKS) == 7
+def test_nine_notebooks_are_there():
+    assert len(NOTEBOOKS) == 9
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -213,11 +213,10 @@ def target(source: TensorSource, config: TargetConfig, *, where: str) -> Canonic
     return Canonical(source, origins, ignored)
 
 
-def arrays_of(source: TensorSource, config: TargetConfig, naming: str) -> dict[str, np.ndarray]:
-    """Return a target's parameters by the paths of a library; the inverse of `target`.
+def places(config: TargetConfig, naming: str) -> dict[str, Place]:
+    """Return the place of every canonical tensor of a target in a library.
 
     Args:
-      source: canonical tensors.
       naming: a key of `LIBRARIES`, or "maxtext_scanned".
 
     Raises:
@@ -226,16 +225,31 @@ def arrays_of(source: TensorSource, config: TargetConfig, naming: str) -> dict[s
     """
     library, scanned = LIBRARIES[naming.removesuffix("_scanned")], naming.endswith("_scanned")
     _check_family(library, config)
-    arrays: dict[str, np.ndarray] = {}
-    parts = tensor_parts(config)
-    for name in source.names():
+    found = {}
+    for name in tensor_parts(config):
         place = library.place(name, config, scanned)
         if place is None:
             raise CheckpointError(
                 f"{library.name} has no name for {name}; its {', '.join(library.families)} can be"
                 " converted, without biases that it does not have"
             )
-        place.place(source.read(name), with_heads(parts[name], config), arrays)
+        found[name] = place
+    return found
+
+
+def arrays_of(
+    read: Callable[[str], np.ndarray], config: TargetConfig, naming: str
+) -> dict[str, np.ndarray]:
+    """Return a target's parameters by the paths of a library; the inverse of `target`.
+
+    Args:
+      read: returns a canonical tensor by name.
+      naming: as for `places`, with its errors.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    parts = tensor_parts(config)
+    for name, place in places(config, naming).items():
+        place.place(read(name), with_heads(parts[name], config), arrays)
     return arrays
 
 
@@ -260,7 +274,7 @@ def with_heads(part: TensorPart, config: TargetConfig) -> Shape:
 def _check_family(library: FlaxLibrary, config: TargetConfig) -> None:
     if family_of(config.model_type) not in library.families:
         raise ConfigError(
-            f"{library.name}'s parameters of a {config.model_type} target are not read;"
+            f"{library.name}'s parameters of a {config.model_type} target are not converted;"
             f" those of {', '.join(library.families)} are"
         )
 

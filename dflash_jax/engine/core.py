@@ -396,7 +396,8 @@ class OutputProcessor:
         logprobs = []
         if sequence.request.params.logprobs is not None:
             logprobs = step.logprobs(row)[: len(result.tokens)]
-        details = StepDetails(logprobs, result.drafts, result.copied, time)
+        tops = result.draft_top, result.target_top
+        details = StepDetails(logprobs, result.drafts, result.copied, time, tops)
         event = _event(step, row, result)
         effects = sequence.process(event, details)
         self.report(sequence, effects.notes)

@@ -137,5 +137,14 @@ class Result:
             if (tokens := getattr(self, name)) is not None:
                 fields[name] = [dataclasses.asdict(token) for token in tokens]
         if self.trace:
-            fields["trace"] = [dataclasses.asdict(traced) for traced in self.trace]
+            fields["trace"] = [_plain(dataclasses.asdict(traced)) for traced in self.trace]
         return fields
+
+
+def _plain(traced: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a round as JSON values, without those that are not reported."""
+    tops = {name: traced.pop(name) for name in ("draft_top", "target_top")}
+    known = {name: top._asdict() for name, top in tops.items() if top is not None}
+    return traced | {
+        name: {key: array.tolist() for key, array in top.items()} for name, top in known.items()
+    }

@@ -21,7 +21,7 @@ from dflash_jax.engine.state_machine import (
     speculation,
 )
 from dflash_jax.engine.state_machine.guards import runaway_drop
-from dflash_jax.engine.state_machine.trace import CallTime
+from dflash_jax.engine.state_machine.trace import NO_TOPS, CallTime, Tops
 from dflash_jax.engine.structured.grammars import CallGrammars, Grammar
 from dflash_jax.errors import ComputeError, DFlashError, RequestError
 from dflash_jax.graph.state import CHOICES
@@ -50,6 +50,7 @@ class StepDetails(NamedTuple):
     drafts: tuple[int, ...] = ()  # that were verified, if the plan reports them
     copied: bool = False  # whether they were copied from the text
     time: CallTime | None = None  # of its call
+    tops: Tops = NO_TOPS  # of drafter and target, if the plan reports them
 
 
 NO_DETAILS = StepDetails()
@@ -223,7 +224,7 @@ class RunningRequest:
             self.output.add_logprobs(new, details.logprobs, **given)
         if self.output.trace:
             new, ended = self.state.ids[before - effects.retract :], details.time or CallTime(now)
-            drafts = {"drafts": details.drafts, "copied": details.copied}
+            drafts = {"drafts": details.drafts, "copied": details.copied, "tops": details.tops}
             self.output.trace.record(event, new, retracted=effects.retract, **drafts, time=ended)
         self.settings = self._settings()
         if effects.fallback:

@@ -19,6 +19,7 @@ from dflash_jax.graph.protocols import (
     SharedLayers,
     Target,
     TargetOutput,
+    Verification,
 )
 from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.kernels.caches import LayerCache, RecurrentCache
@@ -43,6 +44,7 @@ __all__ = [
     "Target",
     "TargetOutput",
     "Variant",
+    "Verification",
     "check",
     "jit",
 ]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from dflash_jax.config import ALWAYS_FLOAT32, AUTO, LATE
+from dflash_jax.errors import PlanError
 from dflash_jax.graph.protocols import WEIGHTS, SharedLayers, WeightInfo
 from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.graph.state import DecodeState, idle_rules
@@ -27,7 +28,10 @@ from dflash_jax.plan import LEAST, ResolvedPlan
 from dflash_jax.quant.layouts import FLOAT, LAID_OUT, Spec, spec
 
 # Fields of a plan that are static options of steps.
-OPTIONS = ("exact", "block", "kernels", "min_survival", "draft_window", "ngram", "report_drafts")
+OPTIONS = (
+    *("exact", "block", "kernels", "min_survival", "draft_window", "ngram"),
+    *("report_drafts", "report_top"),
+)
 
 
 def path_name(path: Any) -> str:
@@ -96,6 +100,11 @@ class PlannedPair:
         """Set the static options of steps."""
         options = {name: getattr(self.plan, name) for name in OPTIONS}
         options["taps_at"] = LATE if self.plan.taps_at == AUTO else self.plan.taps_at
+        if self.plan.exact and (own := self.pair.acceptance) is not None:
+            raise PlanError(
+                f"the pair has an acceptance of its own, {getattr(own, '__name__', own)}, and the"
+                " plan is exact: its drafted output equals plain output; plan with exact=False"
+            )
         object.__setattr__(self, "pair", dataclasses.replace(self.pair, **options))
 
     @property

@@ -156,17 +156,22 @@ class Copying:
             count = sampler.places if draft.num_drafts is None else draft.num_drafts
             count = jnp.broadcast_to(jnp.asarray(count, jnp.int32), found.shape)
             known = finite if draft.finite is None else draft.finite
-            return draft.block.astype(jnp.int32), count, known, after
+            logits = draft.logits
+            if sampler.keeps_logits and logits is None:
+                logits = sampler.certain(draft.block[:, 1:]).logits
+            return draft.block.astype(jnp.int32), count, known, logits, after
 
         def copied(inner: Any) -> tuple[Any, ...]:
-            return copy.block, copy.num_drafts, finite, inner
+            return copy.block, copy.num_drafts, finite, copy.logits, inner
 
         # A step without any row that drafts is only timed: it takes the time of the drafter.
         everywhere = (found | sampler.idle).all() & ~sampler.idle.all()
-        block, count, finite, inner = jax.lax.cond(everywhere, copied, drafted, inner)
+        block, count, finite, logits, inner = jax.lax.cond(everywhere, copied, drafted, inner)
         block = jnp.where(found[:, None], copy.block, block)
         count = jnp.where(found, copy.num_drafts, count)
-        return Draft(block, found | finite, count, copied=found), (inner, text)
+        if logits is not None and copy.logits is not None:
+            logits = jnp.where(found[:, None, None], copy.logits, logits)
+        return Draft(block, found | finite, count, found, logits), (inner, text)
 
     def take(self, state: Any, row: Any, start: Any, length: int) -> tuple[Any, Any]:
         """Return the parts of both states for some positions of a row, for the prefix cache."""

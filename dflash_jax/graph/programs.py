@@ -173,7 +173,8 @@ class _Declaration:
         row, masks = _int32() if single else None, self._masks(variant, fed, 1)
         inputs = given.PrefillInputs(tokens, num_fed, fresh, self.rules, row, masks)
         program = self._model(Step.PREFILL, variant, steps.prefill, inputs)
-        return _wrapped(program, steps.single_row) if single else program
+        sizes = self.pair.output_sizes(1, drafts=False)
+        return _wrapped(program, steps.single_row, sizes=sizes) if single else program
 
     def _decode(self, step: Step, variant: Variant, block: int = 0) -> Program:
         plan, plain = self.plan, step == Step.PLAIN
@@ -181,14 +182,14 @@ class _Declaration:
         multi = is_multi_step(plan, variant)
         masks = self._masks(variant, plan.rows, width)
         inputs = given.DecodeInputs(self.rules, _int32() if multi else None, masks)
-        sizes = {"max_steps": plan.steps_per_call, "width": width}
+        sizes = self.pair.output_sizes(width, drafts=not plain)
+        several: Any = {"max_steps": plan.steps_per_call, "sizes": sizes}
         if multi and plain and self.pair.drafter:
-            function = functools.partial(plain_multi_step, **sizes)
+            function = functools.partial(plain_multi_step, **several)
             return self._model(step, variant, function, inputs, block=width)
         function = steps.plain if plain else steps.speculative
         program = self._model(step, variant, function, inputs, block=width)
-        drafts = 0 if plain or not plan.report_drafts else width - 1
-        return _wrapped(program, multi_step, drafts=drafts, **sizes) if multi else program
+        return _wrapped(program, multi_step, **several) if multi else program
 
     def draft(self, variant: Variant) -> Program:
         """The drafting half of a speculative step."""
@@ -198,7 +199,8 @@ class _Declaration:
         """The verifying half of a speculative step."""
         b, t = self.plan.rows, self.plan.block
         copied = _flags(b) if self.pair.copies else None
-        block = Draft(_int32(b, t), finite=_flags(b), num_drafts=_int32(b), copied=copied)
+        logits = _float32(b, t - 1, self.vocab) if self.pair.keeps_logits else None
+        block = Draft(_int32(b, t), _flags(b), _int32(b), copied, logits)
         inputs = given.DecodeInputs(self.rules, masks=self._masks(variant, b, t), draft=block)
         return self._model(Step.VERIFY, variant, steps.verify, inputs)
 

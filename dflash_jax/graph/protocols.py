@@ -22,7 +22,7 @@ import flax.linen as nn
 import jax
 from flax import struct
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from dflash_jax.kernels.caches import (
     ConvCache,
@@ -179,6 +179,29 @@ class Draft:
     finite: Bool[Array, " B"] | None = None  # whether the drafter's numbers were; None if so
     num_drafts: Int[Array, " B"] | None = None  # leading drafts to verify; None for all
     copied: Bool[Array, " B"] | None = None  # whether they were copied from the text
+    # The drafter's logits of each place, -inf for tokens that it does not know; None unless
+    # `DraftSampler.keeps_logits`. Drafts without any count as certain.
+    logits: Float[Array, "B R V"] | None = None
+
+
+@struct.dataclass
+class Verification:
+    """A verified block, as a pair's own `acceptance` sees it.
+
+    Place i of `logits`, `chosen` and `keys` follows the first i drafts.
+    """
+
+    drafts: Int[Array, "B R"]
+    num_drafts: Int[Array, " B"]  # leading drafts that may be accepted
+    draft_logits: Float[Array, "B R V"]  # as in `Draft.logits`
+    logits: Float[Array, "B T V"]  # the target's, with penalties, biases and masks
+    chosen: Int[Array, "B T"]  # the target's own choices by each row's sampling rules
+    temperature: Float[Array, " B"]  # 0 is greedy
+    keys: Key[Array, "B T"]  # for random numbers of its own, by request seed and position
+
+
+# Returns the number of accepted drafts [B], and the token [B] that follows them.
+Acceptance = Callable[[Verification], tuple[Int[Array, " B"], Int[Array, " B"]]]
 
 
 @struct.dataclass
@@ -205,6 +228,11 @@ class DraftSampler(Protocol):
         """Rows whose drafts are not verified, whatever they are."""
         ...
 
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether `draft` keeps the drafter's logits; otherwise it ignores them."""
+        ...
+
     def sample_all(
         self, logits: Float[Array, "B R N"], ids: Int[Array, " N"] | None = None
     ) -> DraftChoice:
@@ -227,11 +255,15 @@ class DraftSampler(Protocol):
         finite: Bool[Array, " B"],
         *,
         survival: Float[Array, "B R"] | None = None,
+        logits: Float[Array, "B R N"] | None = None,
+        ids: Int[Array, "*places N"] | None = None,
     ) -> Draft:
         """Assemble the chosen tokens into a draft.
 
         Args:
           survival: probability that each draft and all before it are accepted.
+          logits: from which each place was chosen.
+          ids: the token of each logit; None if it is the index.
         """
         ...
 

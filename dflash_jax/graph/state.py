@@ -103,12 +103,32 @@ class OutputColumn(enum.IntEnum):
 COPIED = 1 << 20  # added to the number of drafts that were copied from the text
 
 
+class OutputSizes(NamedTuple):
+    """What the output of a step has for a row."""
+
+    tokens: int  # T
+    drafts: int = 0  # T - 1 in steps that draft, if the plan reports drafts
+    top: int = 0  # most probable tokens of each place, if the plan reports them
+
+    def columns(self, rules: RowRules) -> int:
+        """Return the number of columns, in programs with such rules."""
+        return (self.tokens + self.drafts) * (1 + 2 * self.top) + output_columns(rules)
+
+
+class TopTokens(NamedTuple):
+    """The most probable tokens of some places, before any logits processing."""
+
+    ids: Any  # integers [..., places, N], most probable first
+    probs: Any  # float32 [..., places, N]; on the device, their logarithms
+
+
 @struct.dataclass
 class StepOutput:
     """Output of one step, or of R steps made by one call, packed for a single copy to the host.
 
-    Columns are T tokens, `draft_columns` drafts that were verified (-1 where there was none), and
-    those of `OutputColumn`. All columns of a step that was not made are -1.
+    Columns are T tokens, `draft_columns` drafts that were verified (-1 where there was none), with
+    `top` the ids and the bits of log-probabilities of the drafter's and then of the target's most
+    probable tokens, and those of `OutputColumn`. All columns of a step that was not made are -1.
 
     With `reports_odds`, a first column holds the bits of a float32: the logit of
     `RowRules.opening` minus that of the last decided token, or, in a row with `RowRules.choices`,
@@ -120,12 +140,19 @@ class StepOutput:
     reports_odds: bool = struct.field(pytree_node=False, default=False)
     # T - 1 in steps that draft, if the plan reports drafts (`Plan.report_drafts`).
     draft_columns: int = struct.field(pytree_node=False, default=0)
+    top: int = struct.field(pytree_node=False, default=0)  # of each place (`Plan.report_top`)
+
+    @property
+    def num_places(self) -> int:
+        """T, the number of places of the target."""
+        columns = self.packed.shape[-1] - len(OutputColumn) - self.reports_odds
+        return columns // (1 + 2 * self.top) - self.draft_columns
 
     @property
     def tokens(self) -> Int[Array, "*R B T"]:
         """Decided tokens; the first `num_tokens` of each row are valid."""
-        end = OutputColumn.NUM_TOKENS - self.draft_columns
-        return self.packed[..., int(self.reports_odds) : end]
+        first = int(self.reports_odds)
+        return self.packed[..., first : first + self.num_places]
 
     @property
     def num_tokens(self) -> Int[Array, "*R B"]:
@@ -149,14 +176,15 @@ def pack_output(
     num_drafts: Int[Array, " B"],
     *,
     drafts: Int[Array, "B T-1"] | None = None,
-    logprobs: Logprobs | None = None,
+    tops: Sequence[TopTokens] = (),
     call_odds: Float[Array, " B"] | None = None,
 ) -> StepOutput:
-    """Return the output of a step; `read_output` unpacks it on the host.
+    """Return the output of a step without log-probabilities; `read_output` unpacks it on the host.
 
     Args:
       num_drafts: as in its column.
       drafts: drafts to report, of which so many were verified.
+      tops: most probable tokens of the drafter, if it drafts, and of the target.
     """
     columns = {
         OutputColumn.NUM_TOKENS: num_tokens,
@@ -169,11 +197,15 @@ def pack_output(
         count = jnp.maximum(num_drafts, 0) % COPIED
         verified = jnp.arange(drafts.shape[1])[None, :] < count[:, None]
         parts.insert(1, jnp.where(verified, drafts, -1))
+    for top in tops:
+        bits = jax.lax.bitcast_convert_type(top.probs, jnp.int32)
+        parts[-1:-1] = [x.reshape(len(tokens), -1) for x in (top.ids, bits)]
     if call_odds is not None:
         parts.insert(0, jax.lax.bitcast_convert_type(call_odds, jnp.int32)[:, None])
     draft_columns = 0 if drafts is None else drafts.shape[1]
     packed = jnp.concatenate(parts, axis=1)
-    return StepOutput(packed, logprobs, call_odds is not None, draft_columns)
+    size = tops[-1].ids.shape[-1] if tops else 0
+    return StepOutput(packed, None, call_odds is not None, draft_columns, size)
 
 
 def output_columns(rules: RowRules) -> int:
@@ -193,6 +225,9 @@ class RowStep(NamedTuple):
     call_odds: float | None = None  # of `RowRules.opening`, if the program reports them
     drafts: tuple[int, ...] = ()  # that were verified, if the program reports them
     copied: bool = False  # whether the drafts were copied from the text, and not the drafter's
+    # Of each verified draft, and of each place that the target verified or decided.
+    draft_top: TopTokens | None = None
+    target_top: TopTokens | None = None
 
 
 def read_output(out: StepOutput) -> list[list[RowStep]]:
@@ -200,12 +235,47 @@ def read_output(out: StepOutput) -> list[list[RowStep]]:
     packed = np.asarray(out.packed)
     packed = packed.reshape(-1, *packed.shape[-2:])
     packed = packed[packed[:, 0, OutputColumn.NUM_TOKENS] >= 0]  # steps that were made
+    return _with_tops(packed, out) if out.top else _rows(packed, out)
+
+
+def _rows(packed: np.ndarray, out: StepOutput) -> list[list[RowStep]]:
+    """Return the output by step and row, without the most probable tokens."""
     read = functools.partial(_row_step, out.draft_columns)
     if not out.reports_odds:
         return [list(map(read, rows)) for rows in packed.tolist()]
     odds = np.ascontiguousarray(packed[:, :, 0]).view(np.float32).tolist()
     steps = zip(packed[:, :, 1:].tolist(), odds, strict=True)
     return [list(map(read, rows, row_odds)) for rows, row_odds in steps]
+
+
+def _with_tops(packed: np.ndarray, out: StepOutput) -> list[list[RowStep]]:
+    """Return the output by step and row, with the most probable tokens of each place."""
+    places = out.draft_columns, out.num_places
+    first = int(out.reports_odds) + sum(places)
+    end = packed.shape[-1] + OutputColumn.NUM_TOKENS
+    found = _rows(np.delete(packed, np.s_[first:end], axis=-1), out)
+    parts, at = [], first
+    for each in (x for count in places for x in (count, count)):
+        stop = at + each * out.top
+        parts.append(packed[..., at:stop].reshape(*packed.shape[:2], each, out.top))
+        at = stop
+    draft_ids, draft_bits, ids, bits = map(np.ascontiguousarray, parts)
+    drafts = TopTokens(draft_ids, np.exp(draft_bits.view(np.float32)))
+    target = TopTokens(ids, np.exp(bits.view(np.float32)))
+
+    def cut(top: TopTokens, step: int, row: int, count: int) -> TopTokens:
+        return TopTokens(*(x[step, row, :count] for x in top))
+
+    return [
+        [
+            x._replace(
+                draft_top=cut(drafts, step, row, x.num_drafts) if out.draft_columns else None,
+                target_top=cut(target, step, row, x.num_drafts + 1),
+            )
+            for row, x in enumerate(rows)
+        ]
+        for step, rows in enumerate(found)
+    ]
 
 
 def _row_step(draft_columns: int, row: list[int], call_odds: float | None = None) -> RowStep:

@@ -309,8 +309,10 @@ class DFlash(nn.Module):
     ) -> tuple[Draft, tuple[LayerCache, ...]]:
         """Draft each place for itself."""
         _, logits, caches = self.predict(caches, anchor, start, shared, sampler.places)
-        choice = sampler.sample_all(logits, self.tokens())
-        return sampler.draft(self.token(choice.index), choice.finite), caches
+        ids = self.tokens()
+        choice = sampler.sample_all(logits, ids)
+        told = {"logits": logits, "ids": ids}
+        return sampler.draft(self.token(choice.index), choice.finite, **told), caches
 
     def lent(self, hidden: Float[Array, "B T D"], shared: SharedLayers) -> Float[Array, "B T N"]:
         """Return the logits of the target's head for the tokens that the drafter knows."""

@@ -137,15 +137,17 @@ class DFlash2(DFlash):
             unary, index = top_k(logits, self.config.selector_top_k)
             ids = self.token(index)
             pairs = self.pair_scores(hidden, unary, ids, anchor)
-            at, path = jnp.zeros_like(start), []
+            at, path, told = jnp.zeros_like(start), [], []
             for i in range(ids.shape[1]):
                 scores = jnp.take_along_axis(pairs[:, i], at[:, None, None], axis=1)[:, 0]
                 choice = sampler.sample_one(scores, i, ids[:, i])
                 at, finite = choice.index, finite & choice.finite
                 path.append(at)
+                told.append(scores)
             chosen = jnp.stack(path, axis=1)[:, :, None]
             tokens = jnp.take_along_axis(ids, chosen, axis=2)[:, :, 0]
-        return sampler.draft(tokens, finite), caches
+        along = jnp.stack(told, axis=1) if sampler.keeps_logits else None
+        return sampler.draft(tokens, finite, logits=along, ids=ids), caches
 
     def pair_scores(
         self,

@@ -6,6 +6,7 @@ how likely it is to be accepted (arXiv 2607.05147; own implementation).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -67,10 +68,11 @@ class DSpark(DFlash):
         if self.config.markov_rank:
             with jax.named_scope("markov"):
                 return self._walk(anchor, hidden, logits, caches, sampler)
-        choice = sampler.sample_all(logits, self.tokens())
+        ids = self.tokens()
+        choice = sampler.sample_all(logits, ids)
         survival = self._survival([hidden[:, i] for i in range(hidden.shape[1])])
-        draft = sampler.draft(self.token(choice.index), choice.finite, survival=survival)
-        return draft, caches
+        told: Any = {"survival": survival, "logits": logits, "ids": ids}
+        return sampler.draft(self.token(choice.index), choice.finite, **told), caches
 
     def _walk(
         self,
@@ -82,16 +84,19 @@ class DSpark(DFlash):
     ) -> tuple[Draft, tuple[LayerCache, ...]]:
         token, finite = anchor, all_finite(logits, self.kernels).all(axis=1)
         state = jnp.zeros((anchor.shape[0], self.config.markov_rank), hidden.dtype)
-        path, read = [], []
+        path, read, biased = [], [], []
         for i in range(logits.shape[1]):
             previous = self.w1[token]  # [B, r]
             bias, state = self.bias(hidden[:, i], previous, state)
             read.append(jnp.concatenate([hidden[:, i], previous], axis=-1))
-            choice = sampler.sample_one(logits[:, i] + bias, i, self.tokens())
+            biased.append(logits[:, i] + bias)
+            choice = sampler.sample_one(biased[-1], i, self.tokens())
             token, finite = self.token(choice.index), finite & choice.finite
             path.append(token)
-        draft = sampler.draft(jnp.stack(path, axis=1), finite, survival=self._survival(read))
-        return draft, caches
+        tokens, told = jnp.stack(path, axis=1), {"survival": self._survival(read)}
+        if sampler.keeps_logits:
+            told |= {"logits": jnp.stack(biased, axis=1), "ids": self.tokens()}
+        return sampler.draft(tokens, finite, **told), caches
 
     def bias(
         self,

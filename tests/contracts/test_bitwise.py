@@ -16,7 +16,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.graph.build import compile_programs, jit
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.protocols import Draft
-from dflash_jax.graph.state import DecodeState, RowRules, idle_rules, read_output
+from dflash_jax.graph.state import DecodeState, OutputSizes, RowRules, idle_rules, read_output
 from dflash_jax.graph.steps import decoding as steps
 from dflash_jax.graph.steps.decoding import verify_block
 from dflash_jax.graph.steps.drafting import draft as draft_step
@@ -234,7 +234,7 @@ def test_steps_of_one_call_have_the_bits_of_single_steps(
     whole = functools.partial(multi_step, step)
     if function is steps.plain:
         whole = functools.partial(plain_multi_step, pair)
-    multi = jit(functools.partial(whole, max_steps=6, width=BLOCK))
+    multi = jit(functools.partial(whole, max_steps=6, sizes=OutputSizes(BLOCK)))
     start = stepper.prefilled(prompt)
     wanted, said = start, []
     for _ in range(rounds):

@@ -10,7 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Those that read states of other libraries' modules.
-NNX = ("rollouts.py", "test_live.py", "test_rollouts.py", "test_update_params.py", "write.py")
+NNX = (
+    *("rollouts.py", "test_flax.py", "test_live.py", "test_rollouts.py"),
+    *("test_update_params.py", "check.py", "write.py"),
+)
 TRACED = ("nn", "models", "graph/steps")
 
 

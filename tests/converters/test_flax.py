@@ -6,19 +6,25 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import flax.nnx as nnx
 import jax
+import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
 from dflash_jax import CheckpointError, ConfigError, DFlashError, Plan, TargetModel
-from dflash_jax.checkpoint import write_arrays
+from dflash_jax.checkpoint import read_arrays, read_leaves, write_arrays
+from dflash_jax.cli import main as command
 from dflash_jax.config import target_config
 from dflash_jax.converters import live
+from dflash_jax.converters.cli import main
 from dflash_jax.converters.convert import convert
 from dflash_jax.converters.inspect import inspect
 from dflash_jax.converters.models import open_model
+from dflash_jax.converters.tree_source import leaf
 
 SIZES = {
     "vocab_size": 61,
@@ -150,6 +156,113 @@ def test_a_checkpoint_of_maxtext_is_converted_without_change(folder: Path, tmp_p
     assert "params/params/decoder/layers/mlp/wo/kernel" in names
 
 
+@pytest.mark.parametrize("naming", ["maxtext", "maxtext_scanned"])
+def test_a_model_is_written_as_a_checkpoint_of_maxtext(
+    naming: str, tmp_path: Path, oracle: Path
+) -> None:
+    """Where its manager looks for step 0, with the arrays of its own checkpoint."""
+    for name in (x for x in FIELDS if x.startswith("maxtext/")):
+        place, again, back = (tmp_path / f"{name[8:]}{x}" for x in ("", ".maxtext", ".hf"))
+        arrays = load_file(oracle / f"{name}.safetensors")
+        tokens, logits = arrays.pop("tokens"), arrays.pop("logits")
+        leaves = {("params", *path.split("/")): array for path, array in arrays.items()}
+        place.mkdir()
+        write_arrays(place / "items", leaves)
+        (place / "config.json").write_text(json.dumps(FIELDS[name]))
+        report = convert(open_model(place), again, to=naming)
+        assert json.loads((again / "conversion.json").read_text()) == report
+        found = read_leaves(again / "0" / "items")
+        if naming.endswith("scanned") == name.endswith("scanned"):
+            assert {k: x.shape for k, x in found.items()} == {k: x.shape for k, x in leaves.items()}
+            written = read_arrays(again / "0" / "items", dict.fromkeys(found))
+            for keys, array in leaves.items():
+                close = {"rtol": 1e-6, "atol": 1e-6, "err_msg": "/".join(keys)}
+                np.testing.assert_allclose(leaf(written, keys), array, **close)
+        ours = dj.load_target(again).forward(tokens).logits
+        np.testing.assert_allclose(ours, logits, rtol=0, atol=1e-4)
+        convert(open_model(again), back)
+        assert open_model(back).config == open_model(again).config
+
+
+def save_nnx(place: Path, arrays: Any) -> None:
+    """Save arrays as an NNX state, as the managers of Tunix and MaxText do."""
+    state = nnx.State(jax.tree.map(lambda x: nnx.Param(jnp.asarray(x)), arrays))
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as writer:
+        writer.save(place, args=ocp.args.PyTreeSave(state))
+
+
+@pytest.mark.parametrize("prefix", ["", "base", "model"])
+def test_an_nnx_state_of_maxtext_loads(prefix: str, tmp_path: Path, oracle: Path) -> None:
+    arrays = load_file(oracle / "maxtext" / "qwen3_scanned.safetensors")
+    tokens, logits = arrays.pop("tokens"), arrays.pop("logits")
+    tree = live.nested(arrays)["params"]
+    tree["decoder"]["dropout"] = {"rngs": {"count": np.uint32(3)}}
+    save_nnx(tmp_path / "nnx" / "0" / "items", {prefix: tree} if prefix else tree)
+    (tmp_path / "nnx" / "config.json").write_text(json.dumps(FIELDS["maxtext/qwen3_scanned"]))
+    found = dj.load_target(tmp_path / "nnx").forward(tokens).logits
+    np.testing.assert_allclose(found, logits, rtol=0, atol=1e-4)
+
+
+def test_a_model_is_written_as_a_checkpoint_of_tunix(tmp_path: Path, oracle: Path) -> None:
+    arrays = load_file(oracle / "tunix" / "qwen3.safetensors")
+    tokens, logits = arrays.pop("tokens"), arrays.pop("logits")
+    place, again = tmp_path / "tunix", tmp_path / "again"
+    save_nnx(place / "3" / "model_params", live.nested(arrays))
+    fields = FIELDS["maxtext/qwen3"] | {"tie_word_embeddings": False}
+    (place / "config.json").write_text(json.dumps(fields))
+    assert open_model(place).layout == "Tunix (orbax)"
+    report = convert(open_model(place), again, to="tunix")
+    assert not any(row["change"] for row in report["tensors"])
+    stored, found = (read_leaves(x / "model_params") for x in (place / "3", again / "0"))
+    assert found == stored
+    written = read_arrays(again / "0" / "model_params", dict.fromkeys(found))
+    for keys in found:
+        np.testing.assert_array_equal(leaf(written, keys), arrays["/".join(keys[:-1])])
+    ours = dj.load_target(again).forward(tokens).logits
+    np.testing.assert_allclose(ours, logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("library", ["gemma", "maxtext", "tunix"])
+def test_a_checkpoint_of_every_library_is_drafted_for_and_verified(
+    library: str, folder: Path, tmp_path: Path, oracle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if library == "gemma":
+        folder = tmp_path / "gemma"
+        shutil.copytree(oracle / "gemma" / "checkpoint", folder)
+        (folder / "config.json").write_text(json.dumps(FIELDS["gemma/gemma3_all_heads"]))
+    elif library == "tunix":
+        convert(open_model(folder), tmp_path / "tunix", to="tunix")
+        folder = tmp_path / "tunix"
+    ids, model = "7,3,11,7,3,11,7,3", ["--target", str(folder), "--drafter", "ngram"]
+    asked = ["--prompt-ids", ids, "--max-length", "96", "--chunk", "16", "--ignore-eos"]
+    assert command(["verify", *model, *asked]) == 0
+    assert "speculative equals plain" in capsys.readouterr().out
+
+
+def test_what_a_library_cannot_hold_is_refused_before_anything_is_written(
+    folder: Path, tmp_path: Path, oracle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for source, to, message in (
+        ("targets/gpt_oss", "maxtext", "MaxText's parameters of a gpt_oss target are not"),
+        ("targets/gemma3", "tunix", "Tunix's parameters of a gemma3_text target are not"),
+        ("variants/llama_biases_dynamic", "tunix", "Tunix has no name for layers.0.self_attn"),
+        ("drafters/v1_full", "maxtext_scanned", "is a drafter, and maxtext_scanned a layout of"),
+    ):
+        assert main(["convert", str(oracle / source), str(tmp_path / "x"), "--to", to]) == 1
+        assert message in capsys.readouterr().err
+    large = {k: x * 1e6 for k, x in load_file(oracle / "targets/llama3/model.safetensors").items()}
+    shutil.copytree(oracle / "targets" / "llama3", tmp_path / "large")
+    save_file(large, tmp_path / "large" / "model.safetensors")
+    for to, dtype, message in (
+        ("tunix", "float16", "float16"),
+        ("maxtext", "q8_0", "dtype 'q8_0' is not one of float32"),
+    ):
+        given = [str(tmp_path / "large"), str(tmp_path / "x"), "--to", to, "--dtype", dtype]
+        assert main(["convert", *given]) == 1
+        assert message in capsys.readouterr().err
+    assert {x.name for x in tmp_path.iterdir()} == {"checkpoint", "large"}
+
+
 def test_a_published_checkpoint_of_gemma_loads(tmp_path: Path, oracle: Path) -> None:
     """They are flat, with the path of a module in one name."""
     fields = FIELDS["gemma/gemma3_all_heads"]
@@ -208,7 +321,7 @@ def test_what_a_training_run_adds_is_left_out(folder: Path, oracle: Path) -> Non
         ({"intermediate_size": 25}, r"wi_0/kernel is \[16, 2, 24\], expected \[16, 2, 25\]"),
         ({"model_type": "qwen3"}, "missing: params/params/decoder/layers/.*/query_norm/scale"),
         ({"tie_word_embeddings": True}, "left over: decoder/logits_dense/kernel"),
-        ({"model_type": "granite"}, "MaxText's parameters of a granite target are not read"),
+        ({"model_type": "granite"}, "MaxText's parameters of a granite target are not converted"),
         ({"model_type": "deepseek_v3"}, "model_type 'deepseek_v3' is not a target"),
     ],
 )

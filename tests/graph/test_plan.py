@@ -161,6 +161,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "draft_window": {"draft_window": 64},
     "ngram": {"ngram": 5},
     "report_drafts": {"report_drafts": True},
+    "report_top": {"report_top": 5},
     "memory_limit": {"memory_limit": AMPLE - 1},
 }
 

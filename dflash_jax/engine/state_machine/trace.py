@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from dflash_jax.engine.state_machine.request_state import (
     CallRetried,
@@ -14,6 +14,8 @@ from dflash_jax.engine.state_machine.request_state import (
 from dflash_jax.engine.state_machine.words import Ids
 
 TokenSource = Literal["drafted", "target", "forced"]
+Tops = tuple[Any, Any]  # `TopTokens` of drafter and target, or None
+NO_TOPS: Tops = (None, None)
 
 
 class CallTime(NamedTuple):
@@ -44,6 +46,11 @@ class RoundTrace:
       texts: text of each token; empty without a tokenizer, and for a token that completes no
         character. Together with those of other rounds it is the output with special tokens.
       rejected_texts: text of each rejected draft, after the tokens before it.
+      drafts: the drafts that were verified, with `Plan.report_drafts` or `Plan.report_top`.
+      draft_top: the drafter's most probable tokens for each of them, with `Plan.report_top`: arrays
+        `ids` and `probs` [drafts, N], by the logits that it chose from. None without drafting.
+      target_top: the same of the target [drafts + 1, N], before any logits processing: place i
+        follows the first i drafts.
     """
 
     tokens: tuple[int, ...]
@@ -55,6 +62,9 @@ class RoundTrace:
     seconds: float = 0.0
     texts: tuple[str, ...] = ()
     rejected_texts: tuple[str, ...] = ()
+    drafts: tuple[int, ...] = ()
+    draft_top: Any = dataclasses.field(default=None, compare=False)
+    target_top: Any = dataclasses.field(default=None, compare=False)
 
     def shortened(self, count: int) -> "RoundTrace":
         """Return the round with its first `count` tokens only."""
@@ -89,6 +99,7 @@ class TraceRecorder:
         drafts: Ids,
         time: CallTime,
         copied: bool = False,
+        tops: Tops = NO_TOPS,
     ) -> None:
         """Record an event of the state machine.
 
@@ -97,6 +108,7 @@ class TraceRecorder:
           retracted: number of decided tokens that it dropped before that.
           drafts: that were verified, if the plan reports them.
           copied: whether they were copied from the text.
+          tops: most probable tokens, if the plan reports them.
         """
         match event:
             case Cancelled() | CallRetried():
@@ -104,11 +116,20 @@ class TraceRecorder:
             case _ if retracted:  # the end token in whose place a call was probed
                 self._restore(retracted, new)
             case Prefilled(token) if new:
-                self._add(Stepped((token,)), new, drafts, time, copied=False)
+                self._add(Stepped((token,)), new, drafts, time, tops)
             case Stepped() if new:
-                self._add(event, new, drafts, time, copied=copied)
+                self._add(event, new, drafts, time, tops, copied=copied)
 
-    def _add(self, step: Stepped, new: Ids, drafts: Ids, time: CallTime, *, copied: bool) -> None:
+    def _add(
+        self,
+        step: Stepped,
+        new: Ids,
+        drafts: Ids,
+        time: CallTime,
+        tops: Tops,
+        *,
+        copied: bool = False,
+    ) -> None:
         accepted, own = len(step.tokens) - 1, 0
         for token, decided in zip(new, step.tokens, strict=False):
             if token != decided:
@@ -122,7 +143,8 @@ class TraceRecorder:
         seconds = (time.read - self._end) / time.left
         self._end += seconds
         counts = step.num_drafts, accepted, rejected, copied, seconds
-        self._rounds.append(RoundTrace(new, sources, *counts))
+        more = {"drafts": drafts, "draft_top": tops[0], "target_top": tops[1]}
+        self._rounds.append(RoundTrace(new, sources, *counts, **more))
 
     def _drop(self, count: int) -> None:
         """Drop the last tokens, none of which was emitted."""

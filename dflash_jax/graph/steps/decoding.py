@@ -22,17 +22,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from dflash_jax.graph.protocols import Draft
+from dflash_jax.errors import PlanError
+from dflash_jax.graph.protocols import Draft, Verification
 from dflash_jax.graph.state import (
     COPIED,
     DecodeState,
     Logits,
     Logprobs,
+    OutputSizes,
     RowInts,
     RowRules,
     StepOutput,
+    TopTokens,
     commit,
-    output_columns,
     pack_output,
     restart_rows,
 )
@@ -49,6 +51,7 @@ from dflash_jax.graph.steps.inputs import (
 from dflash_jax.graph.steps.logits_processing import LogitsState, no_logprobs
 from dflash_jax.graph.steps.pair import Pair, Params, forward, logits_of
 from dflash_jax.kernels.caches import put_row, take_row
+from dflash_jax.kernels.vocabulary import top_k
 
 Processing = LogitsState | None  # None if logits are not processed
 StepResult = tuple[DecodeState, Processing, StepOutput]
@@ -74,9 +77,9 @@ def prefill(
     logprobs = logits_state.logprobs(raw, token[:, None]) if logits_state else None
     finite = (finite_places(raw, pair.kernels) > 0) | (num_tokens == 0)
     odds = sampling.call_odds(raw, token, zero, rules)
-    out = pack_output(
-        token[:, None], num_tokens, best, finite, zero, logprobs=logprobs, call_odds=odds
-    )
+    more: Any = {"call_odds": odds, "tops": _tops(pair, None, raw)}
+    out = pack_output(token[:, None], num_tokens, best, finite, zero, **more)
+    out = dataclasses.replace(out, logprobs=logprobs)
     state = commit(state, target, pair.committed(drafter, num_fed), num_fed, token)
     return state, logits_state and logits_state.count(out), out
 
@@ -137,10 +140,13 @@ def verify_block(
                 num_drafts += jnp.where(drafted.copied & (num_drafts > 0), COPIED, 0)
         logprobs = logits_state.logprobs(raw, tokens) if logits_state else None
         odds = sampling.call_odds(raw, anchor, last, rules)
-        drafts = block[:, 1:] if pair.report_drafts and drafted.num_drafts is not None else None
-        more = {"drafts": drafts, "logprobs": logprobs, "call_odds": odds}
+        drafting = drafted.num_drafts is not None
+        reported = pair.output_sizes(block.shape[1], drafts=drafting).drafts
+        more: Any = {"drafts": block[:, 1:] if reported else None, "call_odds": odds}
+        more |= {"tops": _tops(pair, drafted.logits, raw)}
         finite = (good > 0) | idle
         out = pack_output(tokens, num_committed, best, finite, num_drafts, **more)
+        out = dataclasses.replace(out, logprobs=logprobs)
     with jax.named_scope("commit"):
         drafter = pair.committed(drafter, num_committed)
         state = commit(state, target, drafter, num_committed, anchor)
@@ -157,9 +163,60 @@ def _decided(
     chosen = sampling.choose_tokens(seen, position + 1, rules, **how)
     num_decided = jnp.ones_like(position) if count is None else accept(block, chosen, count)
     token = jnp.take_along_axis(chosen, num_decided[:, None] - 1, axis=1)
+    if pair.acceptance is not None and count is not None:
+        num_decided, token = _own_decision(pair, drafted, logits, chosen, (position, rules))
     place = jnp.arange(block.shape[1])[None, :]
     following = jnp.roll(block, -1, axis=1)
     return jnp.where(place == num_decided[:, None] - 1, token, following), num_decided
+
+
+def _own_decision(
+    pair: Pair,
+    drafted: Draft,
+    logits: Logits,
+    chosen: Int[Array, "B T"],
+    where: tuple[RowInts, RowRules],
+) -> tuple[RowInts, Int[Array, "B 1"]]:
+    """Return the number of decided tokens and the last of them, by the pair's own acceptance.
+
+    Tokens that masks exclude are not decided, and rows without drafts decode plainly.
+    """
+    assert pair.acceptance is not None
+    assert drafted.num_drafts is not None
+    (position, rules), drafts = where, drafted.block[:, 1:]
+    odds = jnp.take_along_axis(logits[:, :-1], drafts[:, :, None], axis=2)[:, :, 0]
+    able = (odds > -jnp.inf) & (jnp.arange(drafts.shape[1])[None] < drafted.num_drafts[:, None])
+    count = jnp.cumprod(able.astype(jnp.int32), axis=1).sum(axis=1)
+    places = position[:, None] + 1 + jnp.arange(chosen.shape[1])[None]
+    keys = jax.vmap(lambda at: sampling.row_keys(rules, at, sampling.ACCEPTANCE), 1, 1)(places)
+    assert drafted.logits is not None  # the pair keeps them
+    given = Verification(drafts, count, drafted.logits, logits, chosen, rules.temperature, keys)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        accepted, token = pair.acceptance(given)
+    accepted, token = jnp.asarray(accepted, jnp.int32), jnp.asarray(token, jnp.int32)
+    if accepted.shape != count.shape or token.shape != count.shape:
+        raise PlanError(
+            f"the pair's acceptance returned shapes {accepted.shape} and {token.shape}; expected"
+            f" {count.shape} twice: accepted drafts, and the token after them, of each row"
+        )
+    within = jnp.clip(accepted, 0, count)
+    own = jnp.take_along_axis(chosen, within[:, None], axis=1)
+    token = jnp.clip(token, 0, logits.shape[2] - 1)[:, None]
+    last = jnp.take_along_axis(logits, within[:, None, None], axis=1)[:, 0]
+    right = (within == accepted) & (count > 0)
+    right &= jnp.take_along_axis(last, token, axis=1)[:, 0] > -jnp.inf
+    return 1 + within, jnp.where(right[:, None], token, own)
+
+
+def _tops(pair: Pair, drafts: Logits | None, target: Logits) -> tuple[TopTokens, ...]:
+    """Return the most probable tokens of drafter and target that the plan reports."""
+    if not pair.report_top:
+        return ()
+    found = []
+    for logits in (target,) if drafts is None else (drafts, target):
+        top, ids = top_k(logits, pair.report_top)
+        found.append(TopTokens(ids, top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)))
+    return tuple(found)
 
 
 def forced_tokens(
@@ -221,12 +278,19 @@ def update_drafter(
 
 
 def single_row(
-    run: StepFn, params: Params, state: DecodeState, logits_state: Processing, inputs: PrefillInputs
+    run: StepFn,
+    params: Params,
+    state: DecodeState,
+    logits_state: Processing,
+    inputs: PrefillInputs,
+    *,
+    sizes: OutputSizes,
 ) -> StepResult:
     """Run a prefill on one row only; the others cost nothing and keep their bits.
 
     Args:
       run: a prefill of all rows of the state that it is given.
+      sizes: of its output.
       inputs: arrays of one row, except for the rules, which are those of all rows.
     """
     row, rules = inputs.row, inputs.rules
@@ -236,8 +300,8 @@ def single_row(
     # A loop of one iteration: otherwise XLA reads the row where it is used, and copies all rows to
     # write it back.
     logprobs = no_logprobs(1, 1, logits_state.bias.shape[-1]) if logits_state else None
-    packed = jnp.zeros((1, 1 + output_columns(rules)), jnp.int32)
-    empty = StepOutput(packed, logprobs, rules.opening is not None)
+    packed = jnp.zeros((1, sizes.columns(rules)), jnp.int32)
+    empty = StepOutput(packed, logprobs, rules.opening is not None, top=sizes.top)
 
     def cond(carry: Any) -> Bool[Array, ""]:
         return carry[0]

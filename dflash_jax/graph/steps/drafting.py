@@ -29,6 +29,7 @@ def draft(
         vocab_size=pair.target.config.vocab_size,
         kernels=pair.kernels,
         min_survival=pair.min_survival,
+        keeps_logits=pair.keeps_logits,
     )
     given = (state.drafter, state.anchor, state.position, pair.shared(params), sampler)
     with jax.named_scope("draft"):
@@ -56,7 +57,16 @@ def _verifiable(pair: Pair, drafted: Draft, anchor: Int[Array, " B"], rules: Row
     count = jnp.minimum(jnp.clip(count, 0, places), rules.max_drafts)
     block = jnp.concatenate([anchor[:, None], drafts], axis=1)
     count = jnp.where(finite, count, 0).astype(jnp.int32)
-    return Draft(block, finite, count, drafted.copied if pair.copies else None)
+    logits = drafted.logits if pair.keeps_logits else None
+    if pair.keeps_logits and logits is None:
+        logits = certainly(drafts, vocab)
+    return Draft(block, finite, count, drafted.copied if pair.copies else None, logits)
+
+
+def certainly(tokens: Int[Array, "B R"], vocab_size: int) -> Float[Array, "B R V"]:
+    """Return logits under which tokens have probability 1."""
+    hit = jax.nn.one_hot(tokens, vocab_size, dtype=jnp.bool_)
+    return jnp.where(hit, 0.0, -jnp.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +85,7 @@ class RowDraftSampler:
     vocab_size: int
     kernels: str
     min_survival: float = 0.0
+    keeps_logits: bool = False
 
     @property
     def idle(self) -> Bool[Array, " B"]:
@@ -135,6 +146,8 @@ class RowDraftSampler:
         finite: Bool[Array, " B"],
         *,
         survival: Float[Array, "B R"] | None = None,
+        logits: Float[Array, "B R N"] | None = None,
+        ids: Int[Array, "*places N"] | None = None,
     ) -> Draft:
         """Assemble the chosen tokens into a draft; rows that are not finite get none."""
         drafts = jnp.where(finite[:, None], tokens, 0)
@@ -142,9 +155,25 @@ class RowDraftSampler:
         if survival is not None and self.min_survival > 0:
             num_drafts = (survival >= self.min_survival).sum(axis=1, dtype=jnp.int32)
         block = jnp.concatenate([self.anchor[:, None], drafts], axis=1)
-        return Draft(block, finite, num_drafts)
+        kept = None
+        if self.keeps_logits and logits is not None:
+            kept = self._whole(jnp.where(finite[:, None, None], logits, 0.0), ids)
+        return Draft(block, finite, num_drafts, logits=kept)
+
+    def _whole(
+        self, logits: Float[Array, "B R N"], ids: Int[Array, "*places N"] | None
+    ) -> Float[Array, "B R V"]:
+        """Return float32 logits of the whole vocabulary."""
+        logits = logits.astype(jnp.float32)
+        if ids is None:
+            return logits
+        rows, places, _ = logits.shape
+        at = jnp.arange(rows)[:, None, None], jnp.arange(places)[None, :, None]
+        whole = jnp.full((rows, places, self.vocab_size), -jnp.inf)
+        return whole.at[(*at, jnp.broadcast_to(ids, logits.shape))].set(logits)
 
     def certain(self, tokens: Int[Array, "B R"], count: Int[Array, " B"] | None = None) -> Draft:
         """Draft given tokens."""
         drafted = self.draft(tokens, jnp.ones(tokens.shape[0], bool))
-        return dataclasses.replace(drafted, num_drafts=count)
+        logits = certainly(tokens, self.vocab_size) if self.keeps_logits else None
+        return dataclasses.replace(drafted, num_drafts=count, logits=logits)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from dflash_jax.graph.state import DecodeState, StepOutput, output_columns
+from dflash_jax.graph.state import DecodeState, OutputSizes, StepOutput
 from dflash_jax.graph.steps.acceptance import frozen
 from dflash_jax.graph.steps.decoding import StepFn, StepResult, plain
 from dflash_jax.graph.steps.inputs import DecodeInputs
@@ -23,8 +23,7 @@ def multi_step(
     inputs: DecodeInputs,
     *,
     max_steps: int,
-    width: int,
-    drafts: int = 0,
+    sizes: OutputSizes,
 ) -> StepResult:
     """Run up to `inputs.num_steps` decode steps without the host in between.
 
@@ -32,8 +31,7 @@ def multi_step(
     row are not finite.
 
     Args:
-      width: number of tokens in the output of a step.
-      drafts: number of drafts in it.
+      sizes: of the output of a step.
 
     Returns:
       The state and the outputs [max_steps, B, ...], those of steps that were not made all -1.
@@ -54,12 +52,11 @@ def multi_step(
         outputs = jax.lax.dynamic_update_slice(outputs, out.packed[None], (done, 0, 0))
         return done + 1, out.all_finite, state, outputs
 
-    columns = width + drafts + output_columns(rules)
-    empty = jnp.full((max_steps, len(state.anchor), columns), -1, jnp.int32)
+    empty = jnp.full((max_steps, len(state.anchor), sizes.columns(rules)), -1, jnp.int32)
     start = jnp.int32(0), jnp.bool_(True), state, empty
     _, _, state, outputs = jax.lax.while_loop(cond, body, start)
     odds = rules.opening is not None
-    return state, None, StepOutput(outputs, reports_odds=odds, draft_columns=drafts)
+    return state, None, StepOutput(outputs, None, odds, sizes.drafts, sizes.top)
 
 
 def plain_multi_step(
@@ -70,7 +67,7 @@ def plain_multi_step(
     inputs: DecodeInputs,
     *,
     max_steps: int,
-    width: int,
+    sizes: OutputSizes,
 ) -> StepResult:
     """Run plain steps as `multi_step` does, and let the drafter observe all tokens after the last.
 
@@ -82,8 +79,8 @@ def plain_multi_step(
     one = jax.eval_shape(single, params, state, None, DecodeInputs(inputs.rules))[0].drafter
     kept = jax.tree.map(lambda x: jnp.zeros((len(start), max_steps, *x.shape[2:]), x.dtype), one)
     state = _with(state, (jnp.int32(0), kept))
-    step, options = functools.partial(_keeping, single), {"max_steps": max_steps, "width": width}
-    state, _, out = multi_step(step, params, state, None, inputs, **options)
+    step, options = functools.partial(_keeping, single), {"max_steps": max_steps}
+    state, _, out = multi_step(step, params, state, None, inputs, **options, sizes=sizes)
     drafter = pair.observe(params, drafter, state.drafter[1], start)
     return _with(state, pair.committed(drafter, state.position - start)), None, out
 

@@ -12,7 +12,7 @@ from dflash_jax.config import LATE
 from dflash_jax.graph import protocols
 from dflash_jax.graph.ngram import Copying, NGram, with_copies
 from dflash_jax.graph.protocols import SharedLayers
-from dflash_jax.graph.state import DecodeState, Logits
+from dflash_jax.graph.state import DecodeState, Logits, OutputSizes
 from dflash_jax.kernels.caches import Update
 
 Params = dict[str, Any]
@@ -43,8 +43,10 @@ class Pair:
     min_survival: float = 0.0  # drafts less likely to be accepted are not verified
     kernels: str = "xla"  # of steps and of modules that have the field, as `Plan.kernels`
     report_drafts: bool = False  # the output of steps that draft has the drafts
+    report_top: int = 0  # most probable tokens that outputs have, and drafts with them
     draft_window: int = 0  # positions that the drafter sees; 0 for as many as it was made for
     ngram: int = 0  # tokens of a match in the text that replaces drafts; 0 for never
+    acceptance: protocols.Acceptance | None = None  # in place of equality; in inexact plans only
 
     def __post_init__(self) -> None:
         """Set the kernels of the modules."""
@@ -63,6 +65,17 @@ class Pair:
     def copies(self) -> bool:
         """Whether drafts may be copied from the text."""
         return isinstance(self.proposer, NGram | Copying)
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether drafts have the drafter's logits."""
+        return self.report_top > 0 or self.acceptance is not None
+
+    def output_sizes(self, tokens: int, *, drafts: bool) -> OutputSizes:
+        """Return the sizes of the output of a step over so many tokens, which may be drafts."""
+        top = min(self.report_top, self.target.config.vocab_size)
+        reported = drafts and (self.report_drafts or top > 0)
+        return OutputSizes(tokens, tokens - 1 if reported else 0, top)
 
     @property
     def taps(self) -> tuple[int, ...]:

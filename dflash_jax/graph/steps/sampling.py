@@ -18,7 +18,7 @@ from dflash_jax.graph.steps.acceptance import is_stop, stops_masked
 from dflash_jax.graph.steps.filters import filtered, is_filtered
 from dflash_jax.kernels.vocabulary import CHUNK, argmax
 
-TOKEN, NEXT_BEST = range(2)  # purposes of a random number
+TOKEN, NEXT_BEST, ACCEPTANCE = range(3)  # purposes of a random number
 
 
 def choose_token(
