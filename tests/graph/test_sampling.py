@@ -274,7 +274,8 @@ def test_a_position_is_drawn_by_one_key_whatever_step_decides_it(
         return keys
 
     def record(position: Any, data: Any) -> None:  # runs no JAX operation: none may be traced here
-        used.append((int(np.asarray(position)[0]), np.asarray(data)[0].tobytes()))
+        keys = map(bytes, np.asarray(data))
+        used.extend(zip(np.asarray(position).tolist(), keys, strict=True))
 
     monkeypatch.setattr(sampling, "row_keys", recorded)
     target = tiny_target()

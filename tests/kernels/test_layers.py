@@ -10,7 +10,7 @@ import pytest
 
 from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.kernels.native.build import library
-from dflash_jax.kernels.native.layers import attend_native, normalise, rotate_pairs
+from dflash_jax.kernels.native.layers import attend_native, drawn, normalise, rotate_pairs
 from dflash_jax.nn import layers
 from dflash_jax.nn.attention import attend, attend_whole, rotate, to_int8, write_keys_values
 
@@ -181,3 +181,33 @@ def test_shapes_that_do_not_fit_are_refused(wrong: str) -> None:
         cache = cache.replace(k_scale=cache.k_scale[:, :, :20])
     with pytest.raises(jax.errors.JaxRuntimeError, match="do not fit"):
         ATTEND(q, cache, seen, sinks).block_until_ready()
+
+
+@pytest.mark.parametrize("width", [5, 128, 300])
+def test_draws_have_the_distribution_of_the_softmax(width: int) -> None:
+    """By chi squared, of tokens that are expected 20 times or more; others are one."""
+    count = 20_000
+    x = 2 * draw(width)
+    x[1] = -np.inf
+    keys = jax.random.key_data(jax.random.split(jax.random.key(3), count))
+    found = np.bincount(drawn(jnp.broadcast_to(x, (count, width)), keys), minlength=width)
+    expected = count * np.exp(x - np.logaddexp.reduce(x))
+    assert found[1] == 0
+    often = expected >= 20
+    found, expected = (np.append(a[often], a[~often].sum()) for a in (found, expected))
+    squared = ((found - expected) ** 2 / np.maximum(expected, 1e-9)).sum()
+    freedom = len(expected) - 1
+    assert squared < freedom + 4 * np.sqrt(2 * freedom) + 4
+
+
+def test_a_draw_depends_on_its_row_and_key_alone() -> None:
+    x = jnp.asarray(draw(9, 300))
+    keys = jax.random.key_data(jax.random.split(jax.random.key(3), 9))
+    together = np.asarray(drawn(x, keys))
+    alone = [int(drawn(x[i : i + 1], keys[i : i + 1])[0]) for i in range(9)]
+    assert together.tolist() == alone
+    assert len(set(np.asarray(drawn(x[:1].repeat(9, axis=0), keys)).tolist())) > 1
+    odd = jnp.full((3, 200), jnp.nan).at[1].set(-jnp.inf).at[2].set(0).at[2, 150].set(3e38)
+    last = np.asarray(drawn(odd, keys[:3]))
+    assert ((last >= 0) & (last < 200)).all()
+    assert last[2] == 150

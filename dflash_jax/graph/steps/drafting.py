@@ -1,10 +1,11 @@
 """Draft one block: the drafter's forward pass, then a choice of tokens by each row's rules."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from dflash_jax.errors import PlanError
 from dflash_jax.graph.protocols import Draft, DraftChoice
@@ -102,12 +103,12 @@ class RowDraftSampler:
         logits = jnp.where(finite[:, None, None], logits, 0.0)
 
         def drawn() -> Int[Array, "B R"]:
-            places = logits.swapaxes(0, 1), jnp.arange(logits.shape[1])
-            return jax.lax.map(lambda of: self._drawn(of[0], of[1], ids), places).T
+            draw, position = functools.partial(self._draw, ids=ids), self.position + 1
+            index = sampling.at_places(draw, logits, position, self.rules, self.kernels)
+            return jnp.where(self.rules.temperature[:, None] > 0, index, best)
 
-        index = jax.lax.cond(
-            sampling.any_sampled(self.rules), drawn, lambda: argmax(logits, self.kernels)
-        )
+        best = argmax(logits, self.kernels)
+        index = jax.lax.cond(sampling.any_sampled(self.rules), drawn, lambda: best)
         return DraftChoice(index, finite)
 
     def sample_one(
@@ -116,29 +117,32 @@ class RowDraftSampler:
         """Choose one place, from 0, as the target would by these logits."""
         finite = all_finite(logits, self.kernels)
         logits = jnp.where(finite[:, None], logits, 0.0)
+        best = argmax(logits, self.kernels)
         if not self.sampled:
-            return DraftChoice(argmax(logits, self.kernels), finite)
-        index = jax.lax.cond(
-            sampling.any_sampled(self.rules),
-            lambda: self._drawn(logits, jnp.int32(place), ids),
-            lambda: argmax(logits, self.kernels),
-        )
+            return DraftChoice(best, finite)
+
+        def drawn() -> Int[Array, " B"]:
+            keys = sampling.row_keys(self.rules, self.position + 1 + place, sampling.TOKEN)
+            index = self._draw(keys, sampling.scaled(logits, self.rules), ids=ids)
+            return jnp.where(self.rules.temperature > 0, index, best)
+
+        index = jax.lax.cond(sampling.any_sampled(self.rules), drawn, lambda: best)
         return DraftChoice(index, finite)
 
-    def _drawn(
-        self, logits: Float[Array, "B N"], place: Int[Array, ""], ids: Int[Array, "*rows N"] | None
-    ) -> Int[Array, " B"]:
-        """Return the choices of rows that sample, drawn as the target will, and the best ones."""
-        keys = sampling.row_keys(self.rules, self.position + 1 + place, sampling.TOKEN)
-        x = sampling.scaled(logits, self.rules)
+    def _draw(
+        self,
+        keys: Key[Array, " M"],
+        x: Float[Array, "M N"],
+        *,
+        ids: Int[Array, "*rows N"] | None,
+    ) -> Int[Array, " M"]:
+        """Return the index that each row draws, as the target will."""
         if ids is None:
-            index = sampling.draw(keys, x, self.kernels)
-        else:
-            ids, rows = jnp.broadcast_to(ids, x.shape), jnp.arange(len(x))[:, None]
-            whole = jnp.full((len(x), self.vocab_size), -jnp.inf, x.dtype).at[rows, ids].set(x)
-            token = sampling.draw(keys, whole, self.kernels)
-            index = jnp.argmax(ids == token[:, None], axis=1).astype(token.dtype)
-        return jnp.where(self.rules.temperature > 0, index, argmax(logits, self.kernels))
+            return sampling.draw(keys, x, self.kernels)
+        ids, rows = jnp.broadcast_to(ids, x.shape), jnp.arange(len(x))[:, None]
+        whole = jnp.full((len(x), self.vocab_size), -jnp.inf, x.dtype).at[rows, ids].set(x)
+        token = sampling.draw(keys, whole, self.kernels)
+        return jnp.argmax(ids == token[:, None], axis=1).astype(token.dtype)
 
     def draft(
         self,

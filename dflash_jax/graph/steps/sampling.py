@@ -9,6 +9,9 @@ A chunk of the vocabulary is drawn by the mass of its tokens, then a token in it
 needs noise for some hundred numbers, not for every token.
 """
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -16,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from dflash_jax.graph.state import Logits, RowInts, RowRules
 from dflash_jax.graph.steps.acceptance import is_stop, stops_masked
 from dflash_jax.graph.steps.filters import filtered, is_filtered
+from dflash_jax.kernels.native.layers import drawn
 from dflash_jax.kernels.vocabulary import CHUNK, argmax
 
 TOKEN, NEXT_BEST, ACCEPTANCE = range(3)  # purposes of a random number
@@ -34,8 +38,6 @@ def choose_tokens(
 ) -> Int[Array, "B T"]:
     """Return the token that each place chooses.
 
-    Sampled ones are chosen place by place, by the same computation whatever the number of places.
-
     Args:
       position: of each row's first token.
     """
@@ -44,16 +46,44 @@ def choose_tokens(
         return best
 
     def drawn() -> Int[Array, "B T"]:
-        def one(place: tuple[Float[Array, "B V"], RowInts, RowInts]) -> RowInts:
-            logits, best, position = place
-            where = rules.temperature > 0
-            return _draw_where(where, logits, best, position, rules, TOKEN, kernels)
-
-        positions = position[:, None] + jnp.arange(logits.shape[1])[None]
-        places = jax.tree.map(lambda x: x.swapaxes(0, 1), (logits, best, positions))
-        return jax.lax.map(one, places).T
+        one = functools.partial(draw, kernels=kernels)
+        tokens = at_places(one, logits, position, rules, kernels)
+        return jnp.where(rules.temperature[:, None] > 0, tokens, best)
 
     return jax.lax.cond(any_sampled(rules), drawn, lambda: best)
+
+
+Draw = Callable[[Key[Array, " M"], Float[Array, "M N"]], RowInts]  # by keys, from softmax(x)
+
+
+def at_places(
+    draw: Draw, logits: Float[Array, "B T N"], position: RowInts, rules: RowRules, kernels: str
+) -> Int[Array, "B T"]:
+    """Return what is drawn at all places of rows, by the same computation however many there are.
+
+    XLA's sums round differently for several places, so that they are computed one after the other;
+    native kernels draw at all of them together, unless filters have sums of XLA.
+
+    Args:
+      position: of each row's first place.
+    """
+    rows, places, choices = logits.shape
+    positions = position[:, None] + jnp.arange(places)[None]
+
+    def one(place: tuple[Float[Array, "B N"], RowInts]) -> RowInts:
+        return draw(row_keys(rules, place[1], TOKEN), scaled(place[0], rules))
+
+    def in_turn() -> Int[Array, "B T"]:
+        return jax.lax.map(one, (logits.swapaxes(0, 1), positions.T)).T
+
+    def together() -> Int[Array, "B T"]:
+        wide = jax.tree.map(lambda x: jnp.repeat(x, places, axis=0), rules)
+        x = over_temperature(logits.reshape(rows * places, choices), wide)
+        return draw(row_keys(wide, positions.ravel(), TOKEN), x).reshape(rows, places)
+
+    if kernels != "native":
+        return in_turn()
+    return jax.lax.cond(is_filtered(rules).any(), in_turn, together)
 
 
 def next_best(
@@ -154,9 +184,14 @@ def scaled(logits: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B V"]:
 
     A row without filters has the same bits whether or not others filter.
     """
-    by_row = logits / jnp.where(rules.temperature > 0, rules.temperature, 1.0)[:, None]
     some = is_filtered(rules).any()
+    by_row = over_temperature(logits, rules)
     return jax.lax.cond(some, filtered, lambda scaled, _: scaled, by_row, rules)
+
+
+def over_temperature(logits: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B V"]:
+    """Return logits over temperature; those of greedy rows as they are."""
+    return logits / jnp.where(rules.temperature > 0, rules.temperature, 1.0)[:, None]
 
 
 def draw(keys: Key[Array, " B"], x: Float[Array, "B V"], kernels: str) -> Int[Array, " B"]:
@@ -164,6 +199,8 @@ def draw(keys: Key[Array, " B"], x: Float[Array, "B V"], kernels: str) -> Int[Ar
     rows, vocab = x.shape
     chunks = -(-vocab // CHUNK)
     x = jnp.minimum(x, jnp.finfo(x.dtype).max)  # logits over a tiny temperature may be infinite
+    if kernels == "native":
+        return drawn(x, jax.random.key_data(keys))
     x = jnp.pad(x, ((0, 0), (0, chunks * CHUNK - vocab)), constant_values=-jnp.inf)
     parts = x.reshape(rows, chunks, CHUNK)
     top = parts.max(axis=-1)

@@ -23,7 +23,6 @@ constexpr int kQuad = 4;                 // of these, queries whose sums fit the
 constexpr int64_t kBlock = 32;           // slots whose values stay in the nearest cache for a tile
 constexpr int kSlots = 4;                // slots whose dot products are computed together
 constexpr int64_t kSerial = 1 << 17;     // calls with fewer multiplications run on one thread
-constexpr float kLowest = -87.3f;        // exp of anything less is zero
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // -- vectors ------------------------------------------------------------------------------------
@@ -53,33 +52,11 @@ inline Floats Where(const uint8_t* seen, Floats v, Floats other) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(seen));
   return _mm512_mask_blend_ps(_mm_test_epi8_mask(bytes, bytes), other, v);
 }
-inline Floats Exp(Floats x) {
-  const Floats n = _mm512_roundscale_ps(_mm512_mul_ps(x, All(1.44269504f)), 0);
-  Floats r = _mm512_fnmadd_ps(n, All(0.693145752f), x);  // the first 16 bits of ln 2, and the rest
-  r = _mm512_fnmadd_ps(n, All(1.42860677e-6f), r);
-  Floats sum = All(1.0f / 5040);
-  for (const float inverse : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-    sum = MultiplyAdd(sum, r, All(inverse));
-  const __mmask16 low = _mm512_cmp_ps_mask(x, All(kLowest), _CMP_LT_OQ);
-  return _mm512_mask_blend_ps(low, _mm512_scalef_ps(sum, n), Zeros());
-}
 #else
 inline Floats Where(const uint8_t* seen, Floats v, Floats other) {
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(seen));
   const __m256i kept = _mm256_cmpgt_epi32(_mm256_cvtepu8_epi32(bytes), _mm256_setzero_si256());
   return _mm256_blendv_ps(other, v, _mm256_castsi256_ps(kept));
-}
-inline Floats Exp(Floats x) {
-  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-  const Floats n = _mm256_round_ps(_mm256_mul_ps(x, All(1.44269504f)), kNearest);
-  Floats r = _mm256_fnmadd_ps(n, All(0.693145752f), x);
-  r = _mm256_fnmadd_ps(n, All(1.42860677e-6f), r);
-  Floats sum = All(1.0f / 5040);
-  for (const float inverse : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-    sum = MultiplyAdd(sum, r, All(inverse));
-  const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-  sum = _mm256_mul_ps(sum, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
-  return _mm256_blendv_ps(sum, Zeros(), _mm256_cmp_ps(x, All(kLowest), _CMP_LT_OQ));
 }
 #endif
 

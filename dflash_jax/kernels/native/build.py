@@ -39,7 +39,8 @@ NO_TILES = (
     "the operating system does not permit it to this process",
 )
 PRODUCTS = ("float", "int8", "int8_by_floats", "q8_0", "q4_0", "q4_1", "int4z", "q4_k", "q6_k")
-NAMES = (*PRODUCTS, "attend", "norm", "rotate", "largest")  # of the handlers, each dflash_NAME
+# Of the handlers, each dflash_NAME.
+NAMES = (*PRODUCTS, "attend", "norm", "rotate", "largest", "draw")
 WAIT = compiling.PATIENCE + 30  # seconds to wait for a process that compiles
 # "SOURCES-COMPILER-CONTENTS.so", the digests of three things.
 LIBRARY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}-([0-9a-f]{64})\.so")

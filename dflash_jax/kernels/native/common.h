@@ -51,6 +51,8 @@ inline float SumOf8(__m256 v) {
 // -- vectors ------------------------------------------------------------------------------------
 // Of float32 numbers, the widest that the processor has.
 
+constexpr float kLowest = -87.3f;  // exp of anything less is zero
+
 #if DFLASH_AVX512
 using Floats = __m512;
 inline Floats Zeros() { return _mm512_setzero_ps(); }
@@ -64,6 +66,16 @@ inline Floats Maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline float Greatest(Floats v) { return _mm512_reduce_max_ps(v); }
 // A bit for each lane whose numbers are equal.
 inline unsigned Equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+inline Floats Exp(Floats x) {
+  const Floats n = _mm512_roundscale_ps(_mm512_mul_ps(x, All(1.44269504f)), 0);
+  Floats r = _mm512_fnmadd_ps(n, All(0.693145752f), x);  // the first 16 bits of ln 2, and the rest
+  r = _mm512_fnmadd_ps(n, All(1.42860677e-6f), r);
+  Floats sum = All(1.0f / 5040);
+  for (const float inverse : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    sum = MultiplyAdd(sum, r, All(inverse));
+  const __mmask16 low = _mm512_cmp_ps_mask(x, All(kLowest), _CMP_LT_OQ);
+  return _mm512_mask_blend_ps(low, _mm512_scalef_ps(sum, n), Zeros());
+}
 #else
 using Floats = __m256;
 inline Floats Zeros() { return _mm256_setzero_ps(); }
@@ -81,6 +93,18 @@ inline float Greatest(Floats v) {
 }
 inline unsigned Equal(Floats a, Floats b) {
   return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ));
+}
+inline Floats Exp(Floats x) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  const Floats n = _mm256_round_ps(_mm256_mul_ps(x, All(1.44269504f)), kNearest);
+  Floats r = _mm256_fnmadd_ps(n, All(0.693145752f), x);
+  r = _mm256_fnmadd_ps(n, All(1.42860677e-6f), r);
+  Floats sum = All(1.0f / 5040);
+  for (const float inverse : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+    sum = MultiplyAdd(sum, r, All(inverse));
+  const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  sum = _mm256_mul_ps(sum, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+  return _mm256_blendv_ps(sum, Zeros(), _mm256_cmp_ps(x, All(kLowest), _CMP_LT_OQ));
 }
 #endif
 constexpr int64_t kLanes = sizeof(Floats) / sizeof(float);

@@ -1,4 +1,4 @@
-"""Attention, norms, rotations and largest numbers by native kernels, in float32.
+"""Attention, norms, rotations, largest numbers and draws by native kernels, in float32.
 
 A token has the same bits in any company, which XLA does not promise.
 """
@@ -6,7 +6,7 @@ A token has the same bits in any company, which XLA does not promise.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.kernels.caches import LayerCache
 
@@ -58,3 +58,9 @@ def largest(x: Float[Array, "*places N"]) -> tuple[Int[Array, "*places"], Bool[A
     out = [jax.ShapeDtypeStruct((len(rows),), dtype) for dtype in (jnp.int32, jnp.bool_)]
     index, finite = jax.ffi.ffi_call("dflash_largest", out)(rows)
     return index.reshape(places), finite.reshape(places)
+
+
+def drawn(x: Float[Array, "B N"], keys: UInt32[Array, "B 2"]) -> Int[Array, " B"]:
+    """Return a number of each row, drawn from softmax(x) by its key."""
+    out = jax.ShapeDtypeStruct((len(x),), jnp.int32)
+    return jax.ffi.ffi_call("dflash_draw", out)(x.astype(jnp.float32), keys)

@@ -1,9 +1,10 @@
-// Norms, rotations and largest numbers of rows, as XLA FFI handlers. A row has the same bits in any
+// Norms, rotations, largest numbers and draws of rows, as XLA FFI handlers. A row has the same bits in any
 // company, which XLA does not promise: it compiles a loop over one row otherwise than a loop over several.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "common.h"
 
@@ -113,10 +114,98 @@ ffi::Error Largest(ffi::ThreadPool pool, Rows x, ffi::ResultBuffer<ffi::S32> ind
   return ffi::Error::Success();
 }
 
+// Two random words of a counter and a key: Threefry-2x32 with 20 rounds (Salmon and others, 2011, "Parallel
+// random numbers: as easy as 1, 2, 3").
+inline void Threefry(const uint32_t (&key)[2], uint32_t& a, uint32_t& b) {
+  constexpr int kTurns[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
+  const uint32_t keys[3] = {key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDA};
+  a += keys[0], b += keys[1];
+  for (uint32_t i = 0; i < 5; i++) {
+    for (const int turn : kTurns[i % 2]) {
+      a += b;
+      b = (b << turn | b >> (32 - turn)) ^ a;
+    }
+    a += keys[(i + 1) % 3], b += keys[(i + 2) % 3] + i + 1;
+  }
+}
+
+// The Gumbel noise of a number `of`, at each of its places.
+float Gumbel(const uint32_t (&key)[2], uint32_t of, int64_t place) {
+  uint32_t word = of, other = static_cast<uint32_t>(place);
+  Threefry(key, word, other);
+  const float uniform = (static_cast<float>(word >> 8) + 0.5f) * 0x1p-24f;  // in (0, 1)
+  return -std::log(-std::log(uniform));
+}
+
+constexpr int64_t kChunk = 128;  // numbers that are drawn together first
+constexpr float kLeast = -std::numeric_limits<float>::infinity();
+
+// The logarithm of the sum of exp(x), and kLeast if there is none above kLeast.
+float LogSum(const float* x) {
+  Floats top = Load(x);
+  for (int64_t i = kLanes; i < kChunk; i += kLanes) top = Maximum(Load(x + i), top);
+  const float most = Greatest(top);
+  if (!(most > kLeast)) return kLeast;
+  Floats sum = Zeros();
+  for (int64_t i = 0; i < kChunk; i += kLanes) sum += Exp(Load(x + i) - All(most));
+  return most + std::log(Sum(sum));
+}
+
+// Draws from softmax(x): a chunk by the mass of its numbers, then a number of it, each by its largest sum
+// of logarithm and noise. So little noise is made.
+int32_t DrawFrom(const float* x, int64_t width, const uint32_t (&key)[2]) {
+  float last[kChunk];
+  const auto chunk = [&](int64_t c) {
+    const int64_t count = std::min(width - c * kChunk, kChunk);
+    if (count == kChunk) return x + c * kChunk;
+    std::fill(std::copy_n(x + c * kChunk, count, last), last + kChunk, kLeast);
+    return static_cast<const float*>(last);
+  };
+  const auto best_of = [&](uint32_t of, int64_t count, const auto& value) {
+    int64_t best = 0;
+    float most = kLeast;
+    for (int64_t i = 0; i < count; i++) {
+      const float found = value(i);
+      if (!(found > kLeast)) continue;  // also where it is NaN
+      if (const float noisy = found + Gumbel(key, of, i); noisy > most) most = noisy, best = i;
+    }
+    return best;
+  };
+  const int64_t chunks = (width + kChunk - 1) / kChunk;
+  const int64_t drawn = best_of(0, chunks, [&](int64_t c) { return LogSum(chunk(c)); });
+  const float* part = chunk(drawn);
+  const int64_t place = best_of(1 + static_cast<uint32_t>(drawn), kChunk, [&](int64_t i) { return part[i]; });
+  return static_cast<int32_t>(std::min(drawn * kChunk + place, width - 1));
+}
+
+using Keys = ffi::Buffer<ffi::U32, 2>;
+
+ffi::Error Draw(ffi::ThreadPool pool, Rows x, Keys keys,
+                ffi::ResultBuffer<ffi::S32> index) {
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
+  if (width < 1 || keys.dimensions()[0] != rows || keys.dimensions()[1] != 2)
+    return ffi::Error::InvalidArgument("the keys of a draw do not fit its rows");
+  const float* from = x.typed_data();
+  const uint32_t* key = keys.typed_data();
+  int32_t* to = index->typed_data();
+  Split(pool, rows, 1, rows * width < kSerial, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+      to[i] = DrawFrom(from + i * width, width, {key[2 * i], key[2 * i + 1]});
+  });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace dflash
 
 using namespace dflash;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_draw, Draw,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Rows>()
+                                  .Arg<Keys>()
+                                  .Ret<ffi::Buffer<ffi::S32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_largest, Largest,
                               ffi::Ffi::Bind()
