@@ -188,7 +188,8 @@ ffi::Error Draw(ffi::ThreadPool pool, Rows x, Keys keys,
   const float* from = x.typed_data();
   const uint32_t* key = keys.typed_data();
   int32_t* to = index->typed_data();
-  Split(pool, rows, 1, rows * width < kSerial, [&](int64_t begin, int64_t end) {
+  constexpr int64_t kNoise = 4096;  // numbers that take as long as the noise of a row
+  Split(pool, rows, 1, rows * (width + kNoise) < kSerial, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++)
       to[i] = DrawFrom(from + i * width, width, {key[2 * i], key[2 * i + 1]});
   });
