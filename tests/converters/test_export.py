@@ -261,7 +261,7 @@ def test_too_little_space_is_seen_before_anything_is_written(tmp_path, monkeypat
 
 
 def test_a_write_cut_short_leaves_nothing_that_loads(tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic, "_remove", lambda path: None)  # as if the process had been killed
+    monkeypatch.setattr(atomic, "remove", lambda path: None)  # as if the process had been killed
 
     def killed(name, nbytes):
         raise KeyboardInterrupt

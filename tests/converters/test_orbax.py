@@ -90,7 +90,7 @@ def test_a_conversion_cut_short_leaves_no_checkpoint(tmp_path, monkeypatch):
     from dflash_jax.converters import convert
     from dflash_jax.utils import atomic
 
-    monkeypatch.setattr(atomic, "_remove", lambda path: None)  # as if killed
+    monkeypatch.setattr(atomic, "remove", lambda path: None)  # as if killed
     monkeypatch.setattr(checkpoint, "checksum", lambda path: 1 / 0)  # once weights are written
     with pytest.raises(ZeroDivisionError):
         convert.convert(open_model(DRAFTER), tmp_path / "ours", to="orbax")
