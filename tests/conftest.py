@@ -86,6 +86,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_traces() -> Iterator[None]:
+    """Forget the traces of a file: as they add up, compiling becomes several times slower."""
+    yield
+    jax.clear_caches()
+    gc.collect()
+
+
 @pytest.fixture(scope="session")
 def oracle() -> Path:
     """Vectors from Hugging Face transformers and the official dflash package."""
