@@ -118,15 +118,25 @@ def rotate(
 
 
 def grown(
-    q: Float[Array, "B T K G H"], growth: float, length: int, positions: Int[Array, "B T"]
+    q: Float[Array, "B T K G H"],
+    growth: float,
+    rope: RopeConfig,
+    positions: Int[Array, "B T"],
+    most: int,
 ) -> Float[Array, "B T K G H"]:
     """Return queries times 1 + growth log(1 + position // length), as Llama 4 and Ministral 3 do.
 
-    The factor is rounded to the queries' dtype first.
+    The factor, rounded to the queries' dtype, is read from a table: XLA's logarithm may round
+    differently in calls of another width.
+
+    Args:
+      rope: has the length.
+      most: positions that the table covers.
     """
-    times = (positions // length).astype(jnp.float32)
-    factor = 1 + jnp.float32(growth) * jnp.log1p(times)
-    return q * factor.astype(q.dtype)[:, :, None, None, None]
+    times = np.arange(most // rope.original_length + 1)
+    table = jnp.asarray((1 + growth * np.log1p(times)).astype(np.float32), q.dtype)
+    factor = table[positions // rope.original_length]
+    return q * factor[:, :, None, None, None]
 
 
 PIECE = 256  # slots that `attend_pieces` handles at a time

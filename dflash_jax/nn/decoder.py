@@ -77,7 +77,7 @@ class Attention(nn.Module):
             qk = rotate_leading(qk, *turn, self.kernels, neighbours=c.rotated_neighbours)
         q, k = qk[..., :groups, :], qk[..., groups, :]
         if c.query_growth:
-            q = grown(q, c.query_growth, c.rope.original_length, positions)
+            q = grown(q, c.query_growth, c.rope, positions, c.max_length)
         cache = write_keys_values(cache, k, v, start)
         keys = slot_positions(end, cache.slots)
         seen = visible(positions, keys, causal=True, window=self.window)
