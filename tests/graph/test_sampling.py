@@ -253,6 +253,18 @@ def test_seeds_reproduce_and_do_not_depend_on_companions(many: Engine) -> None:
     assert live.result().token_ids == greedy
 
 
+@pytest.mark.parametrize("speculative", [True, False])
+def test_a_row_without_filters_draws_alike_beside_rows_with_them(
+    many: Engine, speculative: bool
+) -> None:
+    free: dict[str, Any] = {"max_tokens": SAID, "temperature": 1.0, "speculative": speculative}
+    alone = [many.generate(PROMPT, seed=seed, **free).token_ids for seed in range(5)]
+    together = [many.submit(PROMPT, seed=seed, **free) for seed in range(5)]
+    said(many, range(40), temperature=1.0, top_k=2, top_p=0.7, min_p=0.1)
+    assert [x.result().token_ids for x in together] == alone
+    assert len({tuple(tokens) for tokens in alone}) > 2
+
+
 @pytest.mark.parametrize("filters", [{"temperature": 2e-38}, {"temperature": 2.0, "top_p": 0}])
 def test_the_narrowest_filters_leave_the_likeliest_token(filters: dict[str, Any]) -> None:
     wanted = Request(prompt=(1,), params=SamplingParams(**filters))
