@@ -54,7 +54,9 @@ TARGETS: dict[str, Callable[..., TargetConfig]] = {
         conv_bias=True,
     ),
     "llama": tiny_target,
-    "ministral3": functools.partial(tiny_target, query_growth=0.1),
+    "ministral3": functools.partial(
+        tiny_target, query_growth=0.1, rope=RopeConfig(original_length=64)
+    ),
     "mistral": tiny_target,
     "olmo2": functools.partial(tiny_target, **AFTER),
     "phi3": functools.partial(tiny_target, rotated=6),
