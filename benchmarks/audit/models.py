@@ -309,7 +309,7 @@ def build(setup: Setup, *, target: str = "tiny", drafter: str | None = "own") ->
         engine = dj.load(target, drafter, plan=plan)
         engine.measures_drafting = False  # each case has a break-even of its own, to be repeatable
     else:
-        engine = scripted_engine(_random_engine(setup, plan))
+        engine = scripted_engine(random_engine(setup, plan))
     wanted = [*setup.variants, *[Variant.PROMPT][: setup.prompt_logprobs]]
     engine.warm_up(Variant.GREEDY, Variant.RECOVERY, *wanted, Variant.DEPTH)
     return AuditedEngine(setup, engine, _limits(setup, engine))
@@ -353,17 +353,17 @@ def _sample_text() -> str:
 # -- random models ---------------------------------------------------------------------------
 
 
-def _random_engine(setup: Setup, plan: Plan) -> Engine:
+def random_engine(setup: Setup, plan: Plan) -> Engine:
+    """Return an engine over random models, stored as the plan says."""
     target, drafter = _configs(setup)
     plan = dataclasses.replace(
         plan, stored=_packed_kinds(target, drafter) if plan.weights == "packed" else ()
     )
     plan = resolve(plan, build_pair(target, drafter), platform="cpu", memory=AMPLE)
     params = random_params(build_pair(target, drafter), dtype=plan.dtype, seed=setup.weights_seed)
-    if plan.weights == "packed":
-        params = _with_blocks(params, dict(plan.stored), setup.weights_seed)
-    else:
-        params = pack_tree(params, planned(target, drafter, plan).specs)
+    stored, specs = dict(plan.stored), planned(target, drafter, plan).specs
+    params = _with_blocks(params, stored, setup.weights_seed)
+    params = pack_tree(params, {name: how for name, how in specs.items() if name not in stored})
     graph = build_graph(target, drafter, plan)
     return Engine(graph, jax.device_put(params), tokenizer=make_tokenizer(setup.syntax))
 

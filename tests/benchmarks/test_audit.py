@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from benchmarks.audit.models import (
     Course,
     build,
     draw_setup,
+    random_engine,
 )
 from benchmarks.audit.runner import run_case
 from benchmarks.audit.scenario import Scenario, draw_scenario
@@ -39,6 +41,7 @@ from dflash_jax.graph.state import OutputColumn
 from dflash_jax.graph.steps import decoding as steps
 from dflash_jax.graph.steps import forced_tokens
 from dflash_jax.graph.steps.logits_processing import LogitsState
+from dflash_jax.plan import Plan
 from dflash_jax.testing import planned
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
@@ -149,6 +152,15 @@ def test_setups_go_through_all_families_drafters_and_weights() -> None:
     assert {setup.plan["weights"] for setup in drawn} == set(WEIGHTS)
     assert {setup.plan["dtype"] for setup in drawn} >= {"float32", "bfloat16"}
     assert drawn == [draw_setup(9, number) for number in range(command.ALL)]
+
+
+def test_random_models_are_stored_as_the_plan_of_a_setup_says() -> None:
+    drawn = [draw_setup(0, number) for number in range(command.ALL)]
+    for weights in WEIGHTS:
+        setup = next(x for x in drawn if x.plan["weights"] == weights and x.family != "shipped")
+        plan = {name: x for name, x in setup.plan.items() if name not in ("kernels", "activations")}
+        engine = random_engine(setup, Plan(**plan))
+        assert jax.tree.structure(engine.params) == jax.tree.structure(engine.graph.params)
 
 
 # -- faults ------------------------------------------------------------------------------------
