@@ -86,6 +86,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
+def pytest_collection_finish() -> None:
+    """Look for garbage among later objects only: modules and tests are a million that stay."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forgotten_traces() -> Iterator[None]:
     """Forget the traces of a file: as they add up, compiling becomes several times slower."""

@@ -1,6 +1,7 @@
 """Rounds of requests as arrays, and acceptance rules of a pair's own."""
 
 import dataclasses
+import functools
 import json
 import re
 from typing import Any
@@ -29,8 +30,9 @@ PLAN = dj.Plan(max_length=96, chunk=16, block=4, steps_per_call=2)
 OPTIONS: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
 
 
+@functools.cache
 def made(plan: dj.Plan, drafter: str = "dflash", **pair: Any) -> Engine:
-    """Return an engine of a random target, with options of its pair."""
+    """Return the engine of a random target, with options of its pair."""
     engine = random_engine(TARGET, DRAFTERS.get(drafter), plan, seed=3)
     if drafter == "ngram":
         pair["drafter"] = NGram()

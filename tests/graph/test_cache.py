@@ -247,7 +247,7 @@ import sys
 import dflash_jax as dj
 
 target, drafter = sys.argv[1:]
-engine = dj.load(target, drafter, plan=dj.Plan(max_length=96, chunk=16))
+engine = dj.load(target, drafter, plan=dj.Plan(max_length=96, chunk=16, block=2))
 engine.generate([1, 2, 3], max_tokens=4)
 """
 
