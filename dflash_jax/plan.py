@@ -373,11 +373,12 @@ class ResolvedPlan(Plan):
     def narrower(self) -> tuple[int, ...]:
         """Tokens of the blocks, narrower than `block`, that steps may verify instead.
 
-        Powers of two; none where a token's bits depend on the width of a call.
+        Powers of two and 3; none where a token's bits depend on the width of a call.
         """
         if not self.exact or self.plain_width != 1:
             return ()
-        return tuple(2**i for i in range(1, self.block.bit_length()) if 2**i < self.block)
+        blocks = {3, *(2**i for i in range(1, self.block.bit_length()))}
+        return tuple(sorted(block for block in blocks if block < self.block))
 
     @property
     def fed_rows(self) -> int:

@@ -34,7 +34,7 @@ from dflash_jax.testing import (
 pytestmark = pytest.mark.skipif(not library(), reason=f"no native kernels: {library().reason}")
 
 PROMPT, NEW, BLOCK = [3, 1, 4, 1, 5], 120, 8
-COSTS = BreakEven((0,), (1.6,), ((2, (1.1,)), (4, (1.3,))))
+COSTS = BreakEven((0,), (1.6,), ((2, (1.1,)), (3, (1.25,)), (4, (1.3,))))
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 5, "top_k": 20}
 SPECULATIVE = ProgramKey(Step.SPECULATIVE, Variant.GREEDY)
 TARGET = tiny_target(num_layers=2, windows=(12, None))
@@ -57,16 +57,16 @@ def scripted(rows: int = 1) -> Engine:
 def alternating(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Let the blocks of successive calls take turns; return those that were used."""
     used: list[int] = []
-    turns = itertools.cycle([2, 8, 4, 4, 8, 2])
+    turns = itertools.cycle([2, 8, 3, 4, 8, 2])
 
     def choose(rows: Any, blocks: Sequence[int]) -> int:
-        assert blocks == [2, 4, 8]
+        assert blocks == [2, 3, 4, 8]
         used.append(next(turns))
         return used[-1]
 
     monkeypatch.setattr(scheduler, "choose_block", choose)
     yield used
-    assert {*used} == {2, 4, 8}
+    assert {*used} == {2, 3, 4, 8}
 
 
 def of_rows(engine: Engine, answers: Sequence[list[int]], patterns: Sequence[list[int]]) -> None:
@@ -183,7 +183,7 @@ def test_narrower_blocks_are_programs_of_their_own_that_update_the_state_in_plac
     engine = scripted()
     made = engine.core.runner.executables
     whole = made[SPECULATIVE]
-    for variant, block in itertools.product((Variant.GREEDY, Variant.SAMPLED), (2, 4)):
+    for variant, block in itertools.product((Variant.GREEDY, Variant.SAMPLED), (2, 3, 4)):
         key = ProgramKey(Step.SPECULATIVE, variant, block)
         assert ProgramKey.parse(str(key)) == key
         assert key.needed_by == (Variant.DEPTH,)
@@ -194,7 +194,7 @@ def test_narrower_blocks_are_programs_of_their_own_that_update_the_state_in_plac
         )
         assert out.packed.shape[-1] == block + 5
     assert made[SPECULATIVE._replace(block=2)].temporary_bytes <= whole.temporary_bytes
-    assert engine.core.runner.blocks(Variant.SAMPLED) == [2, 4, BLOCK]
+    assert engine.core.runner.blocks(Variant.SAMPLED) == [2, 3, 4, BLOCK]
     assert engine.core.runner.blocks(Variant.PENALIZED) == [BLOCK]
     text = engine.graph.explain()
     assert "speculative[greedy,4]" in str(text)
@@ -221,7 +221,14 @@ def test_plans_whose_bits_depend_on_the_width_have_no_narrower_blocks() -> None:
 
 def test_narrower_blocks_are_powers_of_two() -> None:
     found = {n: dataclasses.replace(LEAST, block=n).narrower for n in (2, 3, 4, 6, 8, 16)}
-    assert found == {2: (), 3: (2,), 4: (2,), 6: (2, 4), 8: (2, 4), 16: (2, 4, 8)}
+    assert found == {
+        2: (),
+        3: (2,),
+        4: (2, 3),
+        6: (2, 3, 4),
+        8: (2, 3, 4),
+        16: (2, 3, 4, 8),
+    }
     assert dataclasses.replace(LEAST, block=8, plain_width=8).narrower == ()
     alone = random_engine(TARGET, None, plan())  # without a drafter there is no block
     assert not [key for key in alone.core.runner.compiled.programs if key.block]
@@ -273,8 +280,7 @@ def test_narrower_blocks_are_compiled_for_the_request_after_one_that_gains_littl
     stats = run(1)
     assert stats.compile_s > 0
     assert {*engine.core.runner.executables} - few == {
-        SPECULATIVE._replace(block=2),
-        SPECULATIVE._replace(block=4),
+        SPECULATIVE._replace(block=block) for block in (2, 3, 4)
     }  # sampled ones once a request samples
     assert meter.value == COSTS._replace(positions=meter.value.positions)
     assert stats.drafts_per_round.count(1) > 5
@@ -291,8 +297,8 @@ def test_costs_are_measured_beforehand_where_programs_are_compiled() -> None:
     engine = scripted()
     engine.time_drafting()
     value = engine.core.meter.value
-    assert [block for block, _ in value.narrower] == [2, 4]
-    for block in (2, 4, None):
+    assert [block for block, _ in value.narrower] == [2, 3, 4]
+    for block in (2, 3, 4, None):
         assert [value.at(place, block) for place in (0, 50)] == [COSTS.at(0, block)] * 2
     engine.core.meter.use(BreakEven())
 
