@@ -67,6 +67,7 @@ soak: .venv/installed-dev
 	$(BIN)/python -m benchmarks.audit shipped
 	$(BIN)/python -m benchmarks.audit load
 	$(BIN)/python -m benchmarks.audit families
+	$(BIN)/python -m benchmarks.audit sampled
 	$(BIN)/python -m benchmarks.audit
 	$(BIN)/python -m benchmarks.audit serve
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "soak or not soak"

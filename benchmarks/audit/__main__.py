@@ -5,6 +5,7 @@
     python -m benchmarks.audit --target path/to/Qwen3-8B --drafter path/to/Qwen3-8B-DFlash-b16
     python -m benchmarks.audit shipped [--max-tokens 64] [--chats 4]     # grids of plans and
     python -m benchmarks.audit families [--only llama] [--tokens 1260]   # drafters
+    python -m benchmarks.audit sampled [--only llama] [--tokens 60]      # temperatures and filters
     python -m benchmarks.audit load [--requests 2000] [--rows 32]        # requests of every kind
     python -m benchmarks.audit serve [--minutes 20] [--fuzz 10] [--only-load]  # to a server
 
@@ -48,7 +49,13 @@ from dflash_jax.testing import QUICK_COMPILE
 
 ALL = (len(FAMILIES) + 1) * 2  # setups that cover every family and drafter
 EVERY = 10.0  # seconds between progress lines
-FIXED = {"shipped": "fixed", "families": "fixed", "load": "fixed", "serve": "server"}
+FIXED = {
+    "shipped": "fixed",
+    "families": "fixed",
+    "sampled": "fixed",
+    "load": "fixed",
+    "serve": "server",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,6 +8,9 @@ always right and an adversary that is always wrong.
 windows, prefilled in chunks of 1, 7, 64 and 512 tokens; blocks of four widths; at least 5,000
 tokens for each family and dtype under random acceptance patterns.
 
+`sampled`: the same models with a drafter of every kind in turn; four temperatures, each with top-k,
+top-p, min-p, penalties and a grammar; drafts follow the plain output by random acceptance patterns.
+
 `load`: many requests of random lengths, settings and cancellations over a fixed number of rows.
 Every output must equal the output of the request alone, and a cancelled one a prefix of it.
 No row, request or prefix may leak, nothing may compile after the warm-up, and host memory must stay
@@ -31,7 +34,8 @@ import jax
 import numpy as np
 
 import dflash_jax as dj
-from benchmarks.audit.models import DRAFTERS, FAMILIES
+from benchmarks.audit import models
+from benchmarks.audit.models import DRAFTERS, FAMILIES, Setup
 from benchmarks.cases import heldout_chats
 from benchmarks.environment import write_result
 from dflash_jax import Plan
@@ -53,7 +57,7 @@ BLOCKS, CHUNK = (2, 5, 8, 12), 64  # of the shipped pair
 BOUNDARIES = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1)
 BLOCK_OF_CHUNK = {1: 5, 7: 8, 64: 16, 512: 2}  # of random models
 OWN_DRAFTS = 7  # chunk size that also runs with the drafter's own drafts
-Checks = Iterator[tuple[str, LosslessCheck]]  # with the name of what drafts
+Checks = Iterator[tuple[tuple[str, ...], LosslessCheck]]  # with the cells where each counts
 
 
 @dataclasses.dataclass
@@ -93,14 +97,14 @@ def shipped_checks(plan: Plan, max_tokens: int, chats: int) -> Checks:
     for prompt in prompts(real, chats):
         real.update_params(trained)
         plain = real.generate(prompt, speculative=False, **options)
-        yield "shipped", LosslessCheck(tuple(prompt), real.generate(prompt, **options), plain)
+        yield ("shipped",), LosslessCheck(tuple(prompt), real.generate(prompt, **options), plain)
         real.update_params(trained | {"drafter": drafter})
-        yield "random", LosslessCheck(tuple(prompt), real.generate(prompt, **options), plain)
+        yield ("random",), LosslessCheck(tuple(prompt), real.generate(prompt, **options), plain)
         truth = [*prompt, *plain.token_ids]
         wrong = [(t + 1) % real.graph.config.vocab_size for t in truth]
         for name, script in (("oracle", truth), ("adversarial", wrong)):
             set_script(scripted, script)
-            yield name, LosslessCheck(tuple(prompt), scripted.generate(prompt, **options), plain)
+            yield (name,), LosslessCheck(tuple(prompt), scripted.generate(prompt, **options), plain)
 
 
 def pairs() -> Iterator[tuple[str, TargetConfig, DrafterConfig]]:
@@ -112,9 +116,7 @@ def pairs() -> Iterator[tuple[str, TargetConfig, DrafterConfig]]:
         yield f"{kind} drafter", target, tiny_drafter(target, kind, **DRAFTERS[kind][1])
 
 
-def family_checks(
-    target: TargetConfig, drafter: DrafterConfig, plan: Plan, tokens: int
-) -> Iterator[tuple[str, LosslessCheck]]:
+def family_checks(target: TargetConfig, drafter: DrafterConfig, plan: Plan, tokens: int) -> Checks:
     """Decode `tokens` tokens of a random pair with one plan, under random acceptance patterns."""
     rng, vocab = np.random.default_rng(plan.chunk), target.vocab_size
     target = dataclasses.replace(target, max_length=max(target.max_length, plan.max_length))
@@ -127,9 +129,9 @@ def family_checks(
         pattern = rng.integers(0, plan.block, tokens).tolist()
         truth = [*prompt, *plain.token_ids]
         set_script(scripted, force_acceptance(truth, length, pattern, vocab))
-        yield "", LosslessCheck(tuple(prompt), scripted.generate(prompt, **options), plain)
+        yield ("",), LosslessCheck(tuple(prompt), scripted.generate(prompt, **options), plain)
         if length == 130 and plan.chunk == OWN_DRAFTS:
-            yield "", LosslessCheck(tuple(prompt), real.generate(prompt, **options), plain)
+            yield ("",), LosslessCheck(tuple(prompt), real.generate(prompt, **options), plain)
 
 
 def run(grid: Iterator[tuple[str, str, Callable[[], Checks]]], suite: str, out: Path) -> int:
@@ -141,24 +143,26 @@ def run(grid: Iterator[tuple[str, str, Callable[[], Checks]]], suite: str, out: 
     Returns:
       1 if a single token differs.
     """
-    started, tallies = time.perf_counter(), dict[str, Tally]()
+    started, tallies, every = time.perf_counter(), dict[str, Tally](), Tally()
     for heading, place, checks in grid:
-        for name, check in checks():
-            key = " ".join(filter(None, (heading, name)))
-            tallies.setdefault(key, Tally()).add(check)
+        for names, check in checks():
+            every.add(check)
+            keys = [" ".join(filter(None, (heading, name))) for name in names]
+            for key in keys:
+                tallies.setdefault(key, Tally()).add(check)
             if not check.equal:
-                print(f"DIFFERS: {key}{place}, token {check.first_difference}, {check.prompt}")
-        total = sum(t.tokens for t in tallies.values())
-        print(f"{heading}{place}: {total} tokens so far", flush=True)
-    different = sum(t.different for t in tallies.values())
+                where = f"{'; '.join(keys)}{place}"
+                print(f"DIFFERS: {where}, token {check.first_difference}, {check.prompt}")
+        print(f"{heading}{place}: {every.tokens} tokens so far", flush=True)
+    different = every.different
     figures = {
-        "tokens": total,
+        "tokens": every.tokens,
         "different_prompts": different,
         "seconds": round(time.perf_counter() - started, 1),
         "cases": {key: dataclasses.asdict(t) for key, t in tallies.items()},
     }
     write_result(out, suite, figures)
-    print(f"{total} tokens compared, {different} prompts differ; written to {out}")
+    print(f"{every.tokens} tokens compared, {different} prompts differ; written to {out}")
     return 1 if different else 0
 
 
@@ -197,6 +201,54 @@ def families(words: Sequence[str]) -> int:
                 yield f"{name}, {dtype}", f", chunk {chunk}, block {block}", checks
 
     return run(grid(), "soak_families", options.out)
+
+
+TEMPERATURES = (0.3, 0.7, 1.0, 1.5)
+FILTERS: dict[str, dict[str, Any]] = {
+    "top-k": {"top_k": 12},
+    "top-p": {"top_p": 0.8},
+    "min-p": {"min_p": 0.05},
+    "penalties": {"frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.1},
+    "grammar": {"structured": {"regex": "([a-f]{3}[0-9],){4,40}"}},
+}
+
+
+def sampled_checks(engine: Engine, tokens: int) -> Checks:
+    """Decode `tokens` tokens at each temperature with each filter."""
+    rng, vocab = np.random.default_rng(5), engine.graph.config.vocab_size
+    for temperature, (name, filters) in itertools.product(TEMPERATURES, FILTERS.items()):
+        prompt = rng.integers(0, vocab, int(rng.integers(1, 60))).tolist()
+        options: dict[str, Any] = {"max_tokens": tokens, "temperature": temperature}
+        options |= {"seed": int(rng.integers(1 << 30)), "ignore_eos": name != "grammar"} | filters
+        plain = engine.generate(prompt, speculative=False, **options)
+        pattern = rng.integers(0, engine.plan.block, tokens).tolist()
+        truth = [*prompt, *plain.token_ids]
+        set_script(engine, force_acceptance(truth, len(prompt), pattern, vocab))
+        drafted = engine.generate(prompt, **options)
+        yield (f"temperature {temperature}, {name}",), LosslessCheck(tuple(prompt), drafted, plain)
+
+
+def sampled(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.audit sampled")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak_sampled.json"))
+    parser.add_argument("--tokens", type=int, default=60, help="of each answer")
+    parser.add_argument("--only", nargs="+", choices=[*FAMILIES], default=[*FAMILIES])
+    options = parser.parse_args(words)
+    kinds = itertools.cycle(DRAFTERS)
+
+    def checks(setup: Setup) -> Checks:
+        engine = scripted_engine(models.random_engine(setup, Plan(**setup.plan)))
+        for cell, check in sampled_checks(engine, options.tokens):
+            yield (*cell, setup.family, f"{setup.drafter} drafter"), check
+
+    def grid() -> Iterator[tuple[str, str, Callable[[], Checks]]]:
+        for family, kind in zip(FAMILIES, kinds, strict=False):
+            plan = {"max_length": 160, "chunk": 16, "block": 5}
+            setup = Setup(family=family, drafter=kind, plan=plan, syntax="")
+            if family in options.only:
+                yield "", f"{family} + {kind}", functools.partial(checks, setup)
+
+    return run(grid(), "soak_sampled", options.out)
 
 
 KINDS: tuple[dict[str, Any], ...] = (
