@@ -85,7 +85,7 @@ INSIDE = [  # places inside fields that accept values of any depth
     (MESSAGES, {"system": "[HOLE]"}),
     ("/tokenize", {"messages": f"[{USER}]", "tools": FUNCTION}),
 ]
-DEPTHS = (MOST_DEPTH - 10, 940, 980, 100_000)  # json fails at about 950
+DEPTHS = (MOST_DEPTH - 10, *range(900, 1000, 40), 2_000, 100_000)  # json fails at about 950
 KINDS = (("[", "]"), ('{"items":', "}"))
 
 
