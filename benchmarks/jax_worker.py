@@ -36,7 +36,7 @@ class JaxWorker:
         if options.forced:
             self.engine = scripted_engine(self.engine)
         if options.warm_up:
-            self.engine.warm_up()
+            self.engine.warm_up("greedy", "chunks")
 
     def describe(self) -> dict[str, Any]:
         """Return the first line."""

@@ -54,7 +54,7 @@ def ours(model: str, weights: str, prompts: Prompts) -> dict[str, Callable[[], f
     vocab = one.graph.config.vocab_size
     for engine in (one, many):
         engine.measures_drafting = False
-        engine.warm_up()
+        engine.warm_up("greedy", "chunks")
 
     def decode(speculative: bool) -> float:
         [prompt] = prompts.draw(1, PROMPT)

@@ -38,6 +38,8 @@ from dflash_jax.tool_parsers.tool_schema import chat_tools
 from dflash_jax.utils import forking
 from dflash_jax.utils.progress import announced
 
+SPARABLE = 1024  # tokens that chunks of other widths would have spared, before they are compiled
+
 Messages = str | Sequence[dict[str, Any]]
 
 
@@ -272,7 +274,7 @@ class Engine:
         try:
             for request in [r for p in prompts for r in self._requests(p, params, n)]:
                 sequences.append(sequence := self._sequence(request, cancel))
-                sequence.delay(self.warm_up(*variants_of(sequence), *self._depths()))
+                sequence.delay(self.warm_up(*variants_of(sequence), *self._others()))
                 while not self.core.try_add([sequence]):
                     self.advance()
             while not all(sequence.done for sequence in sequences):
@@ -393,7 +395,8 @@ class Engine:
           variants: kinds of requests to expect: "greedy" (the default), "sampled", "penalized"
             (also biases and log-probabilities), "constrained" (structured output), "recovery",
             "prompt" (log-probabilities of the prompt), "depth" (narrower blocks, which requests
-            verify where few drafts are accepted).
+            verify where few drafts are accepted), "chunks" (prompts are fed in chunks of other
+            widths, narrower at their end and wider where no row decodes).
 
         Raises:
           RequestError: a variant has another name.
@@ -446,7 +449,7 @@ class Engine:
           QueueFullError: the queue has no room for all of them.
         """
         for handle in handles:
-            handle.delay(self.warm_up(*handle.variants, *self._depths()))
+            handle.delay(self.warm_up(*handle.variants, *self._others()))
         self.core.add([handle.sequence for handle in handles])
         for handle in handles:
             handle.queued = True
@@ -522,11 +525,17 @@ class Engine:
         self.core.runner.compiled = other.core.runner.compiled
         self.core.meter.use(other.core.meter.value)
 
-    def _depths(self) -> list[Variant]:
-        """Return the variant of narrower blocks if requests need it and nobody compiles it."""
-        compiled, meter = self.core.runner.compiled, self.core.meter
-        wanted = meter.enabled and meter.doubted and not compiled.wanted(Variant.DEPTH)
-        return [Variant.DEPTH] if wanted and not self.core.busy else []
+    def _others(self) -> list[Variant]:
+        """Return variants that would make requests like those before faster, if nobody compiles
+        them: that of narrower blocks where drafting was in doubt, and that of other chunks.
+        """
+        runner, meter = self.core.runner, self.core.meter
+        gains = {
+            Variant.DEPTH: meter.enabled and meter.doubted,
+            Variant.CHUNKS: runner.sparable >= SPARABLE,
+        }
+        wanted = [x for x, gain in gains.items() if gain and not runner.compiled.wanted(x)]
+        return wanted if wanted and not self.core.busy else []
 
     def _requests(self, prompt: Prompt, params: SamplingParams, n: int) -> list[Request]:
         if forking.parent:

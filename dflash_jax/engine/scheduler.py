@@ -30,6 +30,7 @@ class SchedulerOutput:
     sequences: Mapping[int, RunningRequest]  # by row, those the work is for
     epochs: Mapping[int, int]  # of these sequences, by row
     prefill: bool = False  # whether each row is fed the next chunk of its prompt; else rows decode
+    alone: bool = False  # whether no row decodes, so that none waits for prompts
     drafting: frozenset[int] = frozenset()  # rows that draft
     num_steps: int = 1  # most decode steps of the call
     block: int = 1  # tokens of the block of a decode step, of rows that draft
@@ -137,7 +138,7 @@ class Scheduler:
         rules, served = self.rules(decoding), loaded if self._prefilled_last else decoding
         epochs = {row: x.epoch for row, x in served.items()}
         if self._prefilled_last:
-            return SchedulerOutput(variant, rules, loaded, epochs, prefill=True)
+            return SchedulerOutput(variant, rules, loaded, epochs, prefill=True, alone=not decoding)
         if not decoding or self._may_all_end(decoding, in_flight):
             return None
         drafting = frozenset(row for row, x in decoding.items() if x.settings.speculates)

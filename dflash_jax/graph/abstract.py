@@ -34,6 +34,10 @@ OPTIONS = (
 )
 
 
+SPLIT, JOINED = (4, 2), (4, 8)  # of a chunk, and chunks: widths of prefill calls that pay on a CPU
+LEAST_CHUNK = 8  # fewer tokens are no cheaper
+
+
 def path_name(path: Any) -> str:
     """Return a key path of JAX's as text, such as "target/embed"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
@@ -135,6 +139,23 @@ class PlannedPair:
         return kind or ("none" if drafter is None else type(drafter).__name__)
 
     @functools.cached_property
+    def chunks(self) -> tuple[int, ...]:
+        """Tokens of prefill calls besides `Plan.chunk`, ascending: narrower ones for the end of a
+        prompt, and wider ones that feed several chunks at once.
+
+        None where a token's bits depend on the width of a call; no wider ones where chunks cannot
+        be cut from the caches afterwards (rings, recurrent states).
+        """
+        plan, state = self.plan, self.state
+        if plan.kernels != "native" or not getattr(self.pair.target, "any_width", False):
+            return ()
+        narrower = [width for n in SPLIT if (width := plan.chunk // n) >= LEAST_CHUNK]
+        if not _keeps_all((state.target, state.drafter), plan.slots):
+            return tuple(narrower)
+        wider = [width for n in JOINED if (width := n * plan.chunk) < plan.max_length]
+        return (*narrower, *wider)
+
+    @functools.cached_property
     def state(self) -> DecodeState:
         """Shapes and dtypes of a state."""
         return jax.eval_shape(self.empty_state)
@@ -223,6 +244,19 @@ class PlannedPair:
         if pair.drafter is not None:
             found["drafter"] = _variables(pair.target, pair.drafter)
         return {role: variables.get(kind, {}) for role, variables in found.items()}
+
+
+def _keeps_all(caches: Any, slots: int) -> bool:
+    """Whether caches have a slot for every position of a row."""
+
+    def keeps(cache: Any) -> bool:
+        if isinstance(cache, LayerCache):
+            return not cache.ring and cache.slots >= slots
+        return cache.ndim == 2 and cache.shape[1] >= slots  # the tokens themselves
+
+    kinds = (LayerCache, RecurrentCache, ConvCache)
+    found = jax.tree.leaves(caches, is_leaf=lambda x: isinstance(x, kinds))
+    return all(not isinstance(x, RecurrentCache | ConvCache) and keeps(x) for x in found)
 
 
 def drafter_caches(pair: Pair, plan: ResolvedPlan) -> PlanCacheMaker:

@@ -205,9 +205,15 @@ class CompiledPrograms:
     def keys(self, variants: Iterable[Variant]) -> list[ProgramKey]:
         """Return the programs of the variants, each once."""
         needed = dict.fromkeys(key for variant in variants for key in self.variants[variant])
-        # Narrower blocks only where the plan's are wanted: sampled ones once a request samples.
-        absent = {key for key in needed if key.block and key._replace(block=0) not in self._wanted}
-        return [key for key in needed if key in self.programs and key not in absent]
+
+        def used(key: ProgramKey) -> bool:
+            # Other widths only where the plan's are wanted: sampled ones once a request samples.
+            # Greedy chunks serve every request.
+            if key.block == 0 or (key.step, key.variant) == (Step.PREFILL, Variant.GREEDY):
+                return True
+            return key._replace(block=0) in self._wanted
+
+        return [key for key in needed if key in self.programs and used(key)]
 
     def want(self, variants: Iterable[Variant]) -> None:
         """Count the variants' programs among those that will be compiled."""

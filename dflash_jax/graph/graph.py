@@ -358,13 +358,16 @@ class GraphPrograms(Mapping[str, Executable]):
         program, single = self._program(Step.PREFILL, rules), plan.fed_rows < plan.rows
         at, where = (0, np.int32(row)) if single else (row, None)
         out: Any = None
-        for start in range(0, len(ids), plan.chunk):
-            part = ids[start : start + plan.chunk]
-            fed = np.zeros((plan.fed_rows, plan.chunk), np.int32)
+        start = 0
+        while start < len(ids):
+            run, width = self._prefill_of(len(ids) - start, program)
+            part = ids[start : start + width]
+            fed = np.zeros((plan.fed_rows, width), np.int32)
             count, fresh = np.zeros(plan.fed_rows, np.int32), np.zeros(plan.fed_rows, bool)
             fed[at, : len(part)], count[at], fresh[at] = part, len(part), start == 0
             inputs = PrefillInputs(fed, count, fresh, rules, where)
-            state, _, out = program(self._whole(params), state, None, inputs)
+            state, _, out = run(self._whole(params), state, None, inputs)
+            start += len(part)
         packed = out.packed
         if single:
             packed = jnp.zeros((plan.rows, packed.shape[-1]), packed.dtype).at[row].set(packed[0])
@@ -411,6 +414,19 @@ class GraphPrograms(Mapping[str, Executable]):
     def _output(self, state: Any, rules: RowRules, out: StepOutput) -> Output:
         part = _first(state)
         return Output(out, _ended(part.anchor, part.position, rules))
+
+    def _prefill_of(self, left: int, usual: Executable) -> tuple[Executable, int]:
+        """Return the program that feeds the next of a prompt's tokens, and its width."""
+        chunk, key = self.graph.plan.chunk, usual.key
+        widths = getattr(self.graph, "chunks", ())
+        narrow = [x for x in widths if left <= x < chunk]
+        most = left if key.variant == Variant.GREEDY else left - 1
+        wide = [x for x in reversed(widths) if chunk < x <= most]
+        for width in (*narrow, *wide):
+            variant = key.variant if width < chunk else Variant.GREEDY
+            if made := self._executables.get(str(key._replace(variant=variant, block=width))):
+                return made, width
+        return usual, chunk
 
     def _program(self, step: Step, rules: RowRules) -> Executable:
         sampled = bool((np.asarray(rules.temperature) > 0).any())

@@ -33,12 +33,13 @@ class Variant(enum.StrEnum):
     PENALIZED = "penalized"  # penalties, biases, log-probabilities of the output
     PROMPT = "prompt"  # log-probabilities of the prompt
     DEPTH = "depth"  # fewer drafts are verified than the plan's block has
+    CHUNKS = "chunks"  # prompts are fed in narrower or wider chunks than the plan's
 
 
 # Variants that prefill and decode steps exist in. Each also serves the requests of those before it.
 STEP_VARIANTS = (Variant.GREEDY, Variant.SAMPLED, Variant.PENALIZED, Variant.CONSTRAINED)
 LOGITS_VARIANTS = (Variant.PENALIZED, Variant.CONSTRAINED)  # steps that carry a logits state
-NARROWED = (Variant.GREEDY, Variant.SAMPLED)  # variants that have steps of narrower blocks
+NARROWED = (Variant.GREEDY, Variant.SAMPLED)  # that have steps of narrower blocks and chunks
 _NEEDED_BY = {
     Step.FORCED_TOKENS: (Variant.RECOVERY,),
     Step.REPLACE_ANCHOR: (Variant.RECOVERY,),
@@ -52,7 +53,9 @@ class ProgramKey(NamedTuple):
 
     step: Step
     variant: Variant | None = None  # None for steps without variants
-    block: int = 0  # tokens of a block that is narrower than the plan's (`Plan.narrower`), or 0
+    # Tokens of a block narrower than the plan's (`Plan.narrower`), or of a chunk of a prompt of
+    # another width (`PlannedPair.chunks`); 0 for the plan's.
+    block: int = 0
 
     def __str__(self) -> str:
         names = ",".join(str(x) for x in self[1:] if x)
@@ -78,5 +81,5 @@ class ProgramKey(NamedTuple):
     def needed_by(self) -> tuple[Variant, ...]:
         """Variants whose requests need the program."""
         if self.block:
-            return (Variant.DEPTH,)
+            return (Variant.CHUNKS if self.step == Step.PREFILL else Variant.DEPTH,)
         return (self.variant,) if self.variant else _NEEDED_BY.get(self.step, STEP_VARIANTS)

@@ -65,8 +65,9 @@ def budget(planned: PlannedPair) -> Budget:
     plan, target, state = planned.plan, sizes_of(planned.config), planned.state
     weights = sum(sum(sizes.values()) for sizes in weight_bytes(planned).values())
     item = jnp.dtype(plan.compute_dtype).itemsize
-    wide = max(plan.rows * plan.block, plan.fed_rows * plan.chunk)
-    scores = 3 * 4 * wide * target.num_heads * plan.slots
+    wide = max(plan.rows * plan.block, plan.fed_rows * max((plan.chunk, *planned.chunks)))
+    # Native kernels keep a thread's scores of a few queries; only the mask is whole.
+    scores = wide * plan.slots * (1 if plan.kernels == "native" else 12 * target.num_heads)
     hidden = 8 * item * wide * (target.hidden_size + target.intermediate_size)
     logits = 4 * 4 * plan.rows * plan.block * target.vocab_size
     experts = 8 * wide * target.num_experts * target.expert_size  # all of them, gate and up
@@ -103,12 +104,12 @@ def work(planned: PlannedPair, step: Step, block: int = 0) -> StepWork:
     """Return the minimum work of a prefill, plain or speculative step with full caches.
 
     Args:
-      block: tokens of a speculative step's block; 0 for the plan's.
+      block: tokens of a speculative step's block or of a prompt's chunk; 0 for the plan's.
     """
     plan, state, target = planned.plan, planned.state, sizes_of(planned.config)
     prefill, drafting = step == Step.PREFILL, step == Step.SPECULATIVE
-    width = (
-        plan.chunk if prefill else plan.plain_width if step == Step.PLAIN else block or plan.block
+    width = block or (
+        plan.chunk if prefill else plan.plain_width if step == Step.PLAIN else plan.block
     )
     rows = plan.fed_rows if prefill else plan.rows
     tokens, head_rows = rows * width, rows * (1 if prefill else width)

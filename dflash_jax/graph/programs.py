@@ -71,7 +71,8 @@ def declare(
     """
     plan, pair = planned.plan, planned.pair
     if pair.drafter is None or not plan.two_devices:
-        programs = _Declaration(plan, pair, planned.params, planned.state).all(variants)
+        declared = _Declaration(plan, pair, planned.params, planned.state)
+        programs = [*declared.all(variants), *declared.other_chunks(planned.chunks, variants)]
         mesh = mesh_of(planned) if placed else None
         if mesh is not None:
             programs = [_over_devices(p, mesh, planned.model_axes) for p in programs]
@@ -114,9 +115,7 @@ class _Declaration:
             else:
                 yield self._decode(Step.SPECULATIVE, variant)
             for block in self.plan.narrower if variant in NARROWED else ():
-                narrow = self._decode(Step.SPECULATIVE, variant, block)
-                key = narrow.key._replace(block=block)
-                yield dataclasses.replace(narrow, key=key)
+                yield _of_width(block, self._decode(Step.SPECULATIVE, variant, block))
 
     def updates(self) -> dict[int, Program]:
         """Programs that update a drafter on its own device, by the tokens the target was fed."""
@@ -166,10 +165,17 @@ class _Declaration:
             place = given.SegmentInputs(_int32(), _int32(), segment)
             yield self._rows(Step.PUT_SEGMENT, put, place)
 
-    def _prefill(self, variant: Variant) -> Program:
+    def other_chunks(self, widths: Sequence[int], variants: Sequence[Variant]) -> Iterator[Program]:
+        """Prefills of other widths; wider ones serve every variant, as most decide no token."""
+        for width in widths:
+            wide = width > self.plan.chunk
+            for variant in (Variant.GREEDY,) if wide else set(NARROWED) & set(variants):
+                yield _of_width(width, self._prefill(variant, width))
+
+    def _prefill(self, variant: Variant, width: int = 0) -> Program:
         plan, fed = self.plan, self.plan.fed_rows
         single = fed < plan.rows
-        tokens, num_fed, fresh = _int32(fed, plan.chunk), _int32(fed), _flags(fed)
+        tokens, num_fed, fresh = _int32(fed, width or plan.chunk), _int32(fed), _flags(fed)
         row, masks = _int32() if single else None, self._masks(variant, fed, 1)
         inputs = given.PrefillInputs(tokens, num_fed, fresh, self.rules, row, masks)
         program = self._model(Step.PREFILL, variant, steps.prefill, inputs)
@@ -224,6 +230,10 @@ class _Declaration:
         """Return a program that changes rows without a model."""
         function = functools.partial(_change_rows, function)
         return Program(ProgramKey(step), function, (None, self.state, None, inputs), STATES)
+
+
+def _of_width(width: int, program: Program) -> Program:
+    return dataclasses.replace(program, key=program.key._replace(block=width))
 
 
 def _wrapped(program: Program, wrapper: Call, **static: Any) -> Program:

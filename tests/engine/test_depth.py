@@ -69,6 +69,10 @@ def alternating(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     assert {*used} == {2, 3, 4, 8}
 
 
+def narrower(engine: Engine) -> list[ProgramKey]:
+    return [x for x in engine.core.runner.compiled.programs if Variant.DEPTH in x.needed_by]
+
+
 def of_rows(engine: Engine, answers: Sequence[list[int]], patterns: Sequence[list[int]]) -> None:
     """Make rows, which get the prompts in their order, accept drafts by patterns."""
     vocab = engine.graph.config.vocab_size
@@ -214,7 +218,7 @@ def test_plans_whose_bits_depend_on_the_width_have_no_narrower_blocks() -> None:
     ):
         engine = random_engine(target, tiny_drafter(target), plan(**changes))
         assert engine.plan.narrower == ()
-        assert not [key for key in engine.core.runner.compiled.programs if key.block]
+        assert not narrower(engine)
         assert engine.core.runner.compiled.wanted(Variant.DEPTH)  # there are none to compile
         assert engine.core.runner.blocks(Variant.GREEDY) == [BLOCK]
 
@@ -225,7 +229,7 @@ def test_narrower_blocks_are_3_and_powers_of_two() -> None:
     assert found == {2: (), 3: (2,), 4: (2, 3)} | wide
     assert dataclasses.replace(LEAST, block=8, plain_width=8).narrower == ()
     alone = random_engine(TARGET, None, plan())  # without a drafter there is no block
-    assert not [key for key in alone.core.runner.compiled.programs if key.block]
+    assert not narrower(alone)
 
 
 # -- compiling and measuring -----------------------------------------------------------------------
@@ -262,7 +266,7 @@ def test_narrower_blocks_are_compiled_for_the_request_after_one_that_gains_littl
 
     set_script(engine, [0] * 160)
     engine.generate(PROMPT, max_tokens=NEW)
-    assert not engine._depths()  # nothing is measured, as nobody asked for it
+    assert not engine._others()  # nothing is measured, as nobody asked for it
     engine.core.acceptance, engine.measures_drafting = NO_HISTORY, True
     run(7)
     assert not meter.doubted

@@ -412,7 +412,7 @@ def test_caches_hold_the_longest_sequence_and_the_widest_call() -> None:
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.4])
 def test_a_plan_that_does_not_fit_names_the_longest_length_that_would(share: float) -> None:
     plan = Plan(rows=4, max_length=4000, block=8, chunk=16)
-    total = budget(planned(TARGET, DRAFTER, dataclasses.replace(plan, dtype="float32"))).total
+    total = budget(planned(TARGET, DRAFTER, complete(plan))).total
     limit = int(total * share)
     with pytest.raises(PlanError) as caught:
         complete(plan, memory=limit)

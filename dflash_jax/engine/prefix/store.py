@@ -87,18 +87,19 @@ class PrefixStore:
     def keep(
         self, run: Programs, state: DecodeState, row: int, cursor: PromptCursor, start: int
     ) -> None:
-        """Add the chunk that was just fed to a row to the cache, if it is a whole one."""
-        chunk = cursor.prompt[start : cursor.num_fed]
-        node = cursor.node
-        if node is None or node.length != start or len(chunk) < self.cache.chunk:
-            return
-        segment = known = node.children.get(chunk)
-        if known is None:
-            inputs = SegmentInputs(np.int32(row), np.int32(start))
-            _, _, segment = run[TAKE](None, state, None, inputs)
-        cursor.node = self.cache.add(node, chunk, segment, position=cursor.num_fed)
-        if cursor.node and not known:
-            cursor.added.append(cursor.node)
+        """Add the whole chunks that were just fed to a row, from `start` on, to the cache."""
+        size = self.cache.chunk
+        for at in range(start, cursor.num_fed - size + 1, size):
+            chunk, node = cursor.prompt[at : at + size], cursor.node
+            if node is None or node.length != at:
+                return
+            segment = known = node.children.get(chunk)
+            if known is None:
+                inputs = SegmentInputs(np.int32(row), np.int32(at))
+                _, _, segment = run[TAKE](None, state, None, inputs)
+            cursor.node = self.cache.add(node, chunk, segment, position=at + size)
+            if cursor.node and not known:
+                cursor.added.append(cursor.node)
 
     def forget(self, prompt: Ids, *, after: int = 0) -> None:
         """Remove the chunks of a prompt past a position, and all that continue them."""
