@@ -21,7 +21,7 @@ from dflash_jax.engine.scheduler import SchedulerOutput
 from dflash_jax.engine.state_machine.trace import CallTime
 from dflash_jax.engine.structured.grammars import Grammar, MaskThread
 from dflash_jax.graph.abstract import PlannedPair
-from dflash_jax.graph.build import CompiledPrograms, Executable
+from dflash_jax.graph.build import CompiledPrograms, Executable, fitting
 from dflash_jax.graph.executor import Executor
 from dflash_jax.graph.keys import (
     LOGITS_VARIANTS,
@@ -202,27 +202,25 @@ class ModelRunner:
             yield first, tuple(last), output
 
     def _chunk(self, work: SchedulerOutput, sequences: Iterable[RunningRequest]) -> int:
-        """Return the tokens of a prefill call: fewer than the plan's chunk for a prompt's end, and
-        more where no row waits. Those decide greedy tokens only.
+        """Return the tokens of a prefill call: fewer than the plan's chunk for the end of a prompt,
+        more for a long one where no row waits.
         """
         chunk = self.plan.chunk
         if not self._chunks:
             return chunk
         (sequence,) = sequences
-        left = len(sequence.cursor.prompt) - sequence.cursor.num_fed
         if sequence.request.params.prompt_logprobs is not None:
             return chunk
-        if left <= chunk:
-            fitting = [x for x in self._chunks if left <= x < chunk]
-            self.sparable += chunk - min(fitting, default=chunk)
-            return min((x for x in fitting if self._has(work.variant, x)), default=chunk)
-        most = left if work.variant == Variant.GREEDY else left - 1
-        fitting = [x for x in self._chunks if chunk < x <= most] if work.alone else []
-        self.sparable += chunk // JOINED_SPARE if fitting else 0
-        return max((x for x in fitting if self._has(Variant.GREEDY, x)), default=chunk)
-
-    def _has(self, variant: Variant, width: int) -> bool:
-        return ProgramKey(Step.PREFILL, variant, width) in self.executables
+        left = len(sequence.cursor.prompt) - sequence.cursor.num_fed
+        widths = fitting(self._chunks, chunk, left, greedy=work.variant == Variant.GREEDY)
+        widths = [width for width in widths if width <= max(chunk, work.most_fed)]
+        if widths:
+            self.sparable += chunk // JOINED_SPARE if widths[0] > chunk else chunk - widths[0]
+        for width in widths:
+            variant = work.variant if width < chunk else Variant.GREEDY
+            if ProgramKey(Step.PREFILL, variant, width) in self.executables:
+                return width
+        return chunk
 
     def step(
         self,

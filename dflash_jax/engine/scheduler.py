@@ -13,6 +13,7 @@ from dflash_jax.engine.running_request import RowSettings, RunningRequest
 from dflash_jax.engine.sampling_params import MIN_TEMPERATURE, OPTIONS
 from dflash_jax.engine.state_machine import OFF
 from dflash_jax.engine.state_machine.speculation import choose_block
+from dflash_jax.graph.abstract import JOINED
 from dflash_jax.graph.keys import LOGITS_VARIANTS, STEP_VARIANTS, Variant
 from dflash_jax.graph.state import RowRules, idle_arrays
 from dflash_jax.plan import ResolvedPlan
@@ -30,7 +31,7 @@ class SchedulerOutput:
     sequences: Mapping[int, RunningRequest]  # by row, those the work is for
     epochs: Mapping[int, int]  # of these sequences, by row
     prefill: bool = False  # whether each row is fed the next chunk of its prompt; else rows decode
-    alone: bool = False  # whether no row decodes, so that none waits for prompts
+    most_fed: int = 0  # most tokens of a prefill call wider than the plan's chunk
     drafting: frozenset[int] = frozenset()  # rows that draft
     num_steps: int = 1  # most decode steps of the call
     block: int = 1  # tokens of the block of a decode step, of rows that draft
@@ -80,6 +81,7 @@ class Scheduler:
         self.waiting: collections.deque[RunningRequest] = collections.deque()  # the oldest first
         self.rows: list[RunningRequest | None] = [None] * plan.rows
         self.pacer = StepPacer(plan.steps_per_call)
+        self._widest = JOINED[-1] * plan.chunk
         self._prefilled_last = False
         self._rules: RowRules | None = None
         self._rows_of_rules: list[tuple[RowSettings | None, bool]] = []
@@ -138,7 +140,10 @@ class Scheduler:
         rules, served = self.rules(decoding), loaded if self._prefilled_last else decoding
         epochs = {row: x.epoch for row, x in served.items()}
         if self._prefilled_last:
-            return SchedulerOutput(variant, rules, loaded, epochs, prefill=True, alone=not decoding)
+            # Rows that decode wait for one chunk of each prompt, and prompts for one another.
+            most_fed = 0 if decoding else self._widest // len(loaded)
+            fed = {"prefill": True, "most_fed": most_fed}
+            return SchedulerOutput(variant, rules, loaded, epochs, **fed)
         if not decoding or self._may_all_end(decoding, in_flight):
             return None
         drafting = frozenset(row for row, x in decoding.items() if x.settings.speculates)

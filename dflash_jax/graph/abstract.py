@@ -34,7 +34,8 @@ OPTIONS = (
 )
 
 
-SPLIT, JOINED = (4, 2), (4, 8)  # of a chunk, and chunks: widths of prefill calls that pay on a CPU
+# Widths of prefill calls that pay on a CPU: parts of a chunk, and numbers of chunks.
+SPLIT, JOINED = (4, 2), (4, 8)
 LEAST_CHUNK = 8  # fewer tokens are no cheaper
 
 

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -161,6 +161,22 @@ def _compile(program: Program) -> Executable:
             " bytes of its state in every call; this is a defect, please report it with the plan"
         )
     return built
+
+
+def fitting(widths: Sequence[int], chunk: int, left: int, *, greedy: bool) -> list[int]:
+    """Return the widths of prefill calls, but `chunk`, that suit a prompt; the best first.
+
+    The end of a prompt takes a narrower call than `chunk`, a long one a wider call.
+
+    Args:
+      widths: ascending, as in `PlannedPair.chunks`.
+      left: tokens that are still to be fed.
+      greedy: whether the prompt's next token is a greedy one: wider calls decide no other.
+    """
+    if left <= chunk:
+        return [width for width in widths if left <= width < chunk]
+    most = left if greedy else left - 1
+    return [width for width in reversed(widths) if chunk < width <= most]
 
 
 class CompiledPrograms:

@@ -169,7 +169,7 @@ class _Declaration:
         """Prefills of other widths; wider ones serve every variant, as most decide no token."""
         for width in widths:
             wide = width > self.plan.chunk
-            for variant in (Variant.GREEDY,) if wide else set(NARROWED) & set(variants):
+            for variant in (Variant.GREEDY,) if wide else [x for x in NARROWED if x in variants]:
                 yield _of_width(width, self._prefill(variant, width))
 
     def _prefill(self, variant: Variant, width: int = 0) -> Program:

@@ -130,6 +130,16 @@ def test_wide_calls_never_hold_up_rows_that_decode(fed: list[int]) -> None:
     assert fed == [128, 0]
 
 
+def test_prompts_share_the_tokens_of_a_wide_call(fed: list[int]) -> None:
+    engine, prompts = chunked(rows=2), [prompt(200, seed=3), prompt(140, seed=4)]
+    alone = [usual().generate(ids, max_tokens=10).token_ids for ids in prompts]
+    fed.clear()
+    found = engine.generate_many(prompts, max_tokens=10)
+    assert [x.token_ids for x in found] == alone
+    assert fed[:4] == [64, 64, 64, 64]
+    assert 128 not in fed
+
+
 def test_rows_with_one_prompt_share_wide_calls(fed: list[int]) -> None:
     ids = prompt(150)
     alone = [usual().generate(ids, max_tokens=8, **SAMPLED | {"seed": s}) for s in (5, 6)]
@@ -137,7 +147,7 @@ def test_rows_with_one_prompt_share_wide_calls(fed: list[int]) -> None:
     engine = chunked(rows=2)
     handles = engine.enqueue(engine.prepare(ids, n=2, max_tokens=8, **SAMPLED))
     assert [x.result().token_ids for x in handles] == [x.token_ids for x in alone]
-    assert fed == [128, 0, 8, 8]  # the second row copies what the first was fed
+    assert fed == [64, 64, 0, 8, 8]  # the second row copies what the first was fed
 
 
 def test_wide_calls_fill_the_prefix_cache_chunk_by_chunk(fed: list[int]) -> None:
