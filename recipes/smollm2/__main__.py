@@ -28,7 +28,7 @@ from recipes.smollm2 import card, comparison
 
 STOPPED = 3
 DRAFT_TOKENS = 2  # of a step by default: the fastest on a CPU (docs/benchmarks.md)
-ARCHIVES = Path(__file__).parent  # of prompts and answers, one for each preset
+ARCHIVES = Path(__file__).parent  # of prompts and answers, one for each preset and round
 FOLDER = Path(dflash_jax.__file__).with_name("data") / "smollm2"
 # The drafters of the comparison: what differs from the preset.
 DRAFTERS: dict[str, tuple[str, ...]] = {
@@ -95,10 +95,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def data(options: argparse.Namespace) -> None:
-    folder = options.run / "data"
+    folder, chosen = options.run / "data", chosen_recipe(options)
     if options.shipped and not folder.exists():
-        unpack(ARCHIVES / f"{options.preset}.tar.xz", folder)
-    chosen = chosen_recipe(options)
+        unpack(ARCHIVES / archive_name(chosen), folder)
     training.prepare(options.target, source(chosen), folder, chosen, report=to_stderr)
 
 
@@ -159,10 +158,15 @@ def pack(options: argparse.Namespace) -> None:
     names = ["run.json", *data_files(folder)]
     if missing := {ANSWERS, ROWS} - set(names):
         raise ConfigError(f"{folder} has no {', '.join(sorted(missing))}; run `data` first")
-    archive = options.archive or ARCHIVES / f"{options.preset}.tar.xz"
+    archive = options.archive or ARCHIVES / archive_name(chosen_recipe(options))
     with saved_as(archive) as partial, tarfile.open(partial, "w:xz") as packed:
         for name in names:
             packed.add(folder / name, name, filter=anonymous)
+
+
+def archive_name(chosen: Recipe) -> str:
+    """Return the name of the shipped archive of a preset; rounds after the first have a number."""
+    return f"{chosen.name}{f'-{chosen.seed}' if chosen.seed else ''}.tar.xz"
 
 
 def ship(options: argparse.Namespace) -> None:

@@ -150,6 +150,8 @@ def test_answers_that_are_not_shipped_are_refused(
 ) -> None:
     assert main(line(tmp_path, "data", "--shipped")) == 2
     assert "there is no smoke.tar.xz; run `data` without --shipped" in capsys.readouterr().err
+    assert main(["--set", "seed=7", *line(tmp_path, "data", "--shipped")]) == 2
+    assert "there is no smoke-7.tar.xz" in capsys.readouterr().err
     assert not (tmp_path / "data").exists()
 
 
