@@ -174,5 +174,5 @@ def _engine(options: argparse.Namespace, rows: int) -> Any:
             plan = dataclasses.replace(plan, max_length=min(1024, pair.configs[0].max_length))
         engine = pair.engine(plan)
     with shared.report_progress("compiling", quiet=options.json):
-        engine.warm_up("sampled" if options.temperature > 0 else "greedy")
+        engine.warm_up("sampled" if options.temperature > 0 else "greedy", "chunks")
     return engine

@@ -82,7 +82,8 @@ class ModelRunner:
     """Compiled programs, and the state of all rows. The executor has the parameters.
 
     Every step consumes `state` and returns the next one. `prefixes` moves prompt segments between
-    rows and the prefix cache; it is None without one.
+    rows and the prefix cache; it is None without one. `chunks` are the widths of prefill calls that
+    may be used besides the plan's.
     """
 
     def __init__(self, graph: PlannedPair, executor: Executor):
@@ -90,7 +91,7 @@ class ModelRunner:
         plan, vocab = graph.plan, graph.config.vocab_size
         self._mask_words = mask_words(vocab)
         self.compiled = CompiledPrograms(executor.programs, executor.compile)
-        self._fed_rows, self._narrower, self._chunks = plan.fed_rows, plan.narrower, graph.chunks
+        self._fed_rows, self._narrower, self.chunks = plan.fed_rows, plan.narrower, graph.chunks
         self.sparable = 0  # tokens that prefill calls of other widths would have spared so far
         self._multi_step = {x: is_multi_step(plan, x) for x in STEP_VARIANTS}
         self.state: Any = executor.empty_state()
@@ -206,13 +207,13 @@ class ModelRunner:
         more for a long one where no row waits.
         """
         chunk = self.plan.chunk
-        if not self._chunks:
+        if not self.chunks:
             return chunk
         (sequence,) = sequences
         if sequence.request.params.prompt_logprobs is not None:
             return chunk
         left = len(sequence.cursor.prompt) - sequence.cursor.num_fed
-        widths = fitting(self._chunks, chunk, left, greedy=work.variant == Variant.GREEDY)
+        widths = fitting(self.chunks, chunk, left, greedy=work.variant == Variant.GREEDY)
         widths = [width for width in widths if width <= max(chunk, work.most_fed)]
         if widths:
             self.sparable += chunk // JOINED_SPARE if widths[0] > chunk else chunk - widths[0]
