@@ -93,9 +93,15 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forgotten_traces() -> Iterator[None]:
-    """Forget the traces of a file: as they add up, compiling becomes several times slower."""
+def forgotten_traces(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Forget the traces of a file, which make compiling several times slower as they add up, and
+    engines that its functions cache: a process can map a limited number of programs.
+    """
     yield
+    name = request.module.__name__
+    for function in vars(request.module).values():
+        if getattr(function, "__module__", "") == name and hasattr(function, "cache_clear"):
+            function.cache_clear()
     jax.clear_caches()
     gc.collect()
 

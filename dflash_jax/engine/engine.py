@@ -531,11 +531,11 @@ class Engine:
         """
         runner, meter = self.core.runner, self.core.meter
         gains = {
-            Variant.DEPTH: meter.enabled and meter.doubted,
+            Variant.DEPTH: meter.doubted,
             Variant.CHUNKS: runner.sparable >= SPARABLE,
         }
         wanted = [x for x, gain in gains.items() if gain and not runner.compiled.wanted(x)]
-        return wanted if wanted and not self.core.busy else []
+        return wanted if wanted and meter.enabled and not self.core.busy else []
 
     def _requests(self, prompt: Prompt, params: SamplingParams, n: int) -> list[Request]:
         if forking.parent:

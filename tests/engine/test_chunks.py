@@ -242,6 +242,7 @@ def test_chunks_are_compiled_once_they_would_have_spared_enough(
     monkeypatch.setattr(engines, "SPARABLE", 20)
     engine = make()
     engine.warm_up()
+    engine.measures_drafting = True  # as engines of `dj.load` do
     few = {*engine.core.runner.executables}
     engine.generate(prompt(16), max_tokens=1)  # a whole chunk
     engine.generate(prompt(3), max_tokens=1)
