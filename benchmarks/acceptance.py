@@ -234,7 +234,7 @@ def main(words: Sequence[str] | None = None) -> int:
     from dflash_jax.utils.allocator import tune_allocator
 
     tune_allocator()
-    shown = {key: str(value) for key, value in vars(options).items()}
+    shown = {key: str(value) for key, value in vars(options).items() if key != "json"}
     report: dict[str, Any] = {"tables": {}, "options": shown}
     for weights in options.weights:
         measurement = Measurement(options, weights)

@@ -193,6 +193,13 @@ def test_numbers_of_compared_tokens_are_those_of_the_results() -> None:
     assert not any(grid["different_prompts"] for grid in grids)
 
 
+def test_results_name_no_folder_of_the_machine_they_were_measured_on() -> None:
+    texts = {path.name: path.read_text(encoding="utf-8") for path in RESULTS.glob("*.json")}
+    assert texts
+    for name, text in texts.items():
+        assert not re.findall(r'"/[^" ]*/[^"]*"', text), name
+
+
 def test_every_file_of_the_server_has_its_place_in_the_order_of_reading() -> None:
     said = set(re.findall(r"`(\w+)`", server.__doc__ or ""))
     files = {path.stem for path in (ROOT / "dflash_jax" / "server").glob("[!_]*.py")}
