@@ -38,7 +38,9 @@ from dflash_jax.tool_parsers.tool_schema import chat_tools
 from dflash_jax.utils import forking
 from dflash_jax.utils.progress import announced
 
-SPARABLE = 1024  # tokens that chunks of other widths would have spared, before they are compiled
+AVOIDABLE_TOKENS = (
+    1024  # tokens that chunks of other widths would have spared, before they are compiled
+)
 
 Messages = str | Sequence[dict[str, Any]]
 
@@ -274,7 +276,7 @@ class Engine:
         try:
             for request in [r for p in prompts for r in self._requests(p, params, n)]:
                 sequences.append(sequence := self._sequence(request, cancel))
-                sequence.delay(self.warm_up(*variants_of(sequence), *self._others()))
+                sequence.delay(self.warm_up(*variants_of(sequence), *self._optional_variants()))
                 while not self.core.try_add([sequence]):
                     self.advance()
             while not all(sequence.done for sequence in sequences):
@@ -449,7 +451,7 @@ class Engine:
           QueueFullError: the queue has no room for all of them.
         """
         for handle in handles:
-            handle.delay(self.warm_up(*handle.variants, *self._others()))
+            handle.delay(self.warm_up(*handle.variants, *self._optional_variants()))
         self.core.add([handle.sequence for handle in handles])
         for handle in handles:
             handle.queued = True
@@ -525,14 +527,14 @@ class Engine:
         self.core.runner.compiled = other.core.runner.compiled
         self.core.meter.use(other.core.meter.value)
 
-    def _others(self) -> list[Variant]:
+    def _optional_variants(self) -> list[Variant]:
         """Return variants that would make requests like those before faster, if nobody compiles
         them: that of narrower blocks where drafting was in doubt, and that of other chunks.
         """
         runner, meter = self.core.runner, self.core.meter
         gains = {
             Variant.DEPTH: meter.doubted,
-            Variant.CHUNKS: runner.sparable >= SPARABLE,
+            Variant.CHUNKS: runner.avoidable_tokens >= AVOIDABLE_TOKENS,
         }
         wanted = [x for x, gain in gains.items() if gain and not runner.compiled.wanted(x)]
         return wanted if wanted and meter.enabled and not self.core.busy else []

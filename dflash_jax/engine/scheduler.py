@@ -31,7 +31,7 @@ class SchedulerOutput:
     sequences: Mapping[int, RunningRequest]  # by row, those the work is for
     epochs: Mapping[int, int]  # of these sequences, by row
     prefill: bool = False  # whether each row is fed the next chunk of its prompt; else rows decode
-    most_fed: int = 0  # most tokens of a prefill call wider than the plan's chunk
+    max_prefill_tokens: int = 0  # most tokens of a prefill call wider than the plan's chunk
     drafting: frozenset[int] = frozenset()  # rows that draft
     num_steps: int = 1  # most decode steps of the call
     block: int = 1  # tokens of the block of a decode step, of rows that draft
@@ -141,8 +141,8 @@ class Scheduler:
         epochs = {row: x.epoch for row, x in served.items()}
         if self._prefilled_last:
             # Rows that decode wait for one chunk of each prompt, and prompts for one another.
-            most_fed = 0 if decoding else self._widest // len(loaded)
-            fed = {"prefill": True, "most_fed": most_fed}
+            max_prefill_tokens = 0 if decoding else self._widest // len(loaded)
+            fed = {"prefill": True, "max_prefill_tokens": max_prefill_tokens}
             return SchedulerOutput(variant, rules, loaded, epochs, **fed)
         if not decoding or self._may_all_end(decoding, in_flight):
             return None

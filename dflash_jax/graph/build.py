@@ -163,7 +163,7 @@ def _compile(program: Program) -> Executable:
     return built
 
 
-def fitting(widths: Sequence[int], chunk: int, left: int, *, greedy: bool) -> list[int]:
+def prefill_widths(widths: Sequence[int], chunk: int, left: int, *, greedy: bool) -> list[int]:
     """Return the widths of prefill calls, but `chunk`, that suit a prompt; the best first.
 
     The end of a prompt takes a narrower call than `chunk`, a long one a wider call.

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from dflash_jax.errors import PlanError, RequestError
 from dflash_jax.graph.abstract import PlannedPair, by_path, init_params, path_name
-from dflash_jax.graph.build import Executable, compile_programs, fitting, lower
+from dflash_jax.graph.build import Executable, compile_programs, lower, prefill_widths
 from dflash_jax.graph.explain import Explanation, explain, explain_here
 from dflash_jax.graph.keys import STEP_VARIANTS, ProgramKey, Step, Variant
 from dflash_jax.graph.memory import DEVICES, Budget, budget
@@ -419,7 +419,9 @@ class GraphPrograms(Mapping[str, Executable]):
     def _prefill_of(self, left: int, usual: Executable) -> tuple[Executable, int]:
         """Return the program that feeds the next of a prompt's tokens, and its width."""
         chunk, key = self.graph.plan.chunk, usual.key
-        for width in fitting(self._chunks, chunk, left, greedy=key.variant == Variant.GREEDY):
+        for width in prefill_widths(
+            self._chunks, chunk, left, greedy=key.variant == Variant.GREEDY
+        ):
             variant = key.variant if width < chunk else Variant.GREEDY
             if made := self._executables.get(str(key._replace(variant=variant, block=width))):
                 return made, width

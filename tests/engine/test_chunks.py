@@ -239,14 +239,14 @@ def test_a_graph_feeds_prompts_by_the_programs_that_it_compiled() -> None:
 def test_chunks_are_compiled_once_they_would_have_spared_enough(
     monkeypatch: pytest.MonkeyPatch, fed: list[int]
 ) -> None:
-    monkeypatch.setattr(engines, "SPARABLE", 20)
+    monkeypatch.setattr(engines, "AVOIDABLE_TOKENS", 20)
     engine = make()
     engine.warm_up()
     engine.measures_drafting = True  # as engines of `dj.load` do
     few = {*engine.core.runner.executables}
     engine.generate(prompt(16), max_tokens=1)  # a whole chunk
     engine.generate(prompt(3), max_tokens=1)
-    assert engine.core.runner.sparable == 8
+    assert engine.core.runner.avoidable_tokens == 8
     engine.generate(prompt(65), max_tokens=1)  # 4 of each of 4 whole chunks... and the end
     assert {*engine.core.runner.executables} == few
     assert {*fed} == {0}

@@ -266,7 +266,7 @@ def test_narrower_blocks_are_compiled_for_the_request_after_one_that_gains_littl
 
     set_script(engine, [0] * 160)
     engine.generate(PROMPT, max_tokens=NEW)
-    assert not engine._others()  # nothing is measured, as nobody asked for it
+    assert not engine._optional_variants()  # nothing is measured, as nobody asked for it
     engine.core.acceptance, engine.measures_drafting = NO_HISTORY, True
     run(7)
     assert not meter.doubted
