@@ -44,8 +44,7 @@ def save(folder: Path, step: int, state: State, identity: str) -> None:
 
 def _write(folder: Path, step: int, state: Any, identity: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob(".*.partial-*"):  # of a process that was killed
-        atomic.clear(folder / path.name[1:].partition(".")[0])
+    _clear_fragments(folder)
     arrays: dict[checkpoint.Keys, np.ndarray] = {
         (name,): np.asarray(leaf) for name, leaf in _flat(state).items()
     }
@@ -58,6 +57,12 @@ def _write(folder: Path, step: int, state: Any, identity: str) -> None:
         remove(folder / str(old))
 
 
+def _clear_fragments(folder: Path) -> None:
+    """Remove what processes left that were killed while they saved."""
+    for path in folder.glob(".*.partial-*"):
+        atomic.clear(folder / path.name[1:].partition(".")[0])
+
+
 def newest(folder: Path, state: State, identity: str) -> tuple[int, State]:
     """Return step and state of the newest saved state, with the placement of `state`.
 
@@ -67,6 +72,8 @@ def newest(folder: Path, state: State, identity: str) -> tuple[int, State]:
       CheckpointError: the saved state belongs to another run, or cannot be read.
       HostError: hosts see different states.
     """
+    if exchange.current().first:
+        _clear_fragments(folder)  # no save follows where the last step is saved already
     step = next(reversed(_steps(folder)), 0)
     exchange.current().agree("the newest saved step", step)
     if not step:

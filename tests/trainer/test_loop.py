@@ -106,6 +106,14 @@ def test_a_damaged_state_is_named_and_the_one_before_it_serves(tmp_path):
     np.testing.assert_array_equal(fit(run(tmp_path), start(), advance)["x"], straight["x"])
 
 
+def test_a_finished_run_removes_the_fragment_of_its_last_state(tmp_path):
+    straight = fit(run(tmp_path), start(), advance)
+    fragment = tmp_path / "state" / ".9.partial-4194304-a0f8aa00"  # of a process that ended
+    fragment.mkdir()
+    np.testing.assert_array_equal(fit(run(tmp_path), start(), advance)["x"], straight["x"])
+    assert not fragment.exists()
+
+
 def test_no_flipped_bit_of_a_state_is_restored(tmp_path, capfd):
     state = {"x": jax.random.normal(jax.random.key(0), (300,))}  # more than orbax inlines
     saved.save(tmp_path / "state", 9, state, "a run")
