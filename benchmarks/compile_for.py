@@ -4,7 +4,7 @@
     pip install --no-deps --target PLUGIN jax-cuda12-plugin==J jax-cuda12-pjrt==J \\
         nvidia-cuda-nvcc-cu12                               # for GPUs
     python -m benchmarks.compile_for v6e [--models qwen3-8b] [--weights float,int8,int4]
-        [--parts] [--lanes] [--json OUT]
+        [--parts] [--variants] [--json OUT]
     python -m benchmarks.compile_for H200 --cuda PLUGIN
     python -m benchmarks.compile_for v5e-8 --mesh 1x8       # or v5e:2x4, by its topology
 
@@ -303,6 +303,7 @@ def small_models() -> Iterator[tuple[str, dict[str, Any]]]:
         "wide, float32": (wide, {"rows": 3, "dtype": "float32"}),
         "dense, DFlash 2": (dense, {"drafter": "dflash2"}),
         "dense, DSpark": (dense, {"drafter": "dspark"}),
+        "dense, Domino": (dense, {"drafter": "domino"}),
         "dense, kernels": (dense, {"kernels": "pallas"}),
         "dense, int4, int8 caches": (dense, {"weights": "int4", "kv_dtype": "int8"}),
         "experts": (tiny_moe(), {}),
@@ -356,7 +357,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--parts", action="store_true", help="single products and attention too")
     parser.add_argument(
-        "--lanes", dest="variants", action="store_true", help="also small models in every variant"
+        "--variants", action="store_true", help="also small models in every variant"
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="add to the results in OUT")
     parser.add_argument("--hlo", type=Path, metavar="FOLDER", help="keep the optimised HLO")

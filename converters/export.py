@@ -183,7 +183,13 @@ def _write_speculators(output: _Output) -> None:
         chosen = np.zeros(config.vocab_size, np.bool_)
         chosen[_ids(output.weights.tensors)] = True
         made["t2d"] = chosen
-    _write_folder(output, fields, lambda name: name, made)
+    spelt = families.provided(config.kind, "SPECULATOR_TENSORS", {})
+
+    def rename(name: str) -> str:
+        prefix = next((old for old in spelt if name.startswith(old)), "")
+        return spelt.get(prefix, "") + name.removeprefix(prefix)
+
+    _write_folder(output, fields, rename, made)
 
 
 def _ids(tensors: TensorSource) -> np.ndarray:

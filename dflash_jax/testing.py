@@ -12,6 +12,7 @@ import numpy as np
 from dflash_jax import random_weights
 from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig, read_json
 from dflash_jax.config.dflash2 import DFlash2Config
+from dflash_jax.config.domino import DominoConfig
 from dflash_jax.config.dspark import DSparkConfig
 from dflash_jax.config.gemma4 import Gemma4Config
 from dflash_jax.config.gpt_oss import GptOssConfig
@@ -144,6 +145,7 @@ TINY_HEADS: dict[str, tuple[type[DrafterConfig], dict[str, Any]]] = {
     "dflash": (DrafterConfig, {}),
     "dflash2": (DFlash2Config, {"selector_rank": 8, "selector_top_k": 4, "conv_group_size": 4}),
     "dspark": (DSparkConfig, {"markov_rank": 8, "confidence_head": True}),
+    "domino": (DominoConfig, {"gru_hidden_dim": 12, "emb_dim": 8, "sample_from_anchor": True}),
 }
 
 

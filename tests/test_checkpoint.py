@@ -30,7 +30,7 @@ from dflash_jax.testing import (
 )
 
 CONFIGS = [tiny_target(), tiny_gemma(), tiny_gpt_oss(), tiny_hybrid(), tiny_moe()]
-CONFIGS += [tiny_drafter(tiny_target(), kind) for kind in ("dflash", "dflash2", "dspark")]
+CONFIGS += [tiny_drafter(tiny_target(), kind) for kind in ("dflash", "dflash2", "dspark", "domino")]
 PARAMS = {
     "embed": np.arange(12, dtype=np.float32).reshape(3, 4) / 7,
     "layers_0": {"attention": {"q": np.arange(8).astype(ml_dtypes.bfloat16).reshape(2, 4)}},

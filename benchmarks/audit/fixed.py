@@ -111,7 +111,7 @@ def pairs() -> Iterator[tuple[str, TargetConfig, DrafterConfig]]:
     """Return every family with a v1 drafter, and every other drafter with a Qwen3."""
     for name, target in FAMILIES.items():
         yield name, target, tiny_drafter(target)
-    for kind in ("dflash2", "dspark"):
+    for kind in ("dflash2", "dspark", "domino"):
         target = tiny_target()
         yield f"{kind} drafter", target, tiny_drafter(target, kind, **DRAFTERS[kind][1])
 

@@ -94,6 +94,7 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {  # kind and fields
     "dspark": ("dspark", {"markov_head": "gated", "draft_vocab_size": 60, "own_head": True}),
     "dflash, full": ("dflash", FULL),
     "dspark, cut by confidence": ("dspark", {"markov_head": "rnn"} | FULL),
+    "domino": ("domino", {"pure_draft_prefix_len": 2, "sample_from_anchor": False}),
     "dflash, causal": ("dflash", {"windows": (9, 20), "causal": (True, True)}),
 }
 WEIGHTS = ("float", "int8", "int4", "packed")

@@ -24,6 +24,8 @@ and of drafters:
 - `to_hf(config)`: the kind's own fields of `dflash_config`;
 - `FIELDS`: the names of those fields;
 - `SPECULATOR`: the class that the speculators layout names, if that layout has the kind;
+- `SPECULATOR_FIELDS`, `SPECULATOR_TENSORS`: its names of fields, and its prefixes of tensors, that
+  differ;
 - `GGUF_NAMES`, `GGUF_LAYER_NAMES`: GGUF spellings of tensors, and of those in a layer;
 - `GGUF_MARKS`: tensors any of which shows that a GGUF file holds this kind;
 - `GGUF_FLAT`: tensors that some writers store without their axes of length 1;

@@ -49,7 +49,7 @@ BORROWED = {
 # Tensors of related drafters that are not supported, or whose form is not known.
 RELATIVES = {
     "dflash.dspark": "DSpark in lucebox's layout",
-    "domino": "Domino",
+    "domino": "Domino in lucebox's layout",
     "aux_hidden_norm": "Laguna",
     "attn_gate": "Laguna",
     "attn_sinks": "a drafter with attention sinks",

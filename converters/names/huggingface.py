@@ -19,7 +19,8 @@ SPELT_OTHERWISE = {  # as in the Muse drafters
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
 }
 PLAIN = Folder()
-RESPELT = (  # pattern, usual spelling: names of ModelOpt, older DSpark and DFlash 2 modules
+RESPELT = (  # pattern, usual spelling: of ModelOpt, speculators, and older modules
+    (r"^(logit_head|logits_correction)\.(prefix_gru|embed_proj)\.", r"\2."),
     (r"^logit_head\.", "markov_head."),
     (r"^(markov_w[12])(\.weight)?$", r"markov_head.\1.weight"),
     (r"^(gate_proj|joint_proj)\.", r"markov_head.\1."),

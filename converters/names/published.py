@@ -262,7 +262,9 @@ def published_fields(
         choice=choice,
         where=where,
     )
-    _refuse_unknown(config, (*READ, *own), where)
+    spelt = families.provided(kind, "SPECULATOR_FIELDS", {})
+    named = {spelt.get(name, name): name for name in own}
+    _refuse_unknown(config, (*READ, *named), where)
     _refuse_unknown(layers, (*CARRIED, *READ_OF_LAYERS), f"{where}: transformer_layer_config")
     shifted = config.get("sample_from_anchor")
     fields = {key: layers[key] for key in CARRIED if key in layers}
@@ -279,7 +281,7 @@ def published_fields(
             "target_layer_ids": list(taps.ids),
             "projector_type": config.get("projector_type"),
             "speculative_tokens": _advised(config.get("speculators_config"), where),
-            **{key: config[key] for key in own if key in config},
+            **{name: config[key] for key, name in named.items() if key in config},
         },
     }
     return fields, taps
@@ -351,8 +353,11 @@ def speculators_fields(config: DrafterConfig, dtype: str) -> dict[str, Any]:
     if fields.get("is_causal"):
         raise ConfigError("a drafter causal in every layer has no form in the speculators layout")
     own = fields["dflash_config"]
-    carried = {key: own.pop(key) for key in families.provided(kind, "FIELDS", ()) if key in own}
-    own.pop("sample_from_anchor", None)
+    spelt = families.provided(kind, "SPECULATOR_FIELDS", {})
+    names = [name for name in families.provided(kind, "FIELDS", ()) if name in own]
+    carried = {spelt.get(name, name): own.pop(name) for name in names}
+    for name in ("sample_from_anchor", "shift_label", "projector_type"):
+        own.pop(name, None)
     advised = own.pop("speculative_tokens", 0)
     if extra := sorted(set(own) - {"mask_token_id", "target_layer_ids"}):
         raise ConfigError(f"{', '.join(extra)} has no place in the speculators layout")

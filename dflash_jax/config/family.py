@@ -70,6 +70,7 @@ class DrafterKind:
       recipe_fields: makes the kind's own fields of a configuration from a training recipe.
       second_loss: whether its training objective has a loss of a second head.
       wants_distribution: whether its objective needs the target's distributions, by the recipe.
+      reads_embeddings: whether its objective needs the embeddings of tokens before drafted places.
     """
 
     config: type[Any]
@@ -80,6 +81,7 @@ class DrafterKind:
     recipe_fields: Callable[[Any], Mapping[str, Any]] = lambda recipe: {}
     second_loss: bool = False
     wants_distribution: Callable[[Any], bool] = lambda recipe: False
+    reads_embeddings: bool = False
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.config import DrafterConfig
 from dflash_jax.graph.protocols import CacheMaker, Draft, DraftSampler, SharedLayers, with_kernels
 from dflash_jax.kernels.caches import LayerCache
+from dflash_jax.kernels.vocabulary import all_finite
 from dflash_jax.nn.attention import (
     attend,
     rope_tables,
@@ -313,6 +314,34 @@ class DFlash(nn.Module):
         choice = sampler.sample_all(logits, ids)
         told = {"logits": logits, "ids": ids}
         return sampler.draft(self.token(choice.index), choice.finite, **told), caches
+
+    def walk(
+        self,
+        anchor: Int[Array, " B"],
+        logits: Float[Array, "B R N"],
+        sampler: DraftSampler,
+        corrected: Callable[[int, Any, Any], tuple[Float[Array, "B N"], Any]],
+        state: Any,
+        survival: Callable[[], Float[Array, "B R"] | None] = lambda: None,
+    ) -> Draft:
+        """Draft each place by the token chosen before it, from the anchor on.
+
+        Args:
+          corrected: (place, the token before it, the state) -> the place's logits, the next state.
+          survival: called after all places.
+        """
+        token, finite = anchor, all_finite(logits, self.kernels).all(axis=1)
+        path, read = [], []
+        for i in range(logits.shape[1]):
+            own, state = corrected(i, token, state)
+            choice = sampler.sample_one(own, i, self.tokens())
+            token, finite = self.token(choice.index), finite & choice.finite
+            path.append(token)
+            read.append(own)
+        told: dict[str, Any] = {"survival": survival()}
+        if sampler.keeps_logits:
+            told |= {"logits": jnp.stack(read, axis=1), "ids": self.tokens()}
+        return sampler.draft(jnp.stack(path, axis=1), finite, **told)
 
     def lent(self, hidden: Float[Array, "B T D"], shared: SharedLayers) -> Float[Array, "B T N"]:
         """Return the logits of the target's head for the tokens that the drafter knows."""

@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.config.dspark import DSparkConfig
 from dflash_jax.graph.protocols import Draft, DraftSampler, SharedLayers
 from dflash_jax.kernels.caches import LayerCache
-from dflash_jax.kernels.vocabulary import all_finite
 from dflash_jax.models.dflash import DFlash
 from dflash_jax.nn.layers import dot, project, weight
 from dflash_jax.nn.objective import (
@@ -67,36 +66,32 @@ class DSpark(DFlash):
         hidden, logits, caches = self.predict(caches, anchor, start, shared, sampler.places)
         if self.config.markov_rank:
             with jax.named_scope("markov"):
-                return self._walk(anchor, hidden, logits, caches, sampler)
+                return self._by_markov(anchor, hidden, logits, sampler), caches
         ids = self.tokens()
         choice = sampler.sample_all(logits, ids)
         survival = self._survival([hidden[:, i] for i in range(hidden.shape[1])])
         told: Any = {"survival": survival, "logits": logits, "ids": ids}
         return sampler.draft(self.token(choice.index), choice.finite, **told), caches
 
-    def _walk(
+    def _by_markov(
         self,
         anchor: Int[Array, " B"],
         hidden: Float[Array, "B R D"],
         logits: Float[Array, "B R N"],
-        caches: tuple[LayerCache, ...],
         sampler: DraftSampler,
-    ) -> tuple[Draft, tuple[LayerCache, ...]]:
-        token, finite = anchor, all_finite(logits, self.kernels).all(axis=1)
-        state = jnp.zeros((anchor.shape[0], self.config.markov_rank), hidden.dtype)
-        path, read, biased = [], [], []
-        for i in range(logits.shape[1]):
+    ) -> Draft:
+        read = []  # by the confidence head
+
+        def corrected(
+            place: int, token: Int[Array, " B"], state: Float[Array, "B r"]
+        ) -> tuple[Float[Array, "B N"], Float[Array, "B r"]]:
             previous = self.w1[token]  # [B, r]
-            bias, state = self.bias(hidden[:, i], previous, state)
-            read.append(jnp.concatenate([hidden[:, i], previous], axis=-1))
-            biased.append(logits[:, i] + bias)
-            choice = sampler.sample_one(biased[-1], i, self.tokens())
-            token, finite = self.token(choice.index), finite & choice.finite
-            path.append(token)
-        tokens, told = jnp.stack(path, axis=1), {"survival": self._survival(read)}
-        if sampler.keeps_logits:
-            told |= {"logits": jnp.stack(biased, axis=1), "ids": self.tokens()}
-        return sampler.draft(tokens, finite, **told), caches
+            bias, state = self.bias(hidden[:, place], previous, state)
+            read.append(jnp.concatenate([hidden[:, place], previous], axis=-1))
+            return logits[:, place] + bias, state
+
+        state = jnp.zeros((anchor.shape[0], self.config.markov_rank), hidden.dtype)
+        return self.walk(anchor, logits, sampler, corrected, state, lambda: self._survival(read))
 
     def bias(
         self,

@@ -27,6 +27,7 @@ class Places:
     labels: Int[Array, "M R"]
     previous: Int[Array, "M R"]  # the row's token before each place
     teacher: Float[Array, "M R D"] | None  # the target's hidden state there, for distributions
+    embedded: Float[Array, "M R D"] | None = None  # `previous` in the target's table, if asked for
 
 
 @struct.dataclass
@@ -36,7 +37,7 @@ class Scores:
     loss: Float[Array, "M R"]
     nll: Float[Array, "M R"]  # of the label
     right: Bool[Array, "M R"]  # whether the label is drafted, given correct earlier drafts
-    head: Float[Array, "M R"]  # loss of the selector or the confidence head
+    head: Float[Array, "M R"]  # loss of the selector, the confidence head or the first logits
     head_counts: Bool[Array, "M R"]
     known: Bool[Array, "M R"] | None = None  # whether the label is a token of the drafter; all
 

@@ -10,6 +10,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.config.family import drafter_kinds
 from dflash_jax.graph.abstract import cast_params
 from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.nn.layers import rms_norm
@@ -124,11 +125,16 @@ def scores(
     if features.hidden is not None:
         flat = before.reshape(len(tokens), -1, 1)
         teacher = jnp.take_along_axis(features.hidden, flat, axis=1).reshape(*before.shape, -1)
+    previous, embedded = anchoring.gather(tokens, before), None
+    if drafter_kinds()[recipe.kind].reads_embeddings:
+        flat = pair.target_call(params, previous.reshape(len(tokens), -1), method="embed")
+        embedded = flat.reshape(*previous.shape, -1).astype(_float_dtype(params["drafter"]))
     places = objective.Places(
         hidden=draft_hidden(pair, params, features, tokens, blocks.anchors),
         labels=blocks.labels,
-        previous=anchoring.gather(tokens, before),
+        previous=previous,
         teacher=teacher,
+        embedded=embedded,
     )
     score = objective.scorer(
         pair.drafter,

@@ -76,7 +76,7 @@ class Recipe:
     """Everything that determines a training run, apart from the target and the data.
 
     Attributes:
-      kind: dflash, dflash2, dspark, or a registered kind of another package.
+      kind: dflash, dflash2, dspark, domino, or a registered kind of another package.
       inner, heads, kv_heads, head_dim: sizes of the drafter; 0 takes the target's.
       taps: target layers whose output the drafter reads, from 0; empty spreads `tap_count`.
       block: tokens per block, the anchor included.
@@ -85,7 +85,8 @@ class Recipe:
       draft_vocab: tokens that the drafter chooses from, the most frequent of the answers; 0 is the
         target's whole vocabulary. The drafter gets a head of its own, which starts as the
         target's columns.
-      rank, candidates: of DFlash 2's selector; `rank` also of DSpark's Markov head.
+      rank, candidates: of DFlash 2's selector; `rank` also of DSpark's Markov head and Domino's
+        correction.
       markov_head: vanilla, gated or rnn.
       confidence_head: whether DSpark predicts how likely drafts are to be accepted, which needs
         the target's distributions.
@@ -95,7 +96,8 @@ class Recipe:
         probability of reaching a place), uniform.
       decay: place k has weight exp(-k / decay); with `decay` weights.
       smoothing: share of certainty mixed into the drafter's probabilities; with `dpace` weights.
-      head_weight: weight of the loss of the selector or the confidence head.
+      head_weight: weight of the second loss: of the selector, the confidence head, or Domino's
+        logits before correction.
       anchors: blocks per row of the first bucket; longer rows have proportionally more. 0 starts
         a block at every position that can start one.
       parts: sequential parts of a batch: the same gradient in less memory.

@@ -243,7 +243,7 @@ def weights_digest(params: dict[str, Any]) -> str:
 def read_start(path: Path | TrainedDrafter, config: DrafterConfig) -> dict[str, Any]:
     """Return the parameters of a drafter to start from.
 
-    It has the kind of this run, or is a DFlash drafter, which DFlash 2 and DSpark extend.
+    It has the kind of this run, or is a DFlash drafter, which the other kinds extend.
 
     Raises:
       ConfigError: its shape differs from the recipe's.

@@ -218,9 +218,11 @@ class PublishedDrafter(NamedTuple):
 TABLE = """
 Qwen/Qwen3-4B                     2560 36 151936  z-lab/Qwen3-4B-DFlash-b16                   16
 Qwen/Qwen3-4B                     2560 36 151936  deepseek-ai/dspark_qwen3_4b_block7           7
+Qwen/Qwen3-4B                     2560 36 151936  Huang2020/Qwen3-4B-Domino-b16               16
 Qwen/Qwen3-8B                     4096 36 151936  z-lab/Qwen3-8B-DFlash-b16                   16
 Qwen/Qwen3-8B                     4096 36 151936  deepseek-ai/dspark_qwen3_8b_block7           7
 Qwen/Qwen3-8B                     4096 36 151936  RedHatAI/Qwen3-8B-speculator.dflash2        16
+Qwen/Qwen3-8B                     4096 36 151936  Huang2020/Qwen3-8B-Domino-b16               16
 Qwen/Qwen3-14B                    5120 40 151936  deepseek-ai/dspark_qwen3_14b_block7          7
 Qwen/Qwen3-Coder-30B-A3B-Instruct 2048 48 151936  z-lab/Qwen3-Coder-30B-A3B-DFlash            16
 Qwen/Qwen3-Coder-Next             2048 48 151936  z-lab/Qwen3-Coder-Next-DFlash               16

@@ -122,7 +122,8 @@ def test_two_spellings_of_one_tensor_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("dflash.dspark.markov.w1", "DSpark in"), ("dflash.domino.start", "Domino")]
+    ("name", "kind"),
+    [("dflash.dspark.markov.w1", "DSpark in"), ("dflash.domino.start", "Domino in")],
 )
 def test_relatives_are_named(tmp_path, name, kind):
     source = open_gguf(write_drafter(FOLDER, tmp_path / "x.gguf", "upstream"))

@@ -24,6 +24,7 @@ SMALL: dict[str, Any] = {"num_layers": 1, "causal": (False,), "target_layer_ids"
 KINDS: dict[str, dict[str, Any]] = {
     "dflash2": {},
     "dspark": {"markov_head": "gated", "draft_vocab_size": 60, "own_head": True},
+    "domino": {"draft_vocab_size": 60, "own_head": True},
 }
 
 
@@ -32,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     [
         ("dflash2", "float32"),
         ("dspark", "float32"),
+        ("domino", "float32"),
         pytest.param("dspark", "bfloat16", marks=[pytest.mark.optimised, pytest.mark.soak]),
         pytest.param("dflash2", "bfloat16", marks=pytest.mark.soak),
     ],

@@ -229,7 +229,7 @@ def test_without_convolution_and_successors_it_is_version_one() -> None:
         ({"selector_top_k": 0}, "selector_top_k is 0"),
         ({"selector_top_k": 300}, "has only 256"),
         ({"selector_width": 3}, "does not understand: selector_width"),
-        ({"projector_type": "domino"}, "projector_type is 'domino'"),
+        ({"projector_type": "medusa"}, "projector_type is 'medusa'"),
     ],
 )
 def test_a_config_it_cannot_run_is_refused(oracle: Path, changes: dict, message: str) -> None:

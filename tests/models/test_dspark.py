@@ -280,8 +280,8 @@ def test_speculators_configs_set_which_position_a_slot_predicts() -> None:
 
     assert [read(), read(shift_label=False), read(shift_label=True)] == [False, False, True]
     assert read(sample_from_anchor=True, shift_label=False)
-    with pytest.raises(ConfigError, match="projector_type is 'domino'"):
-        read(projector_type="domino", shift_label=True)
+    with pytest.raises(ConfigError, match="projector_type is 'medusa'"):
+        read(projector_type="medusa", shift_label=True)
     assert not read(speculators_version="0.5", speculators_config={"algorithm": "dflash"})
     assert not read(norm_before_fc=None)
     with pytest.raises(ConfigError, match="does not understand: norm_before_fc"):

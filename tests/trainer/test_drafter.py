@@ -28,7 +28,7 @@ from dflash_jax.trainer.recipes import SMOKE
 
 LENGTH, BLOCK = 24, 4
 TARGETS = {"hybrid": tiny_hybrid, "gemma": tiny_gemma}
-KINDS = ("dflash", "dflash2", "dspark")
+KINDS = ("dflash", "dflash2", "dspark", "domino")
 
 
 @functools.cache
@@ -89,7 +89,7 @@ def soaked(cases: list) -> list:
     return [pytest.param(*case, marks=pytest.mark.soak) for case in cases]
 
 
-PAIRS = [("dflash", "qwen3"), ("dflash2", "qwen3")]
+PAIRS = [("dflash", "qwen3"), ("dflash2", "qwen3"), ("domino", "qwen3")]
 PAIRS += soaked([("dspark", "qwen3"), ("dflash", "gemma"), ("dflash", "hybrid")])
 
 
