@@ -504,6 +504,8 @@ def table(cases: Mapping[str, Any]) -> list[str]:
             fits = [row for row in of.values() if "does_not_fit" not in row]
             if not fits:
                 reason = next(iter(of.values()))["does_not_fit"]
+                sizes = re.findall(r"\(([\d.]+)G\)", reason)
+                reason = f"does not fit: {' of '.join(sizes)} GiB" if sizes else reason
                 lines.append([device, f"{model}, {weights}", reason, "", "", "", ""])
                 continue
             calls = [row["traffic"]["calls"]["local"] for row in fits if "traffic" in row]

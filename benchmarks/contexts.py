@@ -83,6 +83,7 @@ def main(words: Sequence[str] | None = None) -> int:
     found: dict[str, dict[str, list[int]]] = {}
     for turns in orders(options.conversations):
         for context, rounds in measure(engines, turns, options.tokens):
+            print(f"a conversation of {context:,} tokens", end="\r", file=sys.stderr, flush=True)
             place = bisect.bisect_right(EDGES, context)
             bin_ = f"{EDGES[place - 1]} to {EDGES[place]}"
             for window, lengths in rounds.items():
