@@ -139,16 +139,21 @@ class PlannedPair:
         kind = getattr(getattr(drafter, "config", drafter), "kind", "")
         return kind or ("none" if drafter is None else type(drafter).__name__)
 
+    @property
+    def any_width(self) -> bool:
+        """Whether a token's bits do not depend on the width of a call."""
+        return self.plan.kernels == "native" and getattr(self.pair.target, "any_width", False)
+
     @functools.cached_property
     def chunks(self) -> tuple[int, ...]:
         """Tokens of prefill calls besides `Plan.chunk`, ascending: narrower ones for the end of a
         prompt, and wider ones that feed several chunks at once.
 
-        None where a token's bits depend on the width of a call; no wider ones where chunks cannot
-        be cut from the caches afterwards (rings, recurrent states).
+        None unless `any_width`; no wider ones where chunks cannot be cut from the caches
+        afterwards (rings, recurrent states).
         """
         plan, state = self.plan, self.state
-        if plan.kernels != "native" or not getattr(self.pair.target, "any_width", False):
+        if not self.any_width:
             return ()
         narrower = [width for n in SPLIT if (width := plan.chunk // n) >= LEAST_CHUNK]
         if not _keeps_all((state.target, state.drafter), plan.slots):
@@ -164,10 +169,16 @@ class PlannedPair:
     def empty_state(self) -> DecodeState:
         """Return a state with every row at position 0."""
         plan, drafter = self.plan, ()
+        target = tuple(self.pair.target.empty_caches(PlanCacheMaker(plan)))
         if self.pair.drafter is not None:
-            drafter = self.pair.proposer.empty(drafter_caches(self.pair, plan))
+            # Rings of a drafter alone, unless asked for, are not worth the wider calls that they
+            # would rule out.
+            alone = not plan.draft_window and self.any_width and _keeps_all(target, plan.slots)
+            rings = plan.rings and not alone
+            caches = drafter_caches(self.pair, dataclasses.replace(plan, rings=rings))
+            drafter = self.pair.proposer.empty(caches)
         return DecodeState(
-            target=tuple(self.pair.target.empty_caches(PlanCacheMaker(plan))),
+            target=target,
             drafter=drafter,
             position=jnp.zeros((plan.rows,), jnp.int32),
             anchor=jnp.zeros((plan.rows,), jnp.int32),

@@ -263,6 +263,7 @@ def read_start(path: Path | TrainedDrafter, config: DrafterConfig) -> dict[str, 
         "num_target_layers",
         "rope",
         "dtype",
+        "windows",
         "sample_from_anchor",
         "speculative_tokens",
     )

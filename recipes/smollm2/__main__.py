@@ -28,6 +28,7 @@ from recipes.smollm2 import card, comparison
 
 STOPPED = 3
 DRAFT_TOKENS = 2  # of a step by default: the fastest on a CPU (docs/benchmarks.md)
+WINDOW = 256  # positions that it sees: in longer texts it drafts better so (docs/benchmarks.md)
 ARCHIVES = Path(__file__).parent  # of prompts and answers, one for each preset and round
 FOLDER = Path(dflash_jax.__file__).with_name("data") / "smollm2"
 # The drafters of the comparison: what differs from the preset.
@@ -90,6 +91,7 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--start", type=Path, help=text)
         if function is ship:
             command.add_argument("--draft-tokens", type=int, default=DRAFT_TOKENS)
+            command.add_argument("--window", type=int, default=WINDOW)
             command.add_argument("--folder", type=Path, default=FOLDER)
     return made
 
@@ -174,7 +176,7 @@ def ship(options: argparse.Namespace) -> None:
     chosen, run = chosen_recipe(options, DRAFTERS[options.only]), options.run / options.only
     if not (run / "results.json").is_file():
         raise ConfigError(f"{run} has no trained and measured drafter; run `train` first")
-    card.ship(run, options.folder, chosen, draft_tokens=options.draft_tokens)
+    card.ship(run, options.folder, chosen, draft_tokens=options.draft_tokens, window=options.window)
 
 
 def unpack(archive: Path, folder: Path) -> None:

@@ -28,15 +28,20 @@ KINDS = {
 }
 
 
-def ship(run: Path, folder: Path, chosen: Recipe, *, draft_tokens: int) -> None:
+def ship(run: Path, folder: Path, chosen: Recipe, *, draft_tokens: int, window: int) -> None:
     """Write the drafter of a finished run into a folder, with its figures and card.
 
     Args:
       draft_tokens: drafts of a step by default, as the drafter's config advises.
+      window: positions that it sees; 0 for all.
     """
     drafter = open_model(run / "drafter")
     assert isinstance(drafter.config, DrafterConfig)
-    advised = dataclasses.replace(drafter.config, speculative_tokens=draft_tokens)
+    advised = dataclasses.replace(
+        drafter.config,
+        speculative_tokens=draft_tokens,
+        windows=(window or None,) * drafter.config.num_layers,
+    )
     folder.mkdir(parents=True, exist_ok=True)
     write_weights(folder / "drafter", export.Weights(advised, drafter.tensors))
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))
@@ -46,7 +51,7 @@ def ship(run: Path, folder: Path, chosen: Recipe, *, draft_tokens: int) -> None:
     answers = [row for part in load(run / "rows.npz") for row in part.wanted]
     size = sum(path.stat().st_size for path in (folder / "drafter").iterdir())
     with saved_as(folder / "README.md") as partial:
-        card = text(chosen, results, log, answers, size, draft_tokens)
+        card = text(chosen, results, log, answers, size, advised)
         partial.write_text(card, encoding="utf-8")
 
 
@@ -56,7 +61,7 @@ def text(
     log: Sequence[Mapping[str, float]],
     answers: Sequence[np.ndarray],
     size: int,
-    draft_tokens: int,
+    shipped: DrafterConfig,
 ) -> str:
     """Return the card.
 
@@ -65,7 +70,7 @@ def text(
       log: metrics of every step.
       answers: the mask of answer tokens of every row.
       size: bytes of the drafter's files.
-      draft_tokens: drafts of a step by default.
+      shipped: the config of the drafter's files.
     """
     places = np.cumsum([step["places"] for step in log])
     curve = [
@@ -78,7 +83,8 @@ def text(
         recipe=chosen,
         kind=KINDS[chosen.kind].format(rank=chosen.rank),
         trained=chosen.block - (chosen.kind != DSPARK),
-        draft_tokens=draft_tokens,
+        draft_tokens=shipped.speculative_tokens,
+        window=shipped.windows[0],
         size=size,
         answers=len(answers),
         tokens=sum(int(mask.sum()) for mask in answers),

@@ -29,7 +29,7 @@ PREFILL = ProgramKey(Step.PREFILL, Variant.GREEDY)
 
 def make(target: Any = TARGET, *, rows: int = 1, **changes: Any) -> Engine:
     drafter = tiny_drafter(
-        target, target_layer_ids=(0,), num_layers=1, windows=(None,), causal=(False,)
+        target, target_layer_ids=(0,), num_layers=1, windows=(12,), causal=(False,)
     )
     fields = {"max_length": 320, "chunk": CHUNK, "block": 4, "prefix_cache": 0} | changes
     return random_engine(target, drafter, Plan(rows=rows, **fields))
@@ -99,6 +99,14 @@ def test_wide_calls_decide_greedy_tokens_only(fed: list[int]) -> None:
         fed.clear()
         assert chunked().generate(prompt(64), max_tokens=12, **options).token_ids == expected
         assert fed == widths
+
+
+def test_a_drafter_has_rings_only_beside_a_target_that_has_them() -> None:
+    """Rings of its own would save little, and rule out wider calls."""
+    for target, rings, widths in ((TARGET, [False], WIDTHS), (SLIDING, [True], WIDTHS[:1])):
+        planned = make(target).graph
+        assert [cache.ring for cache in planned.state.drafter] == rings
+        assert planned.chunks == widths
 
 
 def test_caches_have_the_bits_of_the_usual_chunks() -> None:
