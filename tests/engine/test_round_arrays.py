@@ -24,7 +24,7 @@ DRAFTERS: dict[str, Any] = {
     name: tiny_drafter(
         TARGET, kind=name, num_layers=1, target_layer_ids=(0,), windows=(None,), causal=(False,)
     )
-    for name in ("dflash", "dflash2", "dspark")
+    for name in ("dflash", "dflash2", "dspark", "domino")
 }
 PLAN = dj.Plan(max_length=96, chunk=16, block=4, steps_per_call=2)
 OPTIONS: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
