@@ -217,7 +217,7 @@ def test_a_folder_that_cannot_be_made_and_a_damaged_note_are_named(tmp_path):
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("kind", "draft_vocab"),
-    [("dflash", 0), ("dflash2", 0), ("dspark", 0), ("dflash", 48), ("dflash2", 48), ("dspark", 48)],
+    [(kind, size) for size in (0, 48) for kind in ("dflash", "dflash2", "dspark", "domino")],
 )
 def test_one_sample_is_learnt_until_the_engine_keeps_whole_blocks(kind, draft_vocab, tmp_path):
     whole, prompt = model(), list(range(20))
@@ -293,7 +293,7 @@ def test_a_drafter_begins_as_another_of_its_shape_and_no_other():
         setup.read_start(shipped, new_drafter(SMOKE, target, old.mask_token_id))
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark", "domino"])
 def test_a_drafter_comes_back_from_its_folder_as_it_was_trained(kind, tmp_path):
     config = new_drafter(dataclasses.replace(RECIPE, kind=kind), tiny_target(num_layers=2), 96)
     params = random_params(build_pair(tiny_target(num_layers=2), config))["drafter"]
