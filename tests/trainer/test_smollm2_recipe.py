@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import dflash_jax as dj
+from dflash_jax.testing import tiny_drafter, tiny_target
 from dflash_jax.trainer.recipes import recipe
 from dflash_jax.trainer.rows import load as rows_of
 from dflash_jax.trainer.setup import OF_ROWS
@@ -177,7 +178,8 @@ def test_a_card_has_the_curve_and_the_figures() -> None:
     row = {"prompts": 4, "tokens": 99, "acceptance_length": 2.345, "accepted_per_position": [0.8]}
     results = {"max_tokens": 64, "chat": row}
     masks = [np.array([False, True, True])] * 7
-    lines = card.text(recipe("smollm2", []), results, log, masks, 27_400_000, 3).splitlines()
+    shipped = tiny_drafter(tiny_target(), windows=(256, 256), speculative_tokens=3)
+    lines = card.text(recipe("smollm2"), results, log, masks, 27_400_000, shipped).splitlines()
     assert "| 2 | 200 | 7.92 | 1.02 |" in lines
     assert "| 24 | 2,400 | 4.25 | 1.94 |" in lines
     assert "| chat | 4 | 99 | 2.35 | 0.80 |" in lines
@@ -188,6 +190,7 @@ def test_a_card_has_the_curve_and_the_figures() -> None:
         "draft 5 tokens at once, of which a step uses 3",
         "1.0 hours on",
         "1, 8, 14, 21, 27",
+        "It sees the last 256",
     ):
         assert text in words
 
