@@ -76,7 +76,7 @@ MISSED_BUSY = 60  # the same while workers start, load or compile
 ACCEPT_S = 0.2  # seconds between two looks at processes that start
 START_S = 180.0  # seconds in which workers have to start and to join each other
 LOAD_S = 1800.0  # seconds in which they have to load the models
-GRACE_S = 0.2  # seconds after an error in which the process that caused it is seen to have ended
+GRACE_S = 2.0  # seconds after an error in which the process that caused it is seen to have ended
 RESULT_S = 120.0  # seconds in which an output has to arrive
 Future = concurrent.futures.Future
 
@@ -309,9 +309,10 @@ class HostGroup:
 
     def fail(self, reason: str) -> None:
         """End the group: waits end with the error, and all workers are killed."""
-        if not (ended := self._ended()):  # a process that was killed is seen a moment later
-            time.sleep(GRACE_S)
-            ended = self._ended()
+        # A process that was killed is seen later: its memory is freed first.
+        until = time.monotonic() + GRACE_S
+        while not (ended := self._ended()) and time.monotonic() < until:
+            time.sleep(GRACE_S / 40)
         advice = "all hosts are started again; send the request again"
         error = HostError(f"{ended or reason}; {advice}")
         with self._lock:
