@@ -29,7 +29,8 @@ and of drafters:
 - `GGUF_NAMES`, `GGUF_LAYER_NAMES`: GGUF spellings of tensors, and of those in a layer;
 - `GGUF_MARKS`: tensors any of which shows that a GGUF file holds this kind;
 - `GGUF_FLAT`: tensors that some writers store without their axes of length 1;
-- `from_gguf(fields, shapes)`, `to_gguf(config)`: the kind's own fields in GGUF metadata.
+- `from_gguf(fields, shapes)`, `to_gguf(config)`: the kind's own fields in GGUF metadata; without
+  the second, drafters are not written as GGUF.
 """
 
 from types import ModuleType

@@ -4,9 +4,7 @@ from typing import Any
 
 from dflash_jax.config.domino import DominoConfig
 from dflash_jax.converters.families import dflash
-from dflash_jax.converters.gguf.writer import Typed
 from dflash_jax.converters.names.slots import Slot, linear
-from dflash_jax.errors import ConfigError
 
 SPECULATOR = "DominoSpeculator"
 FIELDS = ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")
@@ -30,14 +28,3 @@ def to_hf(config: DominoConfig) -> dict[str, Any]:
     """Return the kind's own fields of `dflash_config`."""
     own = {name: getattr(config, name) for name in FIELDS}
     return own | {"projector_type": "domino", "shift_label": config.sample_from_anchor}
-
-
-def to_gguf(config: DominoConfig) -> dict[str, Typed]:
-    """Refuse: llama.cpp has no such drafter.
-
-    Raises:
-      ConfigError: always.
-    """
-    raise ConfigError(
-        "a Domino drafter has no form in GGUF; export to the Hugging Face layout instead"
-    )

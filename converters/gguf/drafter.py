@@ -361,7 +361,13 @@ def metadata(config: DrafterConfig, *, mrope: bool = False) -> keys.Metadata:
     own |= keys.rope(config.rope) | _attention(config) | _scales(config)
     if mrope:
         own["rope.dimension_sections"] = Typed(I32, [config.head_dim // 2, 0, 0, 0])
-    return own | families.provided(config.kind, "to_gguf")(config)
+    to_gguf = families.provided(config.kind, "to_gguf")
+    if to_gguf is None:
+        raise ConfigError(
+            f"a {config.kind} drafter has no form in GGUF; export to the Hugging Face layout"
+            " instead"
+        )
+    return own | to_gguf(config)
 
 
 def _attention(config: DrafterConfig) -> keys.Metadata:
