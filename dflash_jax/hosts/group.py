@@ -312,7 +312,8 @@ class HostGroup:
         # A process that was killed is seen later: its memory is freed first.
         until = time.monotonic() + GRACE_S
         while not (ended := self._ended()) and time.monotonic() < until:
-            time.sleep(GRACE_S / 40)
+            if self._closed.wait(GRACE_S / 40):
+                return
         advice = "all hosts are started again; send the request again"
         error = HostError(f"{ended or reason}; {advice}")
         with self._lock:
