@@ -38,9 +38,8 @@ from dflash_jax.tool_parsers.tool_schema import chat_tools
 from dflash_jax.utils import forking
 from dflash_jax.utils.progress import announced
 
-AVOIDABLE_TOKENS = (
-    1024  # tokens that chunks of other widths would have spared, before they are compiled
-)
+# Tokens that chunks of other widths would have spared, before these are compiled.
+AVOIDABLE_TOKENS = 1024
 
 Messages = str | Sequence[dict[str, Any]]
 

@@ -92,9 +92,7 @@ class ModelRunner:
         self._mask_words = mask_words(vocab)
         self.compiled = CompiledPrograms(executor.programs, executor.compile)
         self._fed_rows, self._narrower, self.chunks = plan.fed_rows, plan.narrower, graph.chunks
-        self.avoidable_tokens = (
-            0  # tokens that prefill calls of other widths would have spared so far
-        )
+        self.avoidable_tokens = 0  # that prefill calls of other widths would have spared so far
         self._multi_step = {x: is_multi_step(plan, x) for x in STEP_VARIANTS}
         self.state: Any = executor.empty_state()
         self.prefixes = self._make_prefixes(executor.params)
