@@ -26,6 +26,7 @@ import json
 import os
 import sys
 import time
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from dflash_jax import Plan
 from dflash_jax.bench.compare import LosslessCheck
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.engine.engine import Engine, RequestHandle
+from dflash_jax.plan import Weights
 from dflash_jax.testing import (
     force_acceptance,
     random_engine,
@@ -301,9 +303,10 @@ class _Running:
 
 
 def alone(engine: Engine, prompts: Sequence[Sequence[int]], most: int) -> dict[Any, list[int]]:
-    """Return the full outputs of requests run alone, by prompt and kind."""
+    """Return the full outputs of requests run alone without drafting, by prompt and kind."""
+    common: dict[str, Any] = {"max_tokens": most, "ignore_eos": True, "speculative": False}
     return {
-        (p, k): engine.generate(prompt, max_tokens=most, ignore_eos=True, **options).token_ids
+        (p, k): engine.generate(prompt, **options | common).token_ids
         for p, prompt in enumerate(prompts)
         for k, options in enumerate(KINDS)
     }
@@ -387,16 +390,21 @@ def resident() -> int:
 
 
 def load(words: Sequence[str]) -> int:
-    """Run the traffic on the shipped pair and write the report; return 1 if a check fails."""
+    """Run the traffic on a pair and write the report; return 1 if a check fails."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.audit load")
+    parser.add_argument("--target", default="tiny")
+    parser.add_argument("--drafter", default="auto")
+    parser.add_argument("--weights", default="auto", choices=typing.get_args(Weights))
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--max-tokens", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak_load.json"))
     options = parser.parse_args(words)
-    plan = dj.Plan(rows=options.rows, max_length=320, chunk=16, prefix_cache=1 << 26)
-    engine = dj.load(plan=plan)
+    plan = dj.Plan(
+        rows=options.rows, max_length=320, chunk=16, prefix_cache=1 << 26, weights=options.weights
+    )
+    engine = dj.load(options.target, options.drafter, plan=plan)
     engine.measures_drafting = False
     rng = np.random.default_rng(1)
     texts = heldout_chats(engine.chat_ids, options.prompts)
