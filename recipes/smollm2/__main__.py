@@ -35,12 +35,14 @@ FOLDER = Path(dflash_jax.__file__).with_name("data") / "smollm2"
 DRAFTERS: dict[str, tuple[str, ...]] = {
     "v1": (),
     "one-layer": ("layers=1",),
-    "four-layers": ("layers=4",),
+    "three-layers": ("layers=3",),
     "block-4": ("block=4",),
     "block-8": ("block=8",),
-    "full-vocabulary": ("draft_vocab=0",),
-    "dspark": ("kind=dspark", "confidence_head=false", "rank=32", "block=5"),
-    "dflash2": ("kind=dflash2", "draft_vocab=0"),
+    "vocabulary-16k": ("draft_vocab=16384",),
+    "whole-vocabulary": ("draft_vocab=0",),
+    "dspark": ("kind=dspark", "confidence_head=false", "rank=32"),
+    "dflash2": ("kind=dflash2",),
+    "domino": ("kind=domino", "rank=32"),
 }
 
 
@@ -86,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("--archive", type=Path, help="by default the shipped one")
         if function in (train, ship):
             command.add_argument("--only", choices=tuple(DRAFTERS), default="v1")
-        if function is train:
+        if function in (compare, train):
             text = "folder of a drafter to start from, of the recipe's shape"
             command.add_argument("--start", type=Path, help=text)
         if function is ship:
@@ -118,10 +120,12 @@ def compare(options: argparse.Namespace) -> None:
     """Train the chosen drafters for a short time, one after another, and time their steps."""
     folder, settings = options.run / "short", {name: DRAFTERS[name] for name in options.only}
     for name, own in settings.items():
-        trained_drafter(options, folder / name, (*own, *comparison.SETTINGS))
+        trained_drafter(options, folder / name, (*own, *comparison.SETTINGS), options.start)
     runs = {name: folder / name for name in settings}
-    steps_ms = comparison.timed(options.target, runs)
-    found = comparison.table({name: comparison.row(run) for name, run in runs.items()}, steps_ms)
+    steps_ms = comparison.timed(options.target, runs, DRAFT_TOKENS)
+    found = comparison.table(
+        {name: comparison.row(run, DRAFT_TOKENS) for name, run in runs.items()}, steps_ms
+    )
     with saved_as(options.run / "table.json") as partial:
         write_json(partial, found)
     for line in comparison.lines(found, settings):

@@ -15,20 +15,22 @@ from benchmarks.paired import interleaved, markdown
 SETTINGS = ("steps=150", "held_out_tokens=64")
 ALONE = "no drafter"
 PROMPTS, TOKENS = 6, 48  # of the timed decoding
+FIGURES = ("of_whole_blocks", "acceptance_length", "cost", "speed")
 
 
-def timed(target: str, runs: Mapping[str, Path]) -> dict[str, float]:
+def timed(target: str, runs: Mapping[str, Path], drafts: int) -> dict[str, float]:
     """Return the milliseconds of a decode step of every drafter, and of the target alone.
 
-    All decode the first held-out prompts greedily with int8 weights, in turn.
+    All decode the first held-out prompts greedily in the target's fastest mode, in turn.
 
     Args:
       runs: folders of trained drafters, which hold the prompts, too.
+      drafts: tokens drafted in a step.
     """
     import dflash_jax as dj
     from dflash_jax.trainer.evaluate import prompt_ids, read_prompts
 
-    plan = dj.Plan(weights="int8")
+    plan = dj.Plan(block=drafts + 1)
     engines = {name: dj.load(target, run / "drafter", plan=plan) for name, run in runs.items()}
     for engine in engines.values():
         engine.measures_drafting = False
@@ -54,8 +56,12 @@ def _step(engine: Any, prompt: list[int]) -> Any:
     return seconds
 
 
-def row(run: Path) -> dict[str, Any]:
-    """Return the figures of a trained drafter: of training, and on the held-out turns."""
+def row(run: Path, drafts: int) -> dict[str, Any]:
+    """Return the figures of a trained drafter: of training, and on the held-out turns.
+
+    Args:
+      drafts: tokens drafted in a step; the acceptance length is that of so many.
+    """
     log = [json.loads(line) for line in (run / "log.jsonl").read_text("utf-8").splitlines()]
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))
     kinds = {name: found for name, found in results.items() if isinstance(found, dict)}
@@ -65,11 +71,14 @@ def row(run: Path) -> dict[str, Any]:
         return round(sum(map(operator.mul, values, rounds)) / sum(rounds), 3)
 
     places = zip(*(found["accepted_per_position"] for found in kinds.values()), strict=True)
+    accepted = [*map(mean, places)]
     return {
         "steps": len(log),
-        "acceptance_length": mean(found["acceptance_length"] for found in kinds.values()),
+        "seconds": round(sum(line["seconds"] for line in log)),
+        "acceptance_length": round(1 + sum(accepted[:drafts]), 3),
+        "of_whole_blocks": mean(found["acceptance_length"] for found in kinds.values()),
         "of_kinds": {name: found["acceptance_length"] for name, found in kinds.items()},
-        "accepted_per_position": [*map(mean, places)],
+        "accepted_per_position": accepted,
         "prompts": sum(found["prompts"] for found in kinds.values()),
     }
 
@@ -94,8 +103,13 @@ def lines(found: Mapping[str, Any], settings: Mapping[str, Sequence[str]]) -> li
         [
             name,
             ", ".join(settings[name]) or "the preset",
-            *(f"{figures[x]:.2f}" for x in ("acceptance_length", "cost", "speed")),
+            f"{figures['steps']}, {figures['seconds']}",
+            *(f"{figures[x]:.2f}" for x in FIGURES),
         ]
         for name, figures in found["drafters"].items()
     ]
-    return markdown("drafter | settings | acceptance length | cost of a step | speed", rows)
+    return markdown(
+        "drafter | settings | steps, seconds | whole blocks | acceptance length | cost of a step"
+        " | speed",
+        rows,
+    )
