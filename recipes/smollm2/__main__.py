@@ -35,11 +35,16 @@ FOLDER = Path(dflash_jax.__file__).with_name("data") / "smollm2"
 DRAFTERS: dict[str, tuple[str, ...]] = {
     "v1": (),
     "one-layer": ("layers=1",),
-    "three-layers": ("layers=3",),
+    "four-layers": ("layers=4",),
     "block-4": ("block=4",),
     "block-8": ("block=8",),
-    "vocabulary-16k": ("draft_vocab=16384",),
-    "whole-vocabulary": ("draft_vocab=0",),
+    "full-vocabulary": ("draft_vocab=0",),
+    "dspark": ("kind=dspark", "confidence_head=false", "rank=32", "block=5"),
+    "dflash2": ("kind=dflash2", "draft_vocab=0"),
+}
+# The kinds as which a v1 drafter can go on, compared where one is given to start from.
+KINDS: dict[str, tuple[str, ...]] = {
+    "v1": (),
     "dspark": ("kind=dspark", "confidence_head=false", "rank=32"),
     "dflash2": ("kind=dflash2",),
     "domino": ("kind=domino", "rank=32"),
@@ -82,8 +87,8 @@ def parser() -> argparse.ArgumentParser:
         if function is data:
             command.add_argument("--shipped", action="store_true", help="take the shipped answers")
         if function is compare:
-            names = {"choices": tuple(DRAFTERS), "default": tuple(DRAFTERS)}
-            command.add_argument("--only", nargs="+", **names)
+            names = tuple(dict.fromkeys((*DRAFTERS, *KINDS)))
+            command.add_argument("--only", nargs="+", choices=names)
         if function is pack:
             command.add_argument("--archive", type=Path, help="by default the shipped one")
         if function in (train, ship):
@@ -118,15 +123,17 @@ def source(chosen: Recipe) -> TrainingData:
 
 def compare(options: argparse.Namespace) -> None:
     """Train the chosen drafters for a short time, one after another, and time their steps."""
-    folder, settings = options.run / "short", {name: DRAFTERS[name] for name in options.only}
-    for name, own in settings.items():
-        trained_drafter(options, folder / name, (*own, *comparison.SETTINGS), options.start)
-    runs = {name: folder / name for name in settings}
-    steps_ms = comparison.timed(options.target, runs, DRAFT_TOKENS)
-    found = comparison.table(
-        {name: comparison.row(run, DRAFT_TOKENS) for name, run in runs.items()}, steps_ms
-    )
-    with saved_as(options.run / "table.json") as partial:
+    shapes = DRAFTERS, "short", "table.json"
+    every, folder, file = (KINDS, "kinds", "kinds.json") if options.start else shapes
+    settings = {key: own for key, own in every.items() if key in (options.only or every)}
+    if not settings:
+        raise ConfigError(f"--start compares {', '.join(KINDS)}; --only names none of them")
+    runs = {key: options.run / folder / key for key in settings}
+    for key, own in settings.items():
+        trained_drafter(options, runs[key], (*own, *comparison.SETTINGS), options.start)
+    rows = {key: comparison.row(run, DRAFT_TOKENS) for key, run in runs.items()}
+    found = comparison.table(rows, comparison.timed(options.target, runs, DRAFT_TOKENS))
+    with saved_as(options.run / file) as partial:
         write_json(partial, found)
     for line in comparison.lines(found, settings):
         to_stderr(line)

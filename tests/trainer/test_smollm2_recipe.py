@@ -140,6 +140,12 @@ def test_drafters_of_several_shapes_are_compared(
     before = log.read_bytes()
     assert main(compared) == 0
     assert log.read_bytes() == before  # trained once
+    start = ["--start", str(tmp_path / "short/one-layer/drafter")]
+    assert main([*compared[:-3], *start, "--only", "dspark"]) == 0
+    table = json.loads((tmp_path / "kinds.json").read_text(encoding="utf-8"))
+    assert list(table["drafters"]) == ["dspark"]
+    assert main([*compared[:-3], *start, "--only", "block-8"]) == 2
+    assert "--start compares v1, dspark, dflash2, domino" in capsys.readouterr().err
 
 
 def no_decoder(*arguments: object, **options: object) -> None:
