@@ -125,9 +125,10 @@ def compare(options: argparse.Namespace) -> None:
     """Train the chosen drafters for a short time, one after another, and time their steps."""
     shapes = DRAFTERS, "short", "table.json"
     every, folder, file = (KINDS, "kinds", "kinds.json") if options.start else shapes
-    settings = {key: own for key, own in every.items() if key in (options.only or every)}
-    if not settings:
-        raise ConfigError(f"--start compares {', '.join(KINDS)}; --only names none of them")
+    if unknown := [name for name in options.only or () if name not in every]:
+        how = "with" if options.start else "without"
+        raise ConfigError(f"{', '.join(unknown)}: {how} --start, one of {', '.join(every)}")
+    settings = {name: every[name] for name in options.only or every}
     runs = {key: options.run / folder / key for key in settings}
     for key, own in settings.items():
         trained_drafter(options, runs[key], (*own, *comparison.SETTINGS), options.start)

@@ -20,7 +20,7 @@ PROMPTS, TOKENS = 6, 48  # of the timed decoding
 def timed(target: str, runs: Mapping[str, Path], drafts: int) -> dict[str, float]:
     """Return the milliseconds of a decode step of every drafter, and of the target alone.
 
-    All decode the first held-out prompts greedily in the target's fastest mode, in turn.
+    All decode the first held-out prompts greedily with the default weights, in turn.
 
     Args:
       runs: folders of trained drafters, which hold the prompts, too.

@@ -144,8 +144,16 @@ def test_drafters_of_several_shapes_are_compared(
     assert main([*compared[:-3], *start, "--only", "dspark"]) == 0
     table = json.loads((tmp_path / "kinds.json").read_text(encoding="utf-8"))
     assert list(table["drafters"]) == ["dspark"]
-    assert main([*compared[:-3], *start, "--only", "block-8"]) == 2
-    assert "--start compares v1, dspark, dflash2, domino" in capsys.readouterr().err
+
+
+def test_names_of_drafters_that_are_not_compared_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(line(tmp_path, "compare", "--start", "x", "--only", "v1", "block-8")) == 2
+    told = capsys.readouterr().err
+    assert "block-8: with --start, one of v1, dspark, dflash2, domino" in told
+    assert main(line(tmp_path, "compare", "--only", "domino")) == 2
+    assert "domino: without --start, one of v1, one-layer" in capsys.readouterr().err
 
 
 def no_decoder(*arguments: object, **options: object) -> None:
