@@ -6,7 +6,7 @@
     python -m benchmarks.audit shipped [--max-tokens 64] [--chats 4]     # grids of plans and
     python -m benchmarks.audit families [--only llama] [--tokens 1260]   # drafters
     python -m benchmarks.audit sampled [--only llama] [--tokens 60]      # temperatures and filters
-    python -m benchmarks.audit load [--requests 2000] [--rows 32]        # requests of every kind
+    python -m benchmarks.audit load [--target tiny] [--requests 2000]    # requests of every kind
     python -m benchmarks.audit serve [--minutes 20] [--fuzz 10] [--only-load]  # to a server
 
 Scenarios combine rows, prefix caches and folders, cancellations, failed steps, recovery, structured

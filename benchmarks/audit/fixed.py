@@ -399,8 +399,10 @@ def load(words: Sequence[str]) -> int:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--max-tokens", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/soak_load.json"))
+    parser.add_argument("--out", type=Path, help="by default, of tiny only, soak_load.json")
     options = parser.parse_args(words)
+    if options.target == "tiny" and not options.out:
+        options.out = Path("benchmarks/results/soak_load.json")
     plan = dj.Plan(
         rows=options.rows, max_length=320, chunk=16, prefix_cache=1 << 26, weights=options.weights
     )
@@ -411,7 +413,10 @@ def load(words: Sequence[str]) -> int:
     prompts = [ids[: int(rng.integers(1, 260))] for ids in texts]
     counts = {"requests": options.requests, "most": options.max_tokens}
     traffic = drive(engine, prompts, **counts, report=lambda line: print(line, file=sys.stderr))
-    report = {"plan": json.loads(engine.plan.to_json()), "traffic": traffic.to_json()}
+    resolved = json.loads(engine.plan.to_json())
+    resolved.pop("stored", None)  # a line for every matrix
+    pair = {"target": options.target, "drafter": options.drafter}
+    report = pair | {"plan": resolved, "traffic": traffic.to_json()}
     write_result(options.out, "soak_load", report)
     print(json.dumps(traffic.to_json(), indent=1))
     return 0 if traffic.good and traffic.growth < 0.01 else 1
