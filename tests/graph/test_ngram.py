@@ -11,8 +11,9 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.config import TargetConfig
 from dflash_jax.engine.engine import Engine
+from dflash_jax.graph.copying import Copying
 from dflash_jax.graph.memory import budget
-from dflash_jax.graph.ngram import Copying, NGram
+from dflash_jax.graph.ngram import NGram
 from dflash_jax.graph.protocols import Draft
 from dflash_jax.graph.state import COPIED, RowRules, pack_output, read_output
 from dflash_jax.graph.steps.drafting import RowDraftSampler

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import LATE
 from dflash_jax.graph import protocols
-from dflash_jax.graph.ngram import Copying, NGram, with_copies
+from dflash_jax.graph.copying import Copying, with_copies
+from dflash_jax.graph.ngram import NGram
 from dflash_jax.graph.protocols import SharedLayers
 from dflash_jax.graph.state import DecodeState, Logits, OutputSizes
 from dflash_jax.kernels.caches import Update
