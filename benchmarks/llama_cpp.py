@@ -4,8 +4,8 @@
         [--only decode] [--rounds 9] [--json benchmarks/results/llama_cpp.json]
 
 Worker processes of both sides stay alive, pinned to the same cores, and take turns, one request
-each in every round.
-"tiny" drafts with its drafter; other models have a random drafter, which runs at full cost while a
+each in every round. "tiny" and "smollm2-shipped" draft with their shipped drafters, the latter as
+many tokens as it advises; other models have a random drafter, which runs at full cost while a
 stated number of its drafts is accepted, on both sides. llama.cpp runs with its defaults: caches in
 float16, flash attention, weights rearranged on loading. A run in parts adds to the JSON.
 """
@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.acceptance import CONVERSATIONS
 from benchmarks.paired import markdown, spreads
 from benchmarks.workers import Worker, WorkerError, llama_version, llama_worker
 
@@ -69,6 +70,7 @@ class Setting:
     drafter: Path
     program: Path  # the worker of llama.cpp
     accepted: tuple[int, ...]  # drafts by round; empty for real drafts
+    block: int = BLOCK
 
     def ours(self, plan: Mapping[str, Any], *, drafted: bool) -> list[str]:
         command = [sys.executable, "-m", "benchmarks.jax_worker", str(self.target)]
@@ -83,7 +85,7 @@ class Setting:
         command = [str(self.program), "-m", str(self.target), "-t", threads, "-c", str(length)]
         if drafted:
             command += ["--spec-type", "draft-dflash", "--spec-draft-model", str(self.drafter)]
-            command += ["--spec-draft-n-max", str(BLOCK - 1), "--spec-draft-threads", threads]
+            command += ["--spec-draft-n-max", str(self.block - 1), "--spec-draft-threads", threads]
         return command
 
     def request(self, series: str, count: int, prompt: Sequence[int]) -> str:
@@ -120,17 +122,27 @@ def prompts(setting: Setting) -> list[list[int]]:
     """Return the prompts of a model: questions, or one long prompt of words or random ids."""
     if not setting.accepted:
         tokenizer = tokenizer_of(setting.target)
-        return [tokenizer.chat([{"role": "user", "content": text}]) for text in QUESTIONS]
+        texts = QUESTIONS if setting.model == "tiny" else first_turns()
+        return [tokenizer.chat([{"role": "user", "content": text}]) for text in texts]
     return [long_prompt(setting, PROMPT)]
 
 
 def long_prompt(setting: Setting, count: int) -> list[int]:
     """Return `count` token ids: of a text if the model has words, else random ones."""
-    if setting.model in ("tiny", "smollm2"):
+    if setting.model.startswith(("tiny", "smollm2")):
         return (tokenizer_of(setting.target).encode(TEXT) * 4)[:count]
     import numpy as np
 
     return np.random.default_rng(count).integers(3, 1000, count).tolist()
+
+
+def first_turns() -> list[str]:
+    """Return the first turn of the first conversation of each category of `prompts.jsonl`."""
+    found: dict[str, str] = {}
+    for line in CONVERSATIONS.read_text("utf-8").splitlines():
+        conversation = json.loads(line)
+        found.setdefault(conversation["category"], conversation["turns"][0])
+    return [*found.values()]
 
 
 def tokenizer_of(target: Path) -> Any:
@@ -160,7 +172,7 @@ def workers(setting: Setting, length: int, *, drafted: bool) -> Iterator[dict[st
         if drafted:
             found[f"{LLAMA} {DRAFTED}"] = start(setting.llama(length, drafted=True))
         for name, fields in plans(setting.kind).items():
-            plan = fields | {"max_length": length, "block": BLOCK}
+            plan = fields | {"max_length": length, "block": setting.block}
             inexact = setting.ours(plan | {"exact": False}, drafted=False)
             found[f"{name} {ONE_TOKEN}"] = start(inexact)
             exact = start(setting.ours(plan, drafted=drafted))
@@ -332,11 +344,13 @@ def chosen_settings(
 def _setting(
     model: str, kind: str, cores: int, cache: Path, program: Path, forced: tuple[int, ...]
 ) -> Setting:
-    from benchmarks.llama_models import TINY, write_pair
+    from benchmarks.llama_models import SHIPPED, TINY, shipped_block, write_pair
 
     pair = write_pair(model, kind, cache)
-    accepted = () if model == TINY else forced
-    return Setting(model, kind, cores, pair.target, pair.drafter, program, accepted)
+    accepted, block = (() if model in (TINY, SHIPPED) else forced), BLOCK
+    if model == SHIPPED:
+        block = shipped_block()
+    return Setting(model, kind, cores, pair.target, pair.drafter, program, accepted, block)
 
 
 def listed(

@@ -18,8 +18,10 @@ from dflash_jax.converters.target_tokenizer import for_drafter
 from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.models import build_pair
 from dflash_jax.testing import random_params
+from dflash_jax.utils.sources import find_smollm2
 
-TINY, SMOLLM2 = "tiny", "smollm2"
+DATA = Path(dj.__file__).parent / "data"
+TINY, SMOLLM2, SHIPPED = "tiny", "smollm2", "smollm2-shipped"
 DRAFTER_LAYERS, SEED = 2, 1
 BASE = "f32"  # the type from which the others are converted
 
@@ -29,7 +31,7 @@ RANDOM = {
     "60m": Shape(512, 14, 8, 1536),
     "350m": Shape(1024, 28, 16, 2816),
 }
-MODELS = (TINY, SMOLLM2, *RANDOM)
+MODELS = (TINY, SMOLLM2, SHIPPED, *RANDOM)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +46,8 @@ def write_pair(name: str, kind: str, folder: Path) -> PairFiles:
     """Return the files of a pair in a GGUF type, written into `folder` unless they are there.
 
     Args:
-      name: one of `MODELS`. Drafters of all but "tiny" have random weights.
+      name: one of `MODELS`. Drafters of "tiny" and "smollm2-shipped" are the shipped ones, others
+        have random weights.
       kind: one of `GGUF_TYPES`.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,17 +66,21 @@ def write_pair(name: str, kind: str, folder: Path) -> PairFiles:
     return pair
 
 
+def shipped_block() -> int:
+    """Return the tokens of a block, the anchor included, that SmolLM2's drafter advises."""
+    config: Any = open_model(DATA / SMOLLM2 / "drafter").config
+    return 1 + config.speculative_tokens
+
+
 def _write_base(name: str, pair: PairFiles) -> None:
     options: dict[str, Any] = {"to": GGUF, "dtype": BASE, "overwrite": True}
-    if name == TINY:
-        shipped = Path(dj.__file__).parent / "data" / TINY
-        target, drafter = shipped / "target", shipped / "drafter"
+    if name in (TINY, SHIPPED):
+        shipped = DATA / (TINY if name == TINY else SMOLLM2)
+        target = shipped / "target" if name == TINY else find_smollm2()
         convert(open_model(target), pair.target, **options)
-        convert(open_model(drafter), pair.drafter, tokenizer=target, **options)
+        convert(open_model(shipped / "drafter"), pair.drafter, tokenizer=target, **options)
         return
     if name == SMOLLM2:
-        from dflash_jax.utils.sources import find_smollm2
-
         source = open_model(find_smollm2())
         convert(source, pair.target, **options)
         _write_random(source.config, for_drafter(source.config, source), pair, target=False)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks import accuracy, llama_cpp
-from benchmarks.llama_models import RANDOM, write_pair
+from benchmarks.llama_models import RANDOM, shipped_block, write_pair
 from benchmarks.workers import Worker, WorkerError, llama_worker
 from dflash_jax.config import check_pair
 from dflash_jax.converters.models import open_model
@@ -78,6 +78,15 @@ def test_requests_of_both_sides_are_the_same_words() -> None:
     assert setting.request("packed plain one token", 8, [5]) == "plain 8 5 0"
     real = llama_cpp.Setting("tiny", "q8_0", 1, *(Path(),) * 3, accepted=())
     assert real.request("packed drafted", 8, [5]) == "drafted 8 5"
+
+
+def test_the_shipped_drafter_of_smollm2_drafts_as_many_tokens_as_it_advises() -> None:
+    files = (Path(),) * 3
+    setting = llama_cpp.Setting("smollm2-shipped", "q4_1", 1, *files, (), shipped_block())
+    words = setting.llama(256, drafted=True)
+    assert words[words.index("--spec-draft-n-max") + 1] == "2"
+    assert "--forced" not in setting.ours({}, drafted=True)
+    assert len(set(llama_cpp.first_turns())) == 8  # one of each category
 
 
 def test_a_run_in_parts_adds_to_the_results(tmp_path: Path) -> None:
