@@ -4,9 +4,10 @@
         [--only decode] [--rounds 9] [--json benchmarks/results/llama_cpp.json]
 
 Worker processes of both sides stay alive, pinned to the same cores, and take turns, one request
-each in every round. "tiny" and "smollm2-shipped" draft with their shipped drafters, the latter as
-many tokens as it advises; other models have a random drafter, which runs at full cost while a
-stated number of its drafts is accepted, on both sides. llama.cpp runs with its defaults: caches in
+each in every round. "tiny" and "smollm2-shipped" draft with their shipped drafters, the latter on
+our side as many tokens as it advises (llama.cpp would run the drafter on fewer masks then, which it
+was not trained for); other models have a random drafter, which runs at full cost while a stated
+number of its drafts is accepted, on both sides. llama.cpp runs with its defaults: caches in
 float16, flash attention, weights rearranged on loading. A run in parts adds to the JSON.
 """
 
@@ -70,7 +71,8 @@ class Setting:
     drafter: Path
     program: Path  # the worker of llama.cpp
     accepted: tuple[int, ...]  # drafts by round; empty for real drafts
-    block: int = BLOCK
+    block: int = BLOCK  # of the drafter; llama.cpp verifies all of it
+    advised: int = BLOCK  # tokens of it that ours verifies
 
     def ours(self, plan: Mapping[str, Any], *, drafted: bool) -> list[str]:
         command = [sys.executable, "-m", "benchmarks.jax_worker", str(self.target)]
@@ -172,7 +174,7 @@ def workers(setting: Setting, length: int, *, drafted: bool) -> Iterator[dict[st
         if drafted:
             found[f"{LLAMA} {DRAFTED}"] = start(setting.llama(length, drafted=True))
         for name, fields in plans(setting.kind).items():
-            plan = fields | {"max_length": length, "block": setting.block}
+            plan = fields | {"max_length": length, "block": setting.advised}
             inexact = setting.ours(plan | {"exact": False}, drafted=False)
             found[f"{name} {ONE_TOKEN}"] = start(inexact)
             exact = start(setting.ours(plan, drafted=drafted))
@@ -344,13 +346,12 @@ def chosen_settings(
 def _setting(
     model: str, kind: str, cores: int, cache: Path, program: Path, forced: tuple[int, ...]
 ) -> Setting:
-    from benchmarks.llama_models import SHIPPED, TINY, shipped_block, write_pair
+    from benchmarks.llama_models import SHIPPED, TINY, shipped_blocks, write_pair
 
     pair = write_pair(model, kind, cache)
-    accepted, block = (() if model in (TINY, SHIPPED) else forced), BLOCK
-    if model == SHIPPED:
-        block = shipped_block()
-    return Setting(model, kind, cores, pair.target, pair.drafter, program, accepted, block)
+    accepted = () if model in (TINY, SHIPPED) else forced
+    blocks = shipped_blocks() if model == SHIPPED else ()
+    return Setting(model, kind, cores, pair.target, pair.drafter, program, accepted, *blocks)
 
 
 def listed(

@@ -66,10 +66,10 @@ def write_pair(name: str, kind: str, folder: Path) -> PairFiles:
     return pair
 
 
-def shipped_block() -> int:
-    """Return the tokens of a block, the anchor included, that SmolLM2's drafter advises."""
+def shipped_blocks() -> tuple[int, int]:
+    """Return the tokens of a block of SmolLM2's drafter, all and as it advises, with the anchor."""
     config: Any = open_model(DATA / SMOLLM2 / "drafter").config
-    return 1 + config.speculative_tokens
+    return config.block_size, 1 + config.speculative_tokens
 
 
 def _write_base(name: str, pair: PairFiles) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks import accuracy, llama_cpp
-from benchmarks.llama_models import RANDOM, shipped_block, write_pair
+from benchmarks.llama_models import RANDOM, shipped_blocks, write_pair
 from benchmarks.workers import Worker, WorkerError, llama_worker
 from dflash_jax.config import check_pair
 from dflash_jax.converters.models import open_model
@@ -80,11 +80,11 @@ def test_requests_of_both_sides_are_the_same_words() -> None:
     assert real.request("packed drafted", 8, [5]) == "drafted 8 5"
 
 
-def test_the_shipped_drafter_of_smollm2_drafts_as_many_tokens_as_it_advises() -> None:
-    files = (Path(),) * 3
-    setting = llama_cpp.Setting("smollm2-shipped", "q4_1", 1, *files, (), shipped_block())
+def test_the_shipped_drafter_of_smollm2_drafts_by_itself() -> None:
+    setting = llama_cpp.Setting("smollm2-shipped", "q4_1", 1, *(Path(),) * 3, (), *shipped_blocks())
     words = setting.llama(256, drafted=True)
-    assert words[words.index("--spec-draft-n-max") + 1] == "2"
+    assert words[words.index("--spec-draft-n-max") + 1] == "5"  # a whole block
+    assert setting.advised == 3
     assert "--forced" not in setting.ours({}, drafted=True)
     assert len(set(llama_cpp.first_turns())) == 8  # one of each category
 
