@@ -306,6 +306,7 @@ def small_models() -> Iterator[tuple[str, dict[str, Any]]]:
         "dense, Domino": (dense, {"drafter": "domino"}),
         "dense, kernels": (dense, {"kernels": "pallas"}),
         "dense, int4, int8 caches": (dense, {"weights": "int4", "kv_dtype": "int8"}),
+        "dense, float32, float16 caches": (dense, {"dtype": "float32", "kv_dtype": "float16"}),
         "experts": (tiny_moe(), {}),
         "hybrid": (tiny_hybrid(), {}),
         "gpt-oss": (tiny_gpt_oss(), {}),

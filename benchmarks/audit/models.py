@@ -152,7 +152,7 @@ def draw_setup(seed: int, number: int, *, family: str = "") -> Setup:
         "chunk": rng.choice(CHUNKS),
         "block": rng.choice(BLOCKS),
         "dtype": DTYPES[(at + 2 * turn) % 2] if rng.random() < 0.85 else DTYPES[2],
-        "kv_dtype": rng.choice(["auto", "auto", "int8"]),
+        "kv_dtype": rng.choice(["auto", "float16", "int8"]),
         "lookahead": rng.randrange(2),
         "steps_per_call": rng.choice([1, 2, 4]),
         "rings": rng.random() < 0.7,

@@ -345,8 +345,7 @@ def _scores(
 ) -> Float[Array, "B K G T S"]:
     """Return scaled float32 scores, minus infinity where a query does not see a key."""
     b, kv, rows, _ = q.shape
-    keys = cache.k if cache.k_scale is None else cache.k.astype(q.dtype)
-    scores = product("bkqh,bksh->bkqs", q, keys)
+    scores = product("bkqh,bksh->bkqs", q, cache.k.astype(q.dtype))
     scores = scores.reshape(b, kv, groups, rows // groups, cache.slots)
     if cache.k_scale is not None:
         scores *= cache.k_scale[:, :, None, None]
@@ -360,8 +359,7 @@ def _sums(
     if cache.v_scale is not None:
         weights *= cache.v_scale[:, :, None]
     weights = weights.astype(dtype)
-    values = cache.v if cache.v_scale is None else cache.v.astype(dtype)
-    return product("bkqs,bksh->bkqh", weights, values)
+    return product("bkqs,bksh->bkqh", weights, cache.v.astype(dtype))
 
 
 def _softmax_with_sinks(

@@ -123,6 +123,8 @@ SMALL: dict[str, Any] = {"num_layers": 1, "windows": (12,), "causal": (False,)} 
         (dataclasses.replace(DENSE, num_layers=1, windows=(None,)), "bfloat16", 3, {}),
         (WIDE, "float32", 2, TILED),
         (WIDE, "float32", 2, INT8),
+        (WIDE, "float32", 2, INT8 | {"kv_dtype": "float16"}),
+        (WIDE, "float32", 2, {"kv_dtype": "bfloat16"}),
         (dataclasses.replace(DENSE, num_layers=1, windows=(20,)), "bfloat16", 1, NATIVE),
         *(
             pytest.param(target, dtype, rows, NATIVE, marks=pytest.mark.soak)

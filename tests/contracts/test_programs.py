@@ -25,7 +25,7 @@ from dflash_jax.graph.steps.inputs import ForcedTokensInputs, PrefillInputs
 from dflash_jax.graph.steps.pair import forward
 from dflash_jax.kernels.native.build import library
 from dflash_jax.models import build_pair
-from dflash_jax.plan import Kernels
+from dflash_jax.plan import ResolvedPlan
 from dflash_jax.testing import AMPLE, planned, random_params, tiny_drafter, tiny_target
 
 BLOCK, CHUNK = 8, 16
@@ -50,9 +50,9 @@ DRAFTER = tiny_drafter(
 )
 
 
-def plan(rows: int, *, exact: bool = True, kernels: Kernels = "xla") -> Plan:
-    made = Plan(rows=rows, max_length=2000, block=BLOCK, chunk=CHUNK, dtype="float32", exact=exact)
-    made = dataclasses.replace(made, kernels=kernels)
+def plan(rows: int, **fields: Any) -> ResolvedPlan:
+    fields = {"dtype": "float32", "kernels": "xla"} | fields
+    made = Plan(rows=rows, max_length=2000, block=BLOCK, chunk=CHUNK, **fields)
     return resolve(made, build_pair(TARGET, DRAFTER), platform="cpu", memory=AMPLE)
 
 
@@ -102,6 +102,20 @@ def test_with_native_kernels_steps_need_less_memory_and_still_copy_no_state(
     for key, program in native.items():
         assert program.aliased_bytes == built[3, key].aliased_bytes
         assert program.temporary_bytes < built[3, key].temporary_bytes
+
+
+@pytest.mark.skipif(not library(), reason=f"no native kernels: {library().reason}")
+def test_caches_of_16_bits_are_half_as_large_and_are_never_widened(
+    built: dict[tuple[int, ProgramKey], Executable],
+) -> None:
+    made = plan(3, kernels="native", kv_dtype="float16")
+    programs = declare(planned(TARGET, DRAFTER, made))
+    for key, program in compile_programs(programs[k] for k in (PLAIN, SPECULATIVE)).items():
+        wide = built[3, key]
+        numbers = 2 * 4 * made.rows  # positions and anchors
+        assert program.donated_bytes == (wide.donated_bytes - numbers) // 2 + numbers
+        assert program.aliased_bytes == program.donated_bytes
+        assert program.temporary_bytes < made.rows * made.slots * 2 * 64 * 2  # keys of a layer
 
 
 def test_the_width_of_plain_steps_follows_from_the_plan() -> None:

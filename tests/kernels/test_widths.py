@@ -93,6 +93,7 @@ def all_steps(
         ("ministral3", 1, FLOAT),
         ("odd", 3, FLOAT | {"dtype": "bfloat16"}),
         ("qwen3", 2, INT8 | {"kv_dtype": "int8"}),
+        ("qwen3", 2, INT8 | {"kv_dtype": "float16"}),
         ("llama", 1, FLOAT | {"start": 1000}),  # of larger angles
         pytest.param("wide", 1, FLOAT, marks=pytest.mark.soak),
         pytest.param("wide", 4, INT8, marks=pytest.mark.soak),

@@ -177,7 +177,7 @@ def test_dead_pieces_are_not_read() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.int8])
 @pytest.mark.parametrize("ring", [False, True])
 def test_non_finite_values_reach_only_queries_that_see_them(dtype: Any, ring: bool, bad: float):
     rng = np.random.default_rng(8)
@@ -207,6 +207,19 @@ def test_an_int8_cache_holds_each_row_to_half_a_step(ring: bool) -> None:
             held = held[:, start : start + T]
             difference = np.abs(np.swapaxes(held, 0, 1) - rows[b])
             assert (difference <= np.abs(rows[b]).max(axis=-1, keepdims=True) / 253).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_queries_attend_to_the_numbers_that_16_bits_hold(dtype: Any) -> None:
+    slots = 2 * PIECE + 96
+    q, cache = random_attention(slots)
+    rounded = jax.tree.map(lambda x: x.astype(dtype), cache)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), rounded)
+    assert not jnp.array_equal(wide.k, cache.k)
+    seen = seen_by([300, 40], slots)
+    for attention in (WHOLE, PIECES):
+        found, wanted = (attention(q, held, seen, None) for held in (rounded, wide))
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_attention_multiplies_int8_rows_by_their_scales() -> None:
