@@ -22,7 +22,7 @@ DTYPES = get_args(Dtype)
 Weights = Literal["auto", "float", "int8", "int4", "packed"]
 Kernels = Literal["auto", "xla", "pallas", "native"]
 Activations = Literal["auto", "int8", "float"]
-KvDtype = Literal["auto", "bfloat16", "float16", "int8"]
+KvDtype = Literal["auto", "float16", "int8"]
 WeightLayout = Literal["auto", "row_major", "column_major", "tiled", "interleaved"]
 TapsAt = Literal["auto", "early", "late", "upstream"]
 
@@ -112,8 +112,8 @@ class Plan:
     )
     kv_dtype: KvDtype = plan_field(
         "auto",
-        "dtype of cached keys and values: that of dtype (auto), bfloat16, float16, or int8 with a"
-        " scale per vector",
+        "dtype of cached keys and values: that of dtype (auto), float16, or int8 with a scale per"
+        " vector",
         "cache",
     )
     kernels: Kernels = plan_field(

@@ -124,7 +124,7 @@ SMALL: dict[str, Any] = {"num_layers": 1, "windows": (12,), "causal": (False,)} 
         (WIDE, "float32", 2, TILED),
         (WIDE, "float32", 2, INT8),
         (WIDE, "float32", 2, INT8 | {"kv_dtype": "float16"}),
-        (WIDE, "float32", 2, {"kv_dtype": "bfloat16"}),
+        (WIDE, "float32", 2, {"kv_dtype": "float16"}),
         (dataclasses.replace(DENSE, num_layers=1, windows=(20,)), "bfloat16", 1, NATIVE),
         *(
             pytest.param(target, dtype, rows, NATIVE, marks=pytest.mark.soak)
