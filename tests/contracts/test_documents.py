@@ -184,13 +184,16 @@ def test_acceptance_lengths_of_training_are_those_of_the_results() -> None:
 
 def test_numbers_of_compared_tokens_are_those_of_the_results() -> None:
     rows = re.findall(r"\| ([\d,]+) (?:greedy )?tokens, 0 diff", DOCUMENTS["docs/benchmarks.md"])
-    *grids, audit = (
+    *grids, amx, avx512 = (
         json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("soak_lossless", "soak_families", "soak_sampled", "audit")
+        for name in ("soak_lossless", "soak_families", "soak_sampled", "audit", "audit_avx512")
     )
-    counts = (*(grid["tokens"] for grid in grids), audit["counts"]["greedy tokens"])
+    audits = (amx, avx512)
+    counts = [grid["tokens"] for grid in grids]
+    counts += [audit["counts"]["greedy tokens"] for audit in audits]
     assert rows == [f"{count:,}" for count in counts]
     assert not any(grid["different_prompts"] for grid in grids)
+    assert not any(audit["differences"] for audit in audits)
 
 
 def test_results_name_no_folder_of_the_machine_they_were_measured_on() -> None:
