@@ -47,8 +47,8 @@ def prompts(engine: Engine, lengths=LENGTHS) -> list[list[int]]:
     [
         ("float32", 8, 1, "auto"),  # engines that other tests share
         ("bfloat16", 4, 3, "auto"),  # native kernels, where there are some
-        ("float32", 3, 1, "xla"),
         pytest.param("bfloat16", 4, 3, "xla", marks=pytest.mark.optimised),
+        pytest.param("float32", 3, 1, "xla", marks=pytest.mark.soak),
         *(
             pytest.param(dtype, block, 1, kernels, marks=pytest.mark.soak)
             for dtype in ("float32", "bfloat16")
@@ -90,7 +90,7 @@ def test_every_drafter_and_prompt_length_gives_plain_tokens(
     [
         ("int8", "auto"),  # native kernels, where there are some
         ("int4", "auto"),
-        ("int8", "xla"),
+        pytest.param("int8", "xla", marks=pytest.mark.soak),
         pytest.param("int4", "xla", marks=pytest.mark.soak),
     ],
 )

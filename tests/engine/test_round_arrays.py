@@ -18,6 +18,7 @@ from dflash_jax.graph import Graph, Verification
 from dflash_jax.graph.ngram import NGram
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 
+SOAK = pytest.mark.soak
 PROMPT, TOP = [5, 4, 3, 5, 4, 3, 2, 1, 5, 4], 6
 TARGET = tiny_target(num_layers=1)
 DRAFTERS: dict[str, Any] = {
@@ -45,12 +46,16 @@ def made(plan: dj.Plan, drafter: str = "dflash", **pair: Any) -> Engine:
 
 
 def distributions(engine: Engine, tokens: list[int]) -> np.ndarray:
-    """Return the target's probabilities after each token."""
+    """Return the target's probabilities after each token, by one program for all lengths."""
     model = dj.TargetModel(TARGET, engine.params["target"], "float32")
-    return np.asarray(jax.nn.softmax(model.forward([tokens]).logits[0]))
+    padded = tokens + [0] * (PLAN.max_length - len(tokens))
+    return np.asarray(jax.nn.softmax(model.forward([padded]).logits[0]))[: len(tokens)]
 
 
-@pytest.mark.parametrize("drafter", [*DRAFTERS, "ngram"])
+@pytest.mark.parametrize(
+    "drafter",
+    ["dflash", "dspark", "ngram", *(pytest.param(x, marks=SOAK) for x in ("dflash2", "domino"))],
+)
 def test_rounds_have_the_most_probable_tokens_of_drafter_and_target(drafter: str) -> None:
     plan = dataclasses.replace(PLAN, report_top=TOP)
     plain = made(PLAN, drafter).generate(PROMPT, speculative=False, **OPTIONS)
@@ -87,7 +92,12 @@ def test_rounds_have_the_most_probable_tokens_of_drafter_and_target(drafter: str
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": 0.9, "seed": 7}, {"frequency_penalty": 0.5}, {"speculative": False}]
+    "options",
+    [
+        {"temperature": 0.9, "seed": 7},
+        {"speculative": False},
+        pytest.param({"frequency_penalty": 0.5}, marks=SOAK),
+    ],
 )
 def test_the_report_changes_no_token(options: dict[str, Any]) -> None:
     reporting = made(dataclasses.replace(PLAN, report_top=3))

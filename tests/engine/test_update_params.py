@@ -32,6 +32,8 @@ PLANS = {
     "native": dataclasses.replace(PLAN, kernels="native"),
     "native int8": dataclasses.replace(PLAN, kernels="native", weights="int8"),
 }
+MARKS = {"native": NATIVE, "native int8": NATIVE}
+MARKS |= dict.fromkeys(("bfloat16", "tiled"), pytest.mark.soak)
 
 
 def floats(engine: Engine, seed: int) -> dict[str, Any]:
@@ -65,9 +67,7 @@ def unchanged(engine: Engine) -> Iterator[Engine]:
     assert answer(engine) == wanted
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=NATIVE if "native" in name else ()) for name in PLANS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in PLANS])
 def test_answers_equal_those_of_a_new_engine_and_nothing_is_compiled(name: str) -> None:
     engine = random_engine(TARGET, DRAFTER, PLANS[name], seed=1)
     first, other = answer(engine), new_engine(engine, 2)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dflash_jax.testing import QUICK_COMPILE
+
 CASE = """
 import logging, os, sys, time
 from pathlib import Path
@@ -254,7 +256,9 @@ engine.generate([1, 2, 3], max_tokens=4)
 
 def test_a_second_process_reads_what_the_first_one_compiled(tmp_path: Path, oracle: Path) -> None:
     models = [oracle / "drafters" / name for name in ("target_qwen3", "v1_trained")]
-    quick = {"XLA_FLAGS": "--xla_backend_optimization_level=0", "XDG_CACHE_HOME": str(tmp_path)}
+    native = Path(os.environ["XDG_CACHE_HOME"]) / "dflash_jax" / "native"  # of all tests
+    quick = {"XLA_FLAGS": " ".join(QUICK_COMPILE), "DFLASH_NATIVE": str(native)}
+    quick |= {"XDG_CACHE_HOME": str(tmp_path)}
     # All programs are kept, however long the machine takes to compile them.
     every = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     logged = quick | every | {"JAX_LOGGING_LEVEL": "DEBUG"}

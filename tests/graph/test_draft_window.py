@@ -22,8 +22,11 @@ def drafter_bytes(engine: Engine) -> int:
 
 @pytest.mark.parametrize(
     ("target", "kind"),
-    [(tiny_target(), "dflash"), (tiny_gemma(), "dspark"), (tiny_hybrid(), "dflash2")],
-    ids=["dflash", "dspark", "dflash2"],
+    [
+        pytest.param(tiny_target(), "dflash", id="dflash"),
+        pytest.param(tiny_hybrid(), "dflash2", id="dflash2"),
+        pytest.param(tiny_gemma(), "dspark", id="dspark", marks=pytest.mark.soak),
+    ],
 )
 def test_output_and_weights_are_those_of_the_whole_context(target: TargetConfig, kind: str) -> None:
     drafter = tiny_drafter(target, kind, windows=(None, None))

@@ -50,7 +50,9 @@ def passed(
     return features.fill_cache(store, pair, model, rows, **how)
 
 
-@pytest.mark.parametrize(("weights", "tolerance"), [("float", 1e-3), ("int8", 0.05)])
+@pytest.mark.parametrize(
+    ("weights", "tolerance"), [("float", 1e-3), pytest.param("int8", 0.05, marks=pytest.mark.soak)]
+)
 def test_features_recorded_while_decoding_are_those_of_a_second_pass(
     tmp_path: Path, weights: Weights, tolerance: float
 ) -> None:

@@ -55,8 +55,8 @@ def answers_of(
     ("variant", "weights", "caches"),
     [
         (Variant.GREEDY, "int8", "auto"),
-        (Variant.SAMPLED, "float", "auto"),
         (Variant.SAMPLED, "int8", "int8"),
+        pytest.param(Variant.SAMPLED, "float", "auto", marks=pytest.mark.soak),
     ],
 )
 def test_caches_are_rounded_where_matrices_are_and_requests_sample(
@@ -138,7 +138,7 @@ def test_skipped_prompts_are_counted_before_any_is_answered(
         )
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", ["int8", pytest.param("int4", marks=pytest.mark.soak)])
 def test_answers_of_a_rounded_target_are_those_an_engine_serves(
     tmp_path: Path, weights: str
 ) -> None:
