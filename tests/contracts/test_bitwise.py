@@ -124,13 +124,13 @@ SMALL: dict[str, Any] = {"num_layers": 1, "windows": (12,), "causal": (False,)} 
         (WIDE, "float32", 2, TILED),
         (WIDE, "float32", 2, INT8),
         (WIDE, "float32", 2, INT8 | {"kv_dtype": "float16"}),
-        (WIDE, "float32", 2, {"kv_dtype": "float16"}),
         (dataclasses.replace(DENSE, num_layers=1, windows=(20,)), "bfloat16", 1, NATIVE),
         *(
             pytest.param(target, dtype, rows, NATIVE, marks=pytest.mark.soak)
             for target in (DENSE, RECURRENT, MIXED, RECURRENT_MIXED, SINKS)
             for dtype, rows in (("float32", 1), ("bfloat16", 3))
         ),
+        pytest.param(WIDE, "float32", 2, {"kv_dtype": "float16"}, marks=pytest.mark.soak),
         pytest.param(WIDE, "float32", 2, INT8_XLA, marks=pytest.mark.soak),
         pytest.param(WIDE, "bfloat16", 1, INT8_XLA, marks=pytest.mark.soak),
         pytest.param(RECURRENT, "float32", 2, INT8, marks=pytest.mark.soak),

@@ -41,7 +41,7 @@ def make(
     return random_engine(target, drafter, plan)
 
 
-RINGS_FIRST = pytest.mark.parametrize(  # of scripted engines
+RINGS_FIRST = pytest.mark.parametrize(  # where more programs are compiled
     "engine",
     [
         pytest.param(SLIDING, id="rings"),
@@ -408,6 +408,7 @@ def test_C15_a_prompt_with_non_finite_logits_is_not_cached(broken: Engine) -> No
     assert broken.core.prefix_cache.segments == 0
 
 
+@RINGS_FIRST
 def test_a_cached_prompt_is_forgotten_when_its_continuation_is_not_finite(broken: Engine) -> None:
     prompt = text(2 * CHUNK + 1, seed=17)
     broken.generate(prompt, max_tokens=1)
