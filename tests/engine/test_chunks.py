@@ -27,17 +27,17 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 5, "top_p": 0.9}
 PREFILL = ProgramKey(Step.PREFILL, Variant.GREEDY)
 
 
-def make(target: Any = TARGET, *, rows: int = 1, **changes: Any) -> Engine:
+def make(target: Any = TARGET, **changes: Any) -> Engine:
     drafter = tiny_drafter(
         target, target_layer_ids=(0,), num_layers=1, windows=(12,), causal=(False,)
     )
     fields = {"max_length": 320, "chunk": CHUNK, "block": 4, "prefix_cache": 0} | changes
-    return random_engine(target, drafter, Plan(rows=rows, **fields))
+    return random_engine(target, drafter, Plan(rows=2, **fields))
 
 
 @functools.cache
-def chunked(target: Any = TARGET, *, rows: int = 1, prefix_cache: int = 0) -> Engine:
-    engine = make(target, rows=rows, prefix_cache=prefix_cache)
+def chunked(target: Any = TARGET, *, prefix_cache: int = 0) -> Engine:
+    engine = make(target, prefix_cache=prefix_cache)
     engine.warm_up("greedy", "sampled", "chunks")
     return engine
 
@@ -122,7 +122,7 @@ def test_caches_have_the_bits_of_the_usual_chunks() -> None:
 
 
 def test_wide_calls_never_hold_up_rows_that_decode(fed: list[int]) -> None:
-    engine, ids = chunked(rows=2), prompt(140)
+    engine, ids = chunked(), prompt(140)
     alone = usual().generate(ids, max_tokens=10).token_ids
     fed.clear()
     first = engine.submit([7] * 5, max_tokens=60)
@@ -139,7 +139,7 @@ def test_wide_calls_never_hold_up_rows_that_decode(fed: list[int]) -> None:
 
 
 def test_prompts_share_the_tokens_of_a_wide_call(fed: list[int]) -> None:
-    engine, prompts = chunked(rows=2), [prompt(200, seed=3), prompt(140, seed=4)]
+    engine, prompts = chunked(), [prompt(200, seed=3), prompt(140, seed=4)]
     alone = [usual().generate(ids, max_tokens=10).token_ids for ids in prompts]
     fed.clear()
     found = engine.generate_many(prompts, max_tokens=10)
@@ -152,7 +152,7 @@ def test_rows_with_one_prompt_share_wide_calls(fed: list[int]) -> None:
     ids = prompt(150)
     alone = [usual().generate(ids, max_tokens=8, **SAMPLED | {"seed": s}) for s in (5, 6)]
     fed.clear()
-    engine = chunked(rows=2)
+    engine = chunked()
     handles = engine.enqueue(engine.prepare(ids, n=2, max_tokens=8, **SAMPLED))
     assert [x.result().token_ids for x in handles] == [x.token_ids for x in alone]
     assert fed == [64, 64, 0, 8, 8]  # the second row copies what the first was fed
