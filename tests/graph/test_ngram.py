@@ -112,7 +112,7 @@ CASES: list[tuple[list[int], dict[str, object]]] = [
         pytest.param(tiny_target(), "dspark", CASES[:2], id="dspark"),
         pytest.param(tiny_hybrid(), "dflash2", CASES[:1], id="dflash2"),
         pytest.param(
-            tiny_target(), "dspark", CASES[2:], id="dspark-penalized", marks=pytest.mark.soak
+            tiny_target(), "dspark", CASES[::2], id="dspark-penalized", marks=pytest.mark.soak
         ),
         pytest.param(
             tiny_hybrid(), "dflash2", CASES[1:], id="dflash2-sampled", marks=pytest.mark.soak
