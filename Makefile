@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 LOWEST := .venv-lowest/bin
 
-.PHONY: demo smollm2 check test test-lowest lint fix soak bench llama-cpp notebooks docs \
+.PHONY: demo smollm2 check test test-all test-lowest lint fix soak bench llama-cpp notebooks docs \
 	release-check clean
 
 # Time the shipped pair against plain decoding; then show the accepted drafts in the text of a real model,
@@ -34,22 +34,21 @@ FAST := $(addprefix tests/,engine/state_machine engine/test_controller.py engine
 	converters/test_gguf.py converters/test_quants.py converters/test_safetensors.py \
 	test_config.py test_errors.py test_encoding.py test_files.py test_tokenizer.py)
 check: lint .venv/installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --quick-compile -m "not soak" $(FAST)
+	$(BIN)/python -m tests.run $(FAST)
 
-# Run every test. Tests marked `optimised` compile as for users; the others compile faster, with fewer
-# optimisations.
+# Run the tests that protect a change: every behaviour once, in about six minutes.
 test: .venv/installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
-		-m "optimised and not soak" $$(grep -rl mark.optimised tests --include='test_*.py')
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --quick-compile \
-		-m "not optimised and not soak"
+	$(BIN)/python -m tests.run
+
+# Run all tests: also further combinations, documents and notebooks.
+test-all: .venv/installed-dev
+	$(BIN)/python -m tests.run --all
 
 # Run the tests that depend most on other packages with the lowest versions in pyproject.toml.
 test-lowest: .venv-lowest/installed
-	$(LOWEST)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --quick-compile \
-		tests/server tests/converters tests/test_*.py tests/contracts/test_imports.py \
-		tests/contracts/test_readme.py tests/engine/test_engine.py tests/engine/test_lossless.py \
-		tests/engine/test_structured.py tests/engine/test_grammar_process.py
+	$(LOWEST)/python -m tests.run tests/server tests/converters tests/test_*.py \
+		$(addprefix tests/,contracts/test_imports.py engine/test_engine.py engine/test_lossless.py \
+		engine/test_structured.py engine/test_grammar_process.py)
 
 # Lint and check types.
 lint: .venv-lint/installed
@@ -70,7 +69,7 @@ soak: .venv/installed-dev
 	$(BIN)/python -m benchmarks.audit sampled
 	$(BIN)/python -m benchmarks.audit
 	$(BIN)/python -m benchmarks.audit serve
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "soak or not soak"
+	$(BIN)/python -m tests.run --soak
 
 bench: .venv/installed-dev
 	$(BIN)/python -m benchmarks.decode

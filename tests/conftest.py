@@ -31,20 +31,6 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # for commands that tests 
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
 ORACLE = Path(__file__).parent / "oracle"
-# The slowest files, slowest first: one that starts late would keep a single worker busy.
-LONGEST = """
-contracts/test_bitwise engine/test_lossless test_shipped_pair models/test_qwen3_5
-benchmarks/test_audit server/test_browser
-server/test_clients test_cli trainer/test_tiny models/test_gemma4 graph/test_sampling
-graph/test_published server/test_robustness models/test_target_oracle engine/test_recovery
-models/test_drafter_oracle server/test_commands server/test_agents models/test_dflash2
-test_notebooks engine/test_engine trainer/test_drafter engine/test_structured engine/test_prefixes
-trainer/test_training engine/test_lossless_drafters engine/test_logits_processing
-models/test_mixtures models/test_dspark graph/test_sharding contracts/test_programs
-kernels/test_packed_products trainer/test_regenerate engine/test_load nn/test_attention
-graph/test_two_devices converters/test_packed nn/test_moe engine/test_recovery_mixed
-graph/test_explain contracts/test_imports trainer/test_loop
-"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,16 +60,15 @@ def pytest_configure(config: pytest.Config) -> None:
             jax.config.update(name, value)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects tests by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first, and give soak tests an hour each.
-
-    With several workers, the order needs `--no-loadscope-reorder`.
-    """
+    """Mark cases outside the sample of their test as exhaustive; give soak tests an hour each."""
     for item in items:
+        sample = item.get_closest_marker("sample")
+        if sample is not None and item.callspec.id not in sample.args:  # type: ignore[attr-defined]
+            item.add_marker("exhaustive")
         if item.get_closest_marker("soak"):
             item.add_marker(pytest.mark.timeout(3600))
-    place = {ORACLE.parent / f"{name}.py": i for i, name in enumerate(LONGEST.split())}
-    items.sort(key=lambda item: place.get(item.path, len(place)))
 
 
 def pytest_collection_finish() -> None:

@@ -94,6 +94,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize(
     "to", ["orbax", *(pytest.param(to, marks=pytest.mark.soak) for to in ("safetensors", "gguf"))]

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import struct
 import sys
@@ -43,7 +44,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture(scope="module", autouse=True)
 def cache_inside_the_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Store compiled programs in a temporary folder."""
+    """Store compiled programs in a temporary folder, with the native kernels of other tests."""
     names = [
         "jax_compilation_cache_dir",
         "jax_persistent_cache_min_compile_time_secs",
@@ -51,6 +52,9 @@ def cache_inside_the_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     ]
     before = {name: jax.config.values[name] for name in names}
     folder = tmp_path_factory.mktemp("cache")
+    kernels = Path(os.environ["XDG_CACHE_HOME"], "dflash_jax", "native")
+    if kernels.exists():
+        shutil.copytree(kernels, folder / "dflash_jax" / "native")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield folder
@@ -201,6 +205,7 @@ def test_generate_prints_the_output_alone_and_statistics_on_standard_error(
     assert all(len(line) <= 80 for line in err.splitlines())
 
 
+@pytest.mark.exhaustive
 def test_generate_without_drafting_prints_the_same_tokens(
     run: Run, asked: list[object], said: list[int]
 ) -> None:
@@ -318,6 +323,7 @@ def test_a_prompt_from_standard_input_has_no_line_break_at_its_end_unless_it_is_
     assert prompt_ids(options, tokenizer) == read
 
 
+@pytest.mark.exhaustive
 def test_compare_times_the_modes_and_says_that_tokens_are_equal(
     run: Run, asked: list[object], said: list[int]
 ) -> None:
@@ -443,6 +449,7 @@ def test_explain_prints_a_program(
     assert run("explain", *pair, "--hlo", "clear_rows")[1].startswith("HloModule")
 
 
+@pytest.mark.exhaustive
 def test_explain_compiles_when_it_is_told_to(run: Run, small: list[object]) -> None:
     options = ["explain", "--target", small[1], "--max-length", 32, "--chunk", 8, "--compile"]
     code, out, _ = run(*options, "--json")
@@ -469,6 +476,7 @@ def test_verify_returns_zero_when_all_tokens_are_equal(run: Run, asked: list[obj
     assert found["plan"]["block"] == 8
 
 
+@pytest.mark.exhaustive
 def test_verify_compares_sampled_tokens_too(run: Run, asked: list[object]) -> None:
     options = [o for o in asked if o != "--ignore-eos"]
     code, out, _ = run("verify", *options, "--temperature", 1.5, "--top-p", 0.9, "--json")
@@ -477,6 +485,7 @@ def test_verify_compares_sampled_tokens_too(run: Run, asked: list[object]) -> No
     assert found["tokens"] > 0
 
 
+@pytest.mark.exhaustive
 def test_drafts_from_the_text_need_no_drafter(run: Run, asked: list[object]) -> None:
     options = [o for o in asked if o != "--ignore-eos"]
     options[options.index("--drafter") + 1] = "ngram"
@@ -782,6 +791,7 @@ def test_a_repeated_signal_is_not_lost_while_its_timer_starts(
     assert len(started) == 2
 
 
+@pytest.mark.sample("generate")
 @pytest.mark.parametrize("command", ["generate", "explain"])
 def test_output_that_nobody_reads_ends_the_command_and_not_the_process(
     command: str,

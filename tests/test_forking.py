@@ -108,7 +108,10 @@ def run(text: str, *arguments: str) -> Any:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no forks")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no forks"),
+]
 
 
 def test_every_use_in_a_process_forked_after_jax_started_is_refused(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def test_a_notebook_needs_no_more_than_the_readme_says(path):
     assert tops - sys.stdlib_module_names <= set(KNOWN)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", cases())
 def test_a_notebook_runs_to_its_end(path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install '.[plot]'")

@@ -82,6 +82,7 @@ def modules() -> list[str]:
     return sorted(names)
 
 
+@pytest.mark.exhaustive
 def test_a_wheel_installs_one_package_with_the_converters_in_it(python: Path) -> None:
     [packages] = python.parents[1].glob("lib/*/site-packages")
     tops = {p.name for p in packages.iterdir() if not p.name.endswith((".dist-info", ".pth"))}
@@ -111,6 +112,7 @@ def test_an_installed_wheel_leaves_the_name_converters_to_its_user(
     assert str(python.parents[1]) in found["file"]
 
 
+@pytest.mark.sample("the module")
 @pytest.mark.parametrize(
     "command",
     [
@@ -127,6 +129,7 @@ def test_an_installed_wheel_runs_the_commands_about_weight_files(
     assert json.loads(done.stdout)["model"]["role"] == "drafter"
 
 
+@pytest.mark.exhaustive
 def test_modules_of_a_user_decode_losslessly_with_an_installed_wheel(
     python: Path, tmp_path: Path
 ) -> None:
@@ -136,6 +139,7 @@ def test_modules_of_a_user_decode_losslessly_with_an_installed_wheel(
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["Bigram", "Heads", "Heads"]
 
 
+@pytest.mark.exhaustive
 def test_the_graph_example_of_the_readme_runs_with_an_installed_wheel(
     python: Path, tmp_path: Path
 ) -> None:
@@ -168,6 +172,7 @@ def test_running_the_folder_of_a_checkout_runs_the_modules_of_the_package() -> N
     assert found["twice"] == []  # `converters` is the same module as `dflash_jax.converters`
 
 
+@pytest.mark.exhaustive
 def test_an_installed_wheel_reports_where_the_shipped_corpus_is(
     python: Path, tmp_path: Path
 ) -> None:

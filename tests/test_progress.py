@@ -124,6 +124,7 @@ def test_a_block_within_another_has_a_line_of_its_own(monkeypatch: pytest.Monkey
     ]
 
 
+@pytest.mark.exhaustive
 def test_loading_and_compiling_are_announced_on_a_terminal_alone(
     oracle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

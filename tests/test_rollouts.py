@@ -22,6 +22,8 @@ from dflash_jax.rollouts import Sampler
 from dflash_jax.testing import random_engine
 from tests.tunix import CONFIGS
 
+pytestmark = pytest.mark.exhaustive
+
 CONFIG = CONFIGS["qwen3"]
 PAD, START, END = 0, 1, 2
 LONG = "abcabcabcabcabc"

@@ -39,6 +39,7 @@ def test_it_is_complete_and_small() -> None:
     assert sum(p.stat().st_size for p in FOLDER.rglob("*") if p.is_file()) < 40 * 2**20
 
 
+@pytest.mark.exhaustive
 def test_heldout_conversations_decode_alike_with_and_without_drafts(engine: Engine) -> None:
     rounds = tokens = 0
     for entry in heldout("chat")[:CHATS]:

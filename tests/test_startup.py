@@ -91,6 +91,7 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
 
 
 # In import order; the command is interrupted once each is imported.
+@pytest.mark.sample("dflash_jax.cli")
 @pytest.mark.parametrize(
     "module",
     [

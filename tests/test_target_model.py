@@ -19,6 +19,7 @@ def model(oracle: Path) -> dj.TargetModel:
     return dj.load_target(oracle / "drafters" / "target_small")
 
 
+@pytest.mark.exhaustive
 def test_forward_may_be_called_inside_a_traced_function(model: dj.TargetModel) -> None:
     expected = model.forward(IDS)
     found = jit(model.forward)(IDS)
@@ -29,6 +30,7 @@ def test_forward_may_be_called_inside_a_traced_function(model: dj.TargetModel) -
     np.testing.assert_allclose(each, expected.logits, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_apply_is_differentiable_in_its_parameters(model: dj.TargetModel) -> None:
     def loss(params: dict[str, jax.Array]) -> jax.Array:
         logits = model.apply(params, jnp.asarray(IDS)).logits

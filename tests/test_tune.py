@@ -17,6 +17,7 @@ def few_candidates(monkeypatch):
     monkeypatch.setattr(tune, "STEPS", (1,))
 
 
+@pytest.mark.exhaustive
 def test_tune_goes_on_after_an_interruption_and_writes_a_plan(tmp_path, monkeypatch, capsys):
     out = tmp_path / "plan.json"
     keep, kept = tune.Tuning._keep, []

@@ -98,6 +98,7 @@ def test_random_interleavings_give_the_outputs_of_single_requests() -> None:
     assert not [name for name in names if name and not happened[name]]
 
 
+@pytest.mark.exhaustive
 def test_a_case_runs_the_same_way_every_time() -> None:
     """The counts of program calls, rounds and prefix hits are also equal."""
     assert scenario(1) == scenario(1) != scenario(2)
@@ -328,6 +329,7 @@ def rejected_drafts_are_penalised(patch: pytest.MonkeyPatch, engine: AuditedEngi
 SOAK = pytest.mark.soak
 
 
+@pytest.mark.sample("stale_rows-1")
 @pytest.mark.parametrize(
     ("fault", "number"),
     [

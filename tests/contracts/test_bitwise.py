@@ -116,6 +116,7 @@ TILED: dict[str, Any] = {"weight_layout": "tiled"}
 SMALL: dict[str, Any] = {"num_layers": 1, "windows": (12,), "causal": (False,)}  # drafters
 
 
+@pytest.mark.sample("target0-bfloat16-3-packing0", "target2-float32-2-packing2")
 @pytest.mark.optimised
 @pytest.mark.parametrize(
     ("target", "dtype", "rows", "packing"),
@@ -202,6 +203,7 @@ def test_verify_rows_equal_plain_rows_bit_for_bit(
         at += kept
 
 
+@pytest.mark.exhaustive
 @pytest.mark.optimised
 @pytest.mark.parametrize(
     ("target", "dtype"),

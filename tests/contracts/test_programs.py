@@ -93,6 +93,7 @@ def test_the_programs_are_few_and_known_from_the_plan() -> None:
     }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not library(), reason=f"no native kernels: {library().reason}")
 def test_with_native_kernels_steps_need_less_memory_and_still_copy_no_state(
     built: dict[tuple[int, ProgramKey], Executable],

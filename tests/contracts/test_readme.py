@@ -22,6 +22,8 @@ from dflash_jax.server.run import ServerConfig
 from dflash_jax.trainer.recipes import recipe
 from tests.server.conftest import LiveServer, run_server
 
+pytestmark = pytest.mark.exhaustive
+
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 TEXTS = {path.name: path.read_text(encoding="utf-8") for path in PAGES}

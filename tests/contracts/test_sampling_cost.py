@@ -44,6 +44,7 @@ def unconditional(jaxpr: Any) -> Iterator[str]:
                 yield from unconditional(inner)
 
 
+@pytest.mark.sample("dspark")
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_greedy_rows_draw_filter_and_report_nothing_in_any_program(kind: str) -> None:
     programs = programs_of(DRAFTERS[kind])
@@ -59,6 +60,7 @@ def test_greedy_rows_draw_filter_and_report_nothing_in_any_program(kind: str) ->
         assert not set(unconditional(jaxpr.jaxpr)) & OPTIONAL - free[key], key
 
 
+@pytest.mark.sample("v1-constrained")
 @pytest.mark.parametrize(
     ("kind", "variant"),
     [

@@ -58,6 +58,7 @@ def merged(lora: Path, base: str = "llama3") -> StoredModel:
     return open_model(TARGETS / base, lora=lora)
 
 
+@pytest.mark.sample("embedding.qwen3")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_merged_adapter_computes_the_logits_of_merge_and_unload(name):
     base = name.split(".")[1]

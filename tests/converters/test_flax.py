@@ -90,6 +90,7 @@ def arrays(named: str, oracle: Path) -> dict[str, np.ndarray]:
     return load_file(oracle / f"{named}.safetensors")
 
 
+@pytest.mark.sample("maxtext/llama3_scanned")
 def test_logits_equal_those_of_the_library(named: str, arrays: dict[str, np.ndarray]) -> None:
     config, tokens, logits = CONFIGS[named], arrays.pop("tokens"), arrays.pop("logits")
     variables = live.nested(arrays)
@@ -123,6 +124,7 @@ def folder(tmp_path: Path, oracle: Path) -> Path:
     return place
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_maxtext_loads_drafts_and_verifies(folder: Path, oracle: Path) -> None:
     vectors = load_file(oracle / "maxtext" / "llama3_scanned.safetensors")
     for place in (folder, moved(folder / "0", folder), moved(folder / "0" / "items", folder)):
@@ -156,6 +158,7 @@ def test_a_checkpoint_of_maxtext_is_converted_without_change(folder: Path, tmp_p
     assert "params/params/decoder/layers/mlp/wo/kernel" in names
 
 
+@pytest.mark.sample("maxtext_scanned")
 @pytest.mark.parametrize("naming", ["maxtext", "maxtext_scanned"])
 def test_a_model_is_written_as_a_checkpoint_of_maxtext(
     naming: str, tmp_path: Path, oracle: Path
@@ -191,6 +194,7 @@ def save_nnx(place: Path, arrays: Any) -> None:
         writer.save(place, args=ocp.args.PyTreeSave(state))
 
 
+@pytest.mark.sample("model")
 @pytest.mark.parametrize("prefix", ["", "base", "model"])
 def test_an_nnx_state_of_maxtext_loads(prefix: str, tmp_path: Path, oracle: Path) -> None:
     arrays = load_file(oracle / "maxtext" / "qwen3_scanned.safetensors")
@@ -222,6 +226,7 @@ def test_a_model_is_written_as_a_checkpoint_of_tunix(tmp_path: Path, oracle: Pat
     np.testing.assert_allclose(ours, logits, rtol=0, atol=1e-4)
 
 
+@pytest.mark.sample("maxtext")
 @pytest.mark.parametrize("library", ["gemma", "maxtext", "tunix"])
 def test_a_checkpoint_of_every_library_is_drafted_for_and_verified(
     library: str, folder: Path, tmp_path: Path, oracle: Path, capsys: pytest.CaptureFixture[str]
@@ -263,6 +268,7 @@ def test_what_a_library_cannot_hold_is_refused_before_anything_is_written(
     assert {x.name for x in tmp_path.iterdir()} == {"checkpoint", "large"}
 
 
+@pytest.mark.exhaustive
 def test_a_published_checkpoint_of_gemma_loads(tmp_path: Path, oracle: Path) -> None:
     """They are flat, with the path of a module in one name."""
     fields = FIELDS["gemma/gemma3_all_heads"]

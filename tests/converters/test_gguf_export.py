@@ -162,6 +162,7 @@ class Generated:
         return np.ones((count, width), np.float32)
 
 
+@pytest.mark.sample("q4_0")
 @pytest.mark.parametrize("kind", ["f32", "q4_0"])
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path, kind):
     sizes = {"hidden_size": 256, "intermediate_size": 2048, "num_layers": 24, "head_dim": 64}

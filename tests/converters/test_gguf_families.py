@@ -260,6 +260,7 @@ def wide(tmp_path_factory):
     return folder
 
 
+@pytest.mark.sample("Q6_K")
 @pytest.mark.parametrize("kind", [Q.Q4_K, Q.Q6_K], ids=lambda k: k.name)
 def test_k_types_compute_what_compare_predicts(tmp_path, wide, kind, monkeypatch):
     from dflash_jax.target_model import TargetModel

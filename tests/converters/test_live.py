@@ -27,6 +27,7 @@ def model(request: pytest.FixtureRequest, oracle: Path) -> Any:
     return CONFIGS[name], live.nested(arrays), tokens, logits
 
 
+@pytest.mark.sample("llama")
 def test_logits_equal_those_of_tunix(model: Any) -> None:
     config, state, tokens, logits = model
     variables = nnx.State(jax.tree.map(lambda x: nnx.Param(jnp.asarray(x)), state))
@@ -48,6 +49,7 @@ def test_both_directions_are_inverse(model: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, again, params)
 
 
+@pytest.mark.sample("llama")
 def test_an_engine_takes_converted_weights(model: Any) -> None:
     config, state, _, _ = model
     engine = random_engine(config, None, Plan(max_length=48, chunk=16))

@@ -79,6 +79,16 @@ def test_every_target_family_is_among_the_cases():
     assert {family_of(name) for name in TARGETS} == set(target_families())
 
 
+@pytest.mark.sample(
+    "gemma4_text-changes2",
+    "gpt_oss-changes8",
+    "granite-changes11",
+    "lfm2-changes12",
+    "llama-changes14",
+    "qwen3_5_moe_text-changes30",
+    "smollm3-changes36",
+    "qwen3_moe-changes40",
+)
 @pytest.mark.parametrize(("model_type", "changes"), CASES)
 def test_a_name_table_fills_exactly_the_parameters_of_a_target(model_type, changes):
     target = TARGETS[model_type](model_type=model_type, **changes)

@@ -64,6 +64,7 @@ def request_with_pending_grammar(
     return handle, ready
 
 
+@pytest.mark.sample("agent-7.2")
 @pytest.mark.parametrize("name", TURNS)
 def test_an_incomplete_call_is_completed(engine: Engine, turns: dict[str, Any], name: str) -> None:
     prompt, options = turns[name]
@@ -122,6 +123,7 @@ def test_without_a_grammar_the_call_is_unchanged(
     assert not found.stats.recovery
 
 
+@pytest.mark.exhaustive
 def test_a_request_can_be_cancelled_while_its_grammar_is_compiled(
     engine: Engine, turns: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,10 @@ from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.kernels.native.build import library
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_hybrid, tiny_target
 
-pytestmark = pytest.mark.skipif(not library(), reason=f"no native kernels: {library().reason}")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(not library(), reason=f"no native kernels: {library().reason}"),
+]
 
 CHUNK, WIDTHS = 16, (8, 64, 128)
 TARGET = tiny_target(num_layers=2)

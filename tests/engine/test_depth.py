@@ -83,6 +83,7 @@ def of_rows(engine: Engine, answers: Sequence[list[int]], patterns: Sequence[lis
     set_row_scripts(engine, scripts)
 
 
+@pytest.mark.sample("sampled")
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_tokens_are_the_plain_ones_whatever_the_blocks(
     alternating: list[int], options: dict[str, Any]
@@ -108,6 +109,7 @@ def test_tokens_are_the_plain_ones_whatever_the_blocks(
     assert engine.core.runner.executables == before
 
 
+@pytest.mark.sample("dspark")
 @pytest.mark.parametrize(
     "kind", ["dspark", "ngram", pytest.param("dflash2", marks=pytest.mark.soak)]
 )
@@ -249,6 +251,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stopwatch, "step_seconds", step_seconds)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("clock")
 def test_narrower_blocks_are_compiled_for_the_request_after_one_that_gains_little() -> None:
     small: dict[str, Any] = {"num_layers": 1, "windows": (None,), "causal": (False,)}

@@ -141,6 +141,7 @@ def test_prompt_and_output_may_fill_the_plan_exactly(tiny: Engine) -> None:
     assert plain.token_ids == fast.token_ids
 
 
+@pytest.mark.sample("column_major-ColumnMajor")
 @pytest.mark.parametrize(("layout", "kept"), [("column_major", ColumnMajor), ("tiled", Tiled)])
 def test_weights_can_be_reordered_for_another_plan_and_back(
     tiny: Engine, truth: list[int], layout: WeightLayout, kept: type

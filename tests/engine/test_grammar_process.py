@@ -128,6 +128,7 @@ def test_a_killed_grammar_process_costs_no_request() -> None:
     made.close()
 
 
+@pytest.mark.exhaustive
 def test_a_short_trial_decides_quick_grammars_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -176,6 +177,7 @@ print(made._shared[1]._long._process.pid, flush=True)
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_the_process_does_not_outlive_the_one_that_started_it() -> None:
     command = [sys.executable, "-c", PARENT, json.dumps(ENDLESS)]

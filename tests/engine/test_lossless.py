@@ -42,6 +42,7 @@ def prompts(engine: Engine, lengths=LENGTHS) -> list[list[int]]:
     return [rng.integers(0, engine.graph.config.vocab_size, n).tolist() for n in lengths]
 
 
+@pytest.mark.sample("float32-8-1-auto0")
 @pytest.mark.parametrize(
     ("dtype", "block", "rows", "kernels"),
     [
@@ -85,6 +86,7 @@ def test_every_drafter_and_prompt_length_gives_plain_tokens(
                 assert set(result.stats.acceptance_lengths) == {1}
 
 
+@pytest.mark.sample("int8-auto")
 @pytest.mark.parametrize(
     ("weights", "kernels"),
     [
@@ -139,6 +141,7 @@ def test_sliding_layers_in_rings_and_long_contexts(dtype: str) -> None:
             assert whole.generate(prompt, max_tokens=100).token_ids == plain
 
 
+@pytest.mark.exhaustive
 @pytest.mark.optimised
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.soak)])
 def test_a_row_does_not_depend_on_its_neighbours_or_its_past(dtype: str) -> None:
@@ -168,6 +171,7 @@ def test_one_token_plain_steps_agree_in_float32() -> None:
         assert single.generate(prompt, max_tokens=NEW).token_ids == tokens
 
 
+@pytest.mark.exhaustive
 @pytest.mark.optimised
 def test_switching_decode_modes_midway_changes_no_token() -> None:
     """C2: plain steps keep the drafter's context, so that drafting can resume at any step."""

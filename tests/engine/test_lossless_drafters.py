@@ -28,6 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample("dspark-float32")
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
@@ -66,6 +67,7 @@ def test_speculative_tokens_are_the_plain_ones(kind: str, dtype: str) -> None:
             assert (name == "broken") == bool(result.stats.fallbacks)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("bar", [1.0, pytest.param(0.0, marks=pytest.mark.soak)])
 def test_blocks_are_cut_where_the_drafter_loses_confidence(bar: float) -> None:
     """The tokens are the same, and fewer drafts are verified: none at a bar of 1."""

@@ -22,6 +22,8 @@ from dflash_jax.testing import (
     tiny_target,
 )
 
+pytestmark = pytest.mark.exhaustive
+
 PROMPT, NEW = [3, 1, 4, 1, 5], 90
 TARGETS = {
     "qwen3": tiny_target,

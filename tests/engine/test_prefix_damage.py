@@ -61,6 +61,7 @@ def check(written: Path, *, kinds: Any = KINDS) -> set[int]:
     return set(came)
 
 
+@pytest.mark.sample("arrays-16")
 @pytest.mark.parametrize("bit", [0x01, 0x10, 0x80])
 @pytest.mark.parametrize("name", NAMES)
 def test_no_flipped_bit_is_ever_restored(
@@ -88,6 +89,7 @@ def restore(written: Path, backup: Path) -> None:
     one.flush()
 
 
+@pytest.mark.sample("arrays")
 @pytest.mark.parametrize("name", NAMES)
 def test_no_truncated_file_is_ever_restored(written: Path, name: str, tmp_path: Path) -> None:
     whole, backup = (written / name).read_bytes(), tmp_path / "backup"
@@ -259,6 +261,7 @@ print(one.counters.failed, one.counters.written)
 """
 
 
+@pytest.mark.exhaustive
 def test_a_read_only_folder_is_read_and_failed_writes_are_logged(
     written: Path,
 ) -> None:

@@ -221,6 +221,7 @@ print(disk.counters.failed)
 """
 
 
+@pytest.mark.exhaustive
 def test_a_disk_that_fills_up_during_a_write_logs_one_line(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=True

@@ -98,6 +98,7 @@ def visible(engine: Engine, row: int) -> list[np.ndarray]:
     return [np.asarray(position), *seen]
 
 
+@pytest.mark.sample("rings")
 def test_p1_p3_p26_a_cached_prompt_gives_the_same_output_and_state(warm: Engine) -> None:
     for length in (CHUNK + 1, 2 * CHUNK, 5 * CHUNK - 1):
         prompt = text(length, seed=length)

@@ -91,6 +91,7 @@ def test_every_answer_has_the_logprobs_of_its_prompt(tiny3: Engine) -> None:
         check(tiny3, prompt, result, 1)
 
 
+@pytest.mark.exhaustive
 def test_recurrent_targets_compute_prompt_logprobs() -> None:
     target = tiny_hybrid()
     plan = Plan(max_length=64, chunk=CHUNK, block=4, dtype="float32")
@@ -103,6 +104,7 @@ def test_recurrent_targets_compute_prompt_logprobs() -> None:
         check(engine, prompt, result, 2)
 
 
+@pytest.mark.exhaustive
 def test_a_cached_prefix_is_fed_again_for_its_logprobs(tiny: Engine) -> None:
     plan = dataclasses.replace(tiny.plan, prefix_cache=1 << 24)
     engine = Engine(Graph(tiny.graph.pair, plan), tiny.params)

@@ -39,6 +39,7 @@ def truth(tiny: Engine) -> list[int]:
     return tiny.generate(PROMPT, max_tokens=60, speculative=False).token_ids
 
 
+@pytest.mark.sample("False")
 @pytest.mark.parametrize("speculative", [True, False])
 def test_an_output_has_at_least_min_tokens(
     tiny: Engine, truth: list[int], speculative: bool
@@ -88,6 +89,7 @@ def continued(engine: Engine, ids: list[int], n: int) -> list[int]:
     return engine.generate(ids, max_tokens=n, speculative=False).token_ids
 
 
+@pytest.mark.exhaustive
 def test_S33_recovery_without_an_occasion_changes_nothing(tiny: Engine, truth: list[int]) -> None:
     for settings in (None, OFF, dj.Recovery()):
         for options in ({}, {"temperature": 0.9, "seed": 3}):
@@ -273,6 +275,7 @@ def test_in_flight_results_are_not_part_of_the_retry(
     assert found.stats.recovery == {"repeat": 1}
 
 
+@pytest.mark.sample("floor")
 @pytest.mark.parametrize("rule", ["repeat", "runaway", "floor"])
 def test_recovery_statistics_count_the_final_answer_in_every_mode(
     tiny: Engine, truth: list[int], words: Any, rule: str
@@ -356,6 +359,7 @@ def test_tokens_after_held_forced_tokens_keep_their_log_probabilities(
     assert known == [i not in (3, 4) for i in range(10)]
 
 
+@pytest.mark.exhaustive
 def test_answers_of_one_prompt_are_recovered_separately(tiny3: Engine) -> None:
     options: dict[str, Any] = {"max_tokens": 15, "temperature": 1.0, "seed": 6}
     free = tiny3.generate_many([PROMPT], n=2, **options)
@@ -476,6 +480,7 @@ def test_L1_L2_events_are_logged_only_when_recovery_is_on(
     assert len((tmp_path / "recovery.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.exhaustive
 def test_decode_modes_change_only_by_a_measured_cost(tiny: Engine, truth: list[int]) -> None:
     engine = Engine(Graph(tiny.graph.pair, tiny.plan), tiny.params)
     engine.core.runner.compiled.executables = tiny.core.runner.executables

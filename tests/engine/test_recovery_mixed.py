@@ -120,6 +120,7 @@ def check_batched_against_alone(
     return events
 
 
+@pytest.mark.exhaustive
 def test_recovered_answers_do_not_depend_on_batch_or_mode(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

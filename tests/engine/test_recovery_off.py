@@ -77,6 +77,7 @@ def test_no_rule_runs_and_the_tokens_are_those_of_the_target(
             assert not found.stats.recovery
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("no_rules")
 def test_draws_are_those_of_programs_without_recovery(engine: Engine, without: Engine) -> None:
     drawn = set()

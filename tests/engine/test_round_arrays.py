@@ -52,6 +52,7 @@ def distributions(engine: Engine, tokens: list[int]) -> np.ndarray:
     return np.asarray(jax.nn.softmax(model.forward([padded]).logits[0]))[: len(tokens)]
 
 
+@pytest.mark.sample("dspark")
 @pytest.mark.parametrize(
     "drafter",
     ["dflash", "dspark", "ngram", *(pytest.param(x, marks=SOAK) for x in ("dflash2", "domino"))],
@@ -91,6 +92,7 @@ def test_rounds_have_the_most_probable_tokens_of_drafter_and_target(drafter: str
     assert "draft_top" not in found[0]
 
 
+@pytest.mark.sample("options1")
 @pytest.mark.parametrize(
     "options",
     [
@@ -124,6 +126,7 @@ def test_all_of_the_vocabulary_may_be_reported() -> None:
     assert copied
 
 
+@pytest.mark.exhaustive
 def test_plans_that_do_not_ask_keep_no_logits() -> None:
     graph = made(PLAN).graph
     asked = graph.with_plan(report_top=TOP)
@@ -175,6 +178,7 @@ BEST = 40  # of 97 tokens: random drafters agree with random targets by chance
 INEXACT = dataclasses.replace(PLAN, exact=False)
 
 
+@pytest.mark.exhaustive
 def test_the_rule_of_equality_gives_plain_output() -> None:
     plain = made(INEXACT).generate(PROMPT, speculative=False, **OPTIONS)
     for options in ({}, {"temperature": 0.8, "seed": 3}, {"frequency_penalty": 0.3}):
@@ -199,6 +203,7 @@ def test_a_lenient_rule_accepts_what_it_says() -> None:
     assert plain.token_ids == strict.token_ids
 
 
+@pytest.mark.exhaustive
 def test_rejection_sampling_has_the_distribution_of_the_target() -> None:
     """Of the second token, which the first round decides, over many seeds."""
     plan = dataclasses.replace(INEXACT, rows=8, block=3, steps_per_call=1)
@@ -250,6 +255,7 @@ def test_what_a_rule_returns_is_checked() -> None:
     assert set(found.stats.acceptance_lengths[:-1]) == {4}
 
 
+@pytest.mark.exhaustive
 def test_a_rule_decides_no_token_that_a_grammar_excludes() -> None:
     def everything(given: Verification) -> tuple[jax.Array, jax.Array]:
         return given.num_drafts, given.drafts[:, 0]

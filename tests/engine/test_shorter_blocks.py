@@ -7,6 +7,8 @@ from dflash_jax import Plan
 from dflash_jax.engine.engine import Engine
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 
+pytestmark = pytest.mark.exhaustive
+
 PROMPT, TRAINED = [5, 4, 3, 2, 1], 8
 
 

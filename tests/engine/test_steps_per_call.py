@@ -247,6 +247,7 @@ def test_a_first_token_is_emitted_before_waiting_for_a_multi_step_call(
     assert lengths.count(1) == 1  # nothing was dispatched after the call that was waited for
 
 
+@pytest.mark.exhaustive
 def test_a_profile_of_a_multi_step_engine_takes_single_steps(
     multi_step: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,7 @@ def byte_engine(tiny3: Engine) -> Engine:
     return Engine(Graph(pair, plan), made.params, tokenizer=Tokenizer(core, None, {}))
 
 
+@pytest.mark.exhaustive
 def test_integers_without_bounds_end(byte_engine: Engine) -> None:
     for schema in ({"type": "integer"}, {"type": "array", "items": {"type": "integer"}}):
         for seed in range(4):

@@ -67,6 +67,7 @@ def unchanged(engine: Engine) -> Iterator[Engine]:
     assert answer(engine) == wanted
 
 
+@pytest.mark.sample("int4")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in PLANS])
 def test_answers_equal_those_of_a_new_engine_and_nothing_is_compiled(name: str) -> None:
     engine = random_engine(TARGET, DRAFTER, PLANS[name], seed=1)
@@ -189,6 +190,7 @@ def test_weights_cannot_be_replaced_while_requests_run(unchanged: Engine) -> Non
     stream.close()
 
 
+@pytest.mark.exhaustive
 def test_rollouts_of_a_trained_policy_equal_those_of_new_engines() -> None:
     """Three updates by REINFORCE: tokens of the lower half of the vocabulary are rewarded."""
     plan = dataclasses.replace(PLAN, rows=2)

@@ -180,6 +180,7 @@ def test_the_thread_has_a_lower_priority_than_those_that_decode(gate: threading.
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
 
 
+@pytest.mark.exhaustive
 def test_traces_are_dropped_once_a_program_is_compiled(tiny: Engine) -> None:
     """Millions of objects would stop every thread for each full garbage collection."""
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from dflash_jax.testing import QUICK_COMPILE
 
 CASE = """
@@ -84,6 +86,7 @@ for contents in poison:
 """
 
 
+@pytest.mark.exhaustive
 def test_no_poisoned_entry_is_executed(tmp_path: Path) -> None:
     done = python(POISON, tmp_path / "xla")
     assert done.returncode == 0, done.stderr
@@ -100,6 +103,7 @@ def python(code: str, *arguments: object, **environment: str) -> subprocess.Comp
     )
 
 
+@pytest.mark.exhaustive
 def test_a_half_written_program_is_removed_and_written_again(tmp_path: Path) -> None:
     done = python(CASE, tmp_path / "xla")
     assert done.returncode == 0, done.stderr
@@ -135,6 +139,7 @@ def chosen(
     return tuple(json.loads(done.stdout))
 
 
+@pytest.mark.exhaustive
 def test_the_default_folder_is_the_user_s_and_the_environment_has_its_say(tmp_path: Path) -> None:
     home = {"XDG_CACHE_HOME": tmp_path}
     default = str(tmp_path / "dflash_jax" / "xla")
@@ -145,6 +150,7 @@ def test_the_default_folder_is_the_user_s_and_the_environment_has_its_say(tmp_pa
     assert chosen(DFLASH_COMPILATION_CACHE=other, **home) == (other, other, 0.1, 0)
 
 
+@pytest.mark.exhaustive
 def test_an_argument_goes_before_the_environment(tmp_path: Path) -> None:
     default, off = str(tmp_path / "dflash_jax" / "xla"), {"DFLASH_COMPILATION_CACHE": "off"}
     assert chosen(True, XDG_CACHE_HOME=tmp_path, **off)[0] == default
@@ -152,6 +158,7 @@ def test_an_argument_goes_before_the_environment(tmp_path: Path) -> None:
     assert chosen(str(tmp_path / "own"), **off)[0] == str(tmp_path / "own")
 
 
+@pytest.mark.exhaustive
 def test_a_folder_and_a_threshold_that_jax_was_given_stay(tmp_path: Path) -> None:
     own = tmp_path / "own"
     for arguments in ((), (True,), (False,), (str(tmp_path / "own"),)):
@@ -162,6 +169,7 @@ def test_a_folder_and_a_threshold_that_jax_was_given_stay(tmp_path: Path) -> Non
     assert not (tmp_path / "own").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_folder_that_cannot_be_written_is_a_warning_and_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     folder, given, _, warned = chosen(XDG_CACHE_HOME=tmp_path / "file")
@@ -169,6 +177,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning_and_no_error(tmp_path: Pat
     assert warned == 2  # one a call
 
 
+@pytest.mark.exhaustive
 def test_a_folder_that_others_may_write_to_is_replaced_by_a_private_one(tmp_path: Path) -> None:
     shared, temporary = tmp_path / "shared", tmp_path / "temporary"
     for folder in (shared, temporary):
@@ -194,6 +203,7 @@ jax.jit(lambda x: x + 1).lower(1.0).compile()
 """
 
 
+@pytest.mark.exhaustive
 def test_entries_that_are_no_files_of_the_user_are_compiled_again(tmp_path: Path) -> None:
     """A link and a pipe, which JAX would read, or wait for, and entries that all may change."""
     folder = tmp_path / "xla"
@@ -235,6 +245,7 @@ assert jax.config.values["jax_compilation_cache_dir"] is None
 """
 
 
+@pytest.mark.exhaustive
 def test_without_a_folder_models_load_and_one_line_says_so(oracle: Path) -> None:
     done = python(HOMELESS, oracle / "drafters" / "target_small", XDG_CACHE_HOME="")
     assert done.returncode == 0, done.stderr
@@ -254,6 +265,7 @@ engine.generate([1, 2, 3], max_tokens=4)
 """
 
 
+@pytest.mark.exhaustive
 def test_a_second_process_reads_what_the_first_one_compiled(tmp_path: Path, oracle: Path) -> None:
     models = [oracle / "drafters" / name for name in ("target_qwen3", "v1_trained")]
     native = Path(os.environ["XDG_CACHE_HOME"]) / "dflash_jax" / "native"  # of all tests

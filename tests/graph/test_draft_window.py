@@ -20,6 +20,7 @@ def drafter_bytes(engine: Engine) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(engine.graph.state.drafter))
 
 
+@pytest.mark.sample("dflash")
 @pytest.mark.parametrize(
     ("target", "kind"),
     [
@@ -42,6 +43,7 @@ def test_output_and_weights_are_those_of_the_whole_context(target: TargetConfig,
             assert result.token_ids == plain.token_ids
 
 
+@pytest.mark.exhaustive
 def test_a_row_does_not_read_past_its_window() -> None:
     """Drafts after long prompts that differ before the window only are the same."""
     target = tiny_target()

@@ -68,6 +68,7 @@ def test_sampled_output_has_the_distribution_of_the_target(kind: str) -> None:
     assert greedy.result().token_ids == plain.token_ids
 
 
+@pytest.mark.exhaustive
 def test_sampled_output_keeps_its_distribution_where_drafting_stops(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -95,6 +96,7 @@ def test_sampled_output_keeps_its_distribution_where_drafting_stops(
     assert sum(s.plain_steps for s in stats) > len(stats) / 4
 
 
+@pytest.mark.exhaustive
 def test_places_of_a_walk_are_drawn_as_the_target_draws_them() -> None:
     rows, size, places = 4000, VOCAB, 2
     scores = jnp.broadcast_to(jnp.asarray([0.0, 1.0, -1.0, 2.0, 0.5, -3.0]), (rows, size))
@@ -115,6 +117,7 @@ def test_places_of_a_walk_are_drawn_as_the_target_draws_them() -> None:
     assert jnp.array_equal(choose.sample_all(both).index, chosen)
 
 
+@pytest.mark.exhaustive
 def test_drafts_from_some_tokens_are_drawn_as_from_all() -> None:
     columns, ids = rules(50, temperature=1.0, seed=np.arange(50)), jnp.asarray([4, 0, 5])
     choose = sampler(columns, 3, sampled=True)

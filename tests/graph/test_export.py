@@ -84,6 +84,7 @@ def decode(graph: Any, params: Any) -> list[int]:
     return tokens
 
 
+@pytest.mark.exhaustive
 def test_a_process_without_the_models_code_decodes_the_engines_tokens(
     engine: Engine, path: Path
 ) -> None:
@@ -125,6 +126,7 @@ def test_parameters_that_do_not_fit_are_refused_by_name(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.exhaustive
 def test_every_program_is_in_the_file(engine: Engine, tmp_path: Path) -> None:
     engine.graph.export(tmp_path / "all")
     graph = dj.load_exported(tmp_path / "all")

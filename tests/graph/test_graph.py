@@ -72,6 +72,7 @@ def expected(bigram: tuple[GraphPrograms, Any]) -> list[list[int]]:
     return decoded(*bigram, "plain", stop=())[0]
 
 
+@pytest.mark.exhaustive
 def test_drafts_from_the_text_are_lossless(
     bigram: tuple[GraphPrograms, Any], expected: list[list[int]]
 ) -> None:
@@ -110,6 +111,7 @@ def test_an_engine_decodes_as_the_programs_do(
     assert "Bigram" in str(engine.graph.explain())
 
 
+@pytest.mark.exhaustive
 def test_trained_heads_are_lossless_and_accepted(
     bigram: tuple[GraphPrograms, Any], expected: list[list[int]]
 ) -> None:

@@ -42,6 +42,7 @@ def kernels_that_run(pair: dj.Pair, **plan: Any) -> set[str]:
     return found
 
 
+@pytest.mark.sample("dflash, full")
 @pytest.mark.parametrize("name", PAIRS)
 def test_all_modules_of_a_pair_have_the_kernels_of_the_plan(name: str) -> None:
     target, drafter = PAIRS[name]
@@ -59,6 +60,7 @@ def test_a_drafter_inside_of_another_has_them_too() -> None:
     assert kernels_that_run(planned, **plan | {"kernels": "xla"}) == {"xla"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not library(), reason=f"there are no native kernels: {library().reason}")
 def test_a_graphs_target_has_the_bits_of_its_programs_where_it_is_applied(tiny: Engine) -> None:
     graph, params = tiny.graph, {"params": tiny.params["target"]}

@@ -61,6 +61,7 @@ GREEDY: dict[str, Any] = {}
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "seed": 3, "top_k": 4}
 
 
+@pytest.mark.sample("hybrid")
 @pytest.mark.parametrize(
     ("target", "dtype", "ways"),
     [
@@ -106,6 +107,7 @@ CASES: list[tuple[list[int], dict[str, object]]] = [
 ]
 
 
+@pytest.mark.sample("dflash2")
 @pytest.mark.parametrize(
     ("target", "kind", "cases"),
     [
@@ -183,6 +185,7 @@ def test_the_drafter_runs_unless_all_rows_that_draft_copy(limits: list[int], ran
     assert (draft.block[1, 1:].tolist() == [9, 9]) == ran
 
 
+@pytest.mark.exhaustive
 @pytest.mark.optimised
 def test_states_with_texts_are_updated_in_place() -> None:
     target = tiny_target()
@@ -194,6 +197,7 @@ def test_states_with_texts_are_updated_in_place() -> None:
         assert executable.temporary_bytes <= budget(engine.graph).temporaries, executable.key
 
 
+@pytest.mark.exhaustive
 def test_a_grammar_may_be_followed_by_copies() -> None:
     engine = dj.load("tiny", plan=dj.Plan(ngram=2, max_length=256))
     engine.measures_drafting = False

@@ -188,6 +188,7 @@ def test_fields_are_part_of_the_keys_that_their_scope_names(name: str) -> None:
     hash(other.shape), hash(other.cache_key)
 
 
+@pytest.mark.exhaustive
 def test_plans_of_the_same_shape_lower_to_identical_programs() -> None:
     small = Plan(rows=2, max_length=64, block=4, chunk=8)
     base = complete(dataclasses.replace(small, prefix_cache=1))

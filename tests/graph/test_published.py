@@ -137,6 +137,7 @@ def peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+@pytest.mark.sample("Qwen3.6-27B", "gemma-4-26B-A4B-it", "LFM2.5-1.2B-Instruct")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.soak] * (n in SOAKED)) for n in PAIRS]
 )
@@ -173,6 +174,7 @@ def test_explain_says_what_a_pair_needs_without_allocating(
         assert f"\n{program} " in text
 
 
+@pytest.mark.exhaustive
 def test_explain_tells_that_qwen3_coder_next_needs_more_than_one_device(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -187,6 +189,7 @@ def test_explain_tells_that_qwen3_coder_next_needs_more_than_one_device(
     assert sum(parameters(planned(target, None, LEAST))["target"].values()) == 79_674_391_296
 
 
+@pytest.mark.sample("Qwen3-4B-DFlash-b16-537427200")
 @pytest.mark.parametrize(
     ("name", "total"),
     [
@@ -228,6 +231,7 @@ def test_recurrent_states_are_as_large_as_published_and_are_moved_twice() -> Non
     assert work(planned(target, None, plan), Step.PLAIN).bytes == pytest.approx(moved, rel=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_work_counts_only_the_experts_that_are_used() -> None:
     """Qwen3-Coder-30B-A3B: 3.3 billion weights act on a token; the embedding is only looked up."""
     target = read_target_config(FOLDER / CODER)
@@ -248,6 +252,7 @@ def test_work_counts_only_the_experts_that_are_used() -> None:
     assert block.flops == 8 * one.flops
 
 
+@pytest.mark.exhaustive
 def test_qwen36_27b_and_its_drafter_decode_in_24_gb_with_int4_weights() -> None:
     target = read_target_config(FOLDER / "Qwen3.6-27B")
     drafter = read_drafter_config(FOLDER / "Qwen3.6-27B-DFlash")

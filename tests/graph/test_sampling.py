@@ -204,6 +204,7 @@ def next_logits(many: Engine) -> dict[tuple[int, ...], np.ndarray]:
     return all_logits(many)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("filters", LAWS)
 def test_sampled_speculative_output_has_the_distribution_of_the_target(
     many: Engine, next_logits: dict[tuple[int, ...], np.ndarray], filters: dict[str, Any]
@@ -218,6 +219,7 @@ def test_sampled_speculative_output_has_the_distribution_of_the_target(
     assert 0.05 < accepted / drafted < 0.95  # both branches were taken
 
 
+@pytest.mark.exhaustive
 def test_sampled_output_under_penalties_and_biases_has_its_law(
     many: Engine, next_logits: dict[tuple[int, ...], np.ndarray]
 ) -> None:
@@ -274,6 +276,7 @@ def test_the_narrowest_filters_leave_the_likeliest_token(filters: dict[str, Any]
     assert p.tolist() == [[[0, 1, 0]]]  # 30 / 2e-38 is infinite
 
 
+@pytest.mark.exhaustive
 def test_a_position_is_drawn_by_one_key_whatever_step_decides_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -333,6 +336,7 @@ MANNERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     [

@@ -36,6 +36,7 @@ FLAGS = os.environ.get("XLA_FLAGS", "")  # compiling faster, in `make test`
 DEVICES = f"{FLAGS} --xla_force_host_platform_device_count="
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "devices", "meshes"),
     [

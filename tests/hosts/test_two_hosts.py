@@ -24,6 +24,7 @@ PLAN = Plan(
 )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_two_hosts_give_the_tokens_of_one_process_until_one_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def case(
     return q, cache, seen
 
 
+@pytest.mark.sample("ends1-80-8-50-False")
 @pytest.mark.parametrize(
     ("ends", "slots", "tokens", "window", "int8"),
     [

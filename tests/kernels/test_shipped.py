@@ -18,6 +18,8 @@ from dflash_jax.kernels.native.build import library
 from dflash_jax.kernels.native.compiling import AVX2, AVX512, LEVELS
 from tests.kernels.fake_compiler import WRITES, compiler, outputs
 
+pytestmark = pytest.mark.exhaustive
+
 ROOT = Path(__file__).parents[2]
 INSIDE = "dflash_jax/kernels/native/compiled"
 FILES = {f"{INSIDE}/{name}" for name in ("about.json", *(f"{x.name}.so" for x in LEVELS))}

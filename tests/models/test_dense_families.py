@@ -36,6 +36,7 @@ COMBINED = [
 ]
 
 
+@pytest.mark.sample("phi3-bfloat16-greedy")
 @pytest.mark.parametrize(("name", "dtype", "request_kind"), COMBINED)
 def test_speculative_tokens_are_the_plain_ones(
     oracle: Path, name: str, dtype: str, request_kind: str
@@ -117,6 +118,7 @@ def test_a_mistral_is_written_as_a_llama(oracle: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(model.forward(ids).logits, expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", ["lfm2", *(pytest.param(x, marks=SOAK) for x in ("ministral3", "qwen3_next"))]
 )

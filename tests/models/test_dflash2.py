@@ -159,6 +159,7 @@ def test_the_dynamic_convolution_is_the_reference(oracle: Path, name: str) -> No
         np.testing.assert_allclose(out, v[f"{name}.{expected}"], atol=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
     [

@@ -88,6 +88,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
+@pytest.mark.sample("3-False")
 @pytest.mark.parametrize("shifted", [True, False])
 @pytest.mark.parametrize("pure", [0, 1, 3])
 def test_the_correction_follows_its_formulas(pure: int, shifted: bool) -> None:

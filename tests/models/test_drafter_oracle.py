@@ -113,6 +113,7 @@ def whole_blocks(lengths: list[int], *, prompt: int, total: int, block: int) -> 
     return [n for n, start in zip(lengths, starts, strict=True) if start + block <= total]
 
 
+@pytest.mark.sample("v1_full", "v1_sliding_bidirectional", "v1_trained")
 @FIRST
 def test_generation_commits_the_official_tokens_in_the_official_rounds(
     case: SimpleNamespace, engine: Engine
@@ -132,6 +133,7 @@ def test_generation_commits_the_official_tokens_in_the_official_rounds(
     assert result.stats.acceptance_lengths[: len(lengths)] == lengths
 
 
+@pytest.mark.sample("v1_trained")
 @FIRST
 def test_generation_stops_at_a_token_and_keeps_it_as_the_last(
     case: SimpleNamespace, engine: Engine

@@ -105,6 +105,7 @@ def test_logits_and_hidden_states_of_a_whole_pass(oracle: Path, name: str) -> No
         np.testing.assert_allclose(state, v[f"hidden.{i}"], **WITHIN)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name", ["gemma4_ple", *(pytest.param(n, marks=pytest.mark.soak) for n in FOLDERS[:2]), *ALIKE]
 )
@@ -146,6 +147,7 @@ def test_blocks_with_rejected_tokens_rolled_back_and_long_contexts(oracle: Path,
     np.testing.assert_allclose(logits[:1], v["long.logits"], **WITHIN)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["gemma4_ple", *ALIKE])
 def test_the_engine_continues_greedily_as_transformers_does(oracle: Path, name: str) -> None:
     folder = oracle / "targets" / name
@@ -174,6 +176,7 @@ def prompt(length: int, seed: int = 7) -> list[int]:
     return np.random.default_rng(seed).integers(0, 97, length).tolist()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("dtype", "lengths", "changes"),
     [
@@ -211,6 +214,7 @@ def test_drafting_changes_no_token(
                 assert result.stats.rounds == -(-(new - 1) // 6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.soak)])
 def test_a_tokens_bits_do_not_depend_on_its_block(dtype: str) -> None:
     """R2, R9: attention, routing and experts, at every position of a block and next to any row."""

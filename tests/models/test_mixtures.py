@@ -229,6 +229,7 @@ def prompt_of(length: int) -> list[int]:
     return np.random.default_rng(length).integers(0, 97, length).tolist()
 
 
+@pytest.mark.exhaustive
 def test_every_accept_pattern_prompt_length_and_row_gives_plain_tokens(engine: Engine) -> None:
     lengths = (1, 64, 65, 90) if engine.plan.chunk == 64 else (1, 65, 90)
     rng = np.random.default_rng(0)

@@ -31,6 +31,7 @@ def install(site: Path) -> None:
     (about / "entry_points.txt").write_text(ENTRY_POINTS)
 
 
+@pytest.mark.exhaustive
 def test_a_package_adds_a_family_and_a_kind_that_load_generate_convert_and_train(
     tmp_path: Path,
 ) -> None:

@@ -178,6 +178,7 @@ def test_a_long_sequence_chunk_by_chunk(case: SimpleNamespace, cached: Cached) -
     assert at == case.long
 
 
+@pytest.mark.sample("qwen3_5")
 def test_the_engine_continues_greedily_as_transformers_does(case: SimpleNamespace) -> None:
     engine = dj.load(case.path, plan=dj.Plan(rows=2, max_length=64, chunk=16, block=8))
     prompts = case.vectors["input_ids"][:, : case.prompt].tolist()
@@ -243,6 +244,7 @@ def recurrent(engine: Engine, row: int = 0) -> list[np.ndarray]:
     return [np.asarray(x[row]) for c in caches for x in jax.tree.leaves(c)]
 
 
+@pytest.mark.sample("float32-1", "float32-15", "float32-16", "float32-17", "float32-37")
 @pytest.mark.optimised
 @pytest.mark.parametrize("length", [1, 2, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5, 90])
 def test_every_accept_pattern_gives_plain_tokens_and_plain_states(
@@ -279,6 +281,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_past(engine: Engine) -> 
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.sample("lfm2-float32")
 @pytest.mark.optimised
 def test_forced_tokens_leave_the_states_of_chosen_ones(engine: Engine) -> None:
     """R7: the same tokens, fed by forced steps of any lengths."""
@@ -321,6 +324,7 @@ def test_states_are_updated_in_place(engine: Engine) -> None:
         assert executable.temporary_bytes <= allowed, executable.key
 
 
+@pytest.mark.exhaustive
 def test_chunks_of_any_size_prefill_the_same_state() -> None:
     """Up to rounding, as the grid of a plan is fixed; chunks of one are token by token."""
     target = tiny_hybrid(num_layers=2, recurrent=(True, False))
@@ -350,6 +354,7 @@ def test_chunks_of_any_size_prefill_the_same_state() -> None:
         np.testing.assert_allclose(cache.inputs, found[0][1].inputs, atol=2e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("engine", [("float32", PAIR)], indirect=True, ids=["float32"])
 def test_inexact_plans_commit_from_factors_and_agree_in_float32(engine: Engine) -> None:
     given, plan = prompt_of(20), dataclasses.replace(engine.plan, exact=False, plain_width=1)

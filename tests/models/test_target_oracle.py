@@ -69,6 +69,7 @@ def test_logits_and_hidden_states_of_a_whole_pass(
         np.testing.assert_allclose(state, case.vectors[f"hidden.{i}"], **WITHIN)
 
 
+@pytest.mark.sample("gpt_oss", "mistral", "lfm2")
 def test_a_sequence_longer_than_two_chunks_in_one_pass(case: SimpleNamespace) -> None:
     ids = case.vectors["long.input_ids"]
     logits = dj.load_target(case.path).forward(jnp.asarray(ids)).logits
@@ -149,6 +150,7 @@ def test_a_long_sequence_chunk_by_chunk(case: SimpleNamespace, cached: Cached) -
     assert at == case.long
 
 
+@pytest.mark.sample("llama3", "qwen3_moe", "gemma3")
 @but("gpt_oss")
 def test_the_engine_continues_greedily_as_transformers_does(case: SimpleNamespace) -> None:
     engine = dj.load(case.path, plan=dj.Plan(rows=2, max_length=64, chunk=16, block=8))

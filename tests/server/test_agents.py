@@ -30,6 +30,7 @@ def shipped() -> Iterator[LiveServer]:
     live.stop()
 
 
+@pytest.mark.exhaustive
 def test_an_agent_of_twelve_turns_is_never_left_without_an_answer(shipped: LiveServer) -> None:
     turns = work(shipped.openai, TURNS)
     assert len(turns) == TURNS

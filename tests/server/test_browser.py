@@ -401,6 +401,7 @@ def test_a_server_that_goes_away_and_comes_back(page: Page) -> None:
     page.restart()
 
 
+@pytest.mark.exhaustive
 def test_the_page_fits_a_narrow_screen(page: Page) -> None:
     window = page.browser
     size = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True}

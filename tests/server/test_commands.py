@@ -80,6 +80,7 @@ def process(oracle: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str
             started.kill()
 
 
+@pytest.mark.exhaustive
 def test_closed_connections_do_not_kill_it_and_sigterm_ends_it_in_order(
     process: tuple[subprocess.Popen[str], str], tmp_path: Path
 ) -> None:
@@ -437,6 +438,7 @@ def talks(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 def test_bench_in_process_compares_the_modes(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, run: Run, talks: Path, tmp_path: Path
 ) -> None:

@@ -184,6 +184,7 @@ def test_every_api_keeps_a_stream_alive_until_it_begins(
     assert "response.failed" not in whole
 
 
+@pytest.mark.exhaustive
 def test_clients_read_past_what_keeps_a_stream_alive(start: Start, gate: Gate) -> None:
     live = start()
     streamed: list[str] = []
@@ -210,6 +211,7 @@ def test_clients_read_past_what_keeps_a_stream_alive(start: Start, gate: Gate) -
     live.anthropic.close()
 
 
+@pytest.mark.exhaustive
 def test_a_request_that_is_not_streamed_is_told_to_come_back(start: Start, gate: Gate) -> None:
     live = start(compile_wait=0.05)
     early = httpx.post(live.url + CHAT, json=LOGPROBS, timeout=60)
@@ -312,6 +314,7 @@ def test_half_of_the_queue_is_for_requests_that_can_begin(random_tiny: Engine, g
 # -- which programs are compiled when ----------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_common_programs_are_ready_first_and_the_others_follow(start: Start, gate: Gate) -> None:
     live = start(warm="common")  # ready while the gate is closed
     assert httpx.get(live.url + "/ready").status_code == 200
@@ -323,6 +326,7 @@ def test_common_programs_are_ready_first_and_the_others_follow(start: Start, gat
     assert soon(lambda: set(states(live).values()) == {"ready"})
 
 
+@pytest.mark.exhaustive
 def test_all_programs_may_be_compiled_before_it_is_ready(start: Start, gate: Gate) -> None:
     live = start(warm="all", ready=False)
     early = httpx.post(live.url + CHAT, json=ASK, timeout=60)
@@ -338,6 +342,7 @@ def test_all_programs_may_be_compiled_before_it_is_ready(start: Start, gate: Gat
     assert set(states(live).values()) == {"ready"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("warm", ["none", "common"])
 def test_drafting_is_timed_before_a_warm_server_is_ready(
     random_tiny: Engine, gate: Gate, warm: Warm
@@ -366,6 +371,7 @@ def test_a_failure_while_drafting_is_timed_costs_no_more_than_the_figure(
     live.stop()
 
 
+@pytest.mark.exhaustive
 def test_nothing_but_greedy_programs_need_be_compiled(random_tiny: Engine) -> None:
     engine = cold(random_tiny)
     for name in set(engine.core.runner.executables) - set(
@@ -394,6 +400,7 @@ def logged(
     return caplog
 
 
+@pytest.mark.exhaustive
 def test_phases_refusals_and_the_end_are_logged(
     start: Start, gate: Gate, logged: pytest.LogCaptureFixture
 ) -> None:
@@ -432,6 +439,7 @@ def test_every_line_of_a_request_has_the_id_of_its_headers(
         assert all("4 new" in line for line in lines)
 
 
+@pytest.mark.exhaustive
 def test_quiet_servers_leave_out_nothing_but_the_lines_of_outputs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

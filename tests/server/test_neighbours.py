@@ -160,6 +160,7 @@ def test_every_route_has_its_largest_input_here(stored: Stored) -> None:
     assert {(method, path) for method, path in served if method != "HEAD"} == known
 
 
+@pytest.mark.exhaustive
 def test_no_request_delays_a_neighbour_by_a_second(stored: Stored) -> None:
     idle, _ = stored.longest_wait(time.sleep, IDLE_S)
     cases = [

@@ -111,6 +111,7 @@ SECRET = {
 }
 
 
+@pytest.mark.sample("structure2-a/bb")
 @pytest.mark.parametrize(
     ("structure", "text"),
     [

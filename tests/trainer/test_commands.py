@@ -25,6 +25,7 @@ def test_lines_and_exit_code_are_passed_on() -> None:
     assert [stream for stream, _ in shown] == ["stdout"]
 
 
+@pytest.mark.exhaustive
 def test_errors_of_other_hosts_are_shown_once() -> None:
     shown: list[str] = []
     running = [CommandProcess(["--version"]), CommandProcess(WRONG), CommandProcess(["--version"])]
@@ -37,6 +38,7 @@ def test_errors_of_other_hosts_are_shown_once() -> None:
     assert len(shown) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_host_that_outlives_a_failed_one_is_killed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -49,6 +51,7 @@ def test_a_host_that_outlives_a_failed_one_is_killed(
     assert running[1].poll()[1] == -signal.SIGKILL
 
 
+@pytest.mark.exhaustive
 def test_a_stop_is_passed_on(tmp_path: Path) -> None:
     stop, shown = StopFlag(), []
 

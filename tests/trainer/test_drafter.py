@@ -166,6 +166,7 @@ def assert_alike(one: Any, two: Any) -> None:
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-6), one, two)
 
 
+@pytest.mark.sample("float32")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_bfloat16_drafter_trains_float32_weights_by_bfloat16_products(dtype):
     """Activations are those of a bfloat16 drafter, whatever the target's; weights stay float32."""
@@ -233,6 +234,7 @@ def test_target_features_in_chunks_equal_those_in_one_piece(monkeypatch):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_table_of_tokens_does_not_turn_the_inputs_into_integers():
     pair, _, _, params = made("dflash")
     ids, anchors = tokens(0), jnp.asarray([[1, 6]])

@@ -50,6 +50,7 @@ def passed(
     return features.fill_cache(store, pair, model, rows, **how)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("weights", "tolerance"), [("float", 1e-3), pytest.param("int8", 0.05, marks=pytest.mark.soak)]
 )

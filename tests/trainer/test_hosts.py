@@ -334,6 +334,7 @@ def test_devices_that_hosts_cannot_share_are_refused() -> None:
             Placement(128)
 
 
+@pytest.mark.exhaustive
 def test_two_processes_train_a_drafter_like_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

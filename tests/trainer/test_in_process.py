@@ -63,6 +63,7 @@ def assert_lossless(engine: dj.Engine, plain: list[int]) -> None:
     assert drafted.stats.drafted
 
 
+@pytest.mark.exhaustive
 def test_a_drafter_of_a_target_in_memory_decodes_losslessly_from_memory_and_from_folders(
     trained: dj.TrainedDrafter, tmp_path: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_a_drafter_of_a_target_in_memory_decodes_losslessly_from_memory_and_from
         trained.save(tmp_path / "other", layout="zip")
 
 
+@pytest.mark.exhaustive
 def test_an_engine_is_a_target_on_a_mesh_too(trained: dj.TrainedDrafter) -> None:
     engine = random_engine(TARGET, None, PLAN)
     engine.update_params({"target": trained.target.params})
@@ -139,6 +141,7 @@ def test_a_run_that_is_interrupted_goes_on_to_the_same_weights(
         train(other, out=tmp_path / "run")
 
 
+@pytest.mark.exhaustive
 def test_a_drafter_starts_from_another_in_memory(trained: dj.TrainedDrafter) -> None:
     recipe = dataclasses.replace(
         RECIPE, schedule=dataclasses.replace(RECIPE.schedule, steps=1, rate=1e-12), weight_decay=0.0
@@ -207,6 +210,7 @@ def test_prompts_have_the_forms_of_the_command() -> None:
     assert in_process.training_data(Path("a.jsonl")) == "a.jsonl"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("more", [[], pytest.param(["--more"], marks=pytest.mark.soak)])
 def test_a_mesh_trains_what_one_device_trains_and_splits_the_target(more: list[str]) -> None:
     """Losses of steps, answers, and drafted output on mesh (2, 2), and on more of them."""

@@ -39,6 +39,7 @@ MIXED = dataclasses.replace(
 )
 
 
+@pytest.mark.exhaustive
 def test_openings_are_many_and_different() -> None:
     for kind in BEGUN:
         found = [prompt_kinds.opening(kind, 0, i) for i in range(8000)]
@@ -105,6 +106,7 @@ def talker() -> TargetModel:
     return TargetModel(target, jax.device_put(params), "float32", tokenizer=tokenizer)
 
 
+@pytest.mark.exhaustive
 def test_a_mixture_has_its_shares_and_goes_on_with_the_same_bytes(
     tmp_path: Path, talker: TargetModel
 ) -> None:

@@ -51,6 +51,7 @@ def answers_of(
     return [document.ids.tolist() for document in found]
 
 
+@pytest.mark.sample("greedy-int8-auto")
 @pytest.mark.parametrize(
     ("variant", "weights", "caches"),
     [
@@ -67,6 +68,7 @@ def test_caches_are_rounded_where_matrices_are_and_requests_sample(
         assert engine.plan.kv_dtype == caches
 
 
+@pytest.mark.exhaustive
 def test_concurrent_engines_give_the_answers_of_one(
     tmp_path: Path, model: TargetModel, prompts: list[AnswerPrompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +140,7 @@ def test_skipped_prompts_are_counted_before_any_is_answered(
         )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("weights", ["int8", pytest.param("int4", marks=pytest.mark.soak)])
 def test_answers_of_a_rounded_target_are_those_an_engine_serves(
     tmp_path: Path, weights: str

@@ -68,6 +68,7 @@ def texts_of(written: list[Example]) -> list[str]:
     return [turn.messages[0]["content"] for turn in written]
 
 
+@pytest.mark.exhaustive
 def test_a_turn_depends_on_seed_and_number_only(
     tmp_path: Path, talker: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

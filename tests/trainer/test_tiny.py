@@ -17,6 +17,8 @@ from dflash_jax.trainer.data import Usage
 from dflash_jax.trainer.recipes import recipe
 from recipes.tiny import __main__ as tiny
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):

@@ -168,6 +168,7 @@ def test_held_out_prompts_too_long_to_measure_are_counted_aloud(tmp_path):
     assert "ids" not in found
 
 
+@pytest.mark.exhaustive
 def test_figures_are_returned_for_the_command_to_print_once(tmp_path):
     path, reported = tmp_path / "heldout.jsonl", []
     path.write_text(json.dumps({"kind": "ids", "ids": [5, 6, 7]}) + "\n")
@@ -375,6 +376,7 @@ print("equal")
 """
 
 
+@pytest.mark.exhaustive
 def test_loss_and_gradient_are_equal_on_one_and_on_four_devices(monkeypatch):
     flags = os.environ.get("XLA_FLAGS", "")  # compiling faster, in `make test`
     monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_force_host_platform_device_count=4")

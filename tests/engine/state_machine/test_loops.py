@@ -316,6 +316,7 @@ def sources(characters: int) -> Iterator[tuple[str, str]]:
             return
 
 
+@pytest.mark.exhaustive
 def test_a_sample_of_pythons_library_is_left_alone(tokenizer: Tokenizer) -> None:
     assert not [found for found in text_of(sources(400_000), tokenizer) if found[1]]
 
