@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.config import FULL, SLIDING
-from dflash_jax.config.gpt_oss import GptOssConfig
+from dflash_jax.config.gpt_oss import SWIGLU_ALPHA, GptOssConfig
 from dflash_jax.converters.canonical import Alternating, Origin, Separated
 from dflash_jax.converters.families import llama
 from dflash_jax.converters.gguf import keys, tensors
@@ -68,6 +68,7 @@ def to_hf(config: GptOssConfig, dtype: str) -> dict[str, Any]:
         "num_local_experts": config.num_experts,
         "num_experts_per_tok": config.experts_per_token,
         "swiglu_limit": config.swiglu_limit,
+        "swiglu_alpha": config.swiglu_alpha,
     }
     if config.rope.kind == "default":  # null would mean the family's usual scaling
         found["rope_scaling"] = {"rope_type": "default"}
@@ -169,6 +170,8 @@ def to_gguf(config: GptOssConfig) -> keys.Metadata:
             "attention without biases": not config.attention_bias,
             "a rotary embedding without yarn": config.rope.kind != "yarn",
             f"experts clamped at {config.swiglu_limit:g}": config.swiglu_limit != 7.0,
+            f"experts with swiglu_alpha {config.swiglu_alpha:g}": config.swiglu_alpha
+            != SWIGLU_ALPHA,
             f"windows {sorted(windows)}": len(windows) != 1,
         },
     )

@@ -10,6 +10,7 @@ from dflash_jax.errors import ConfigError
 
 # Values of absent fields in transformers that differ from those of other families.
 DEFAULTS = {"attention_bias": True, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "head_dim": 64}
+SWIGLU_ALPHA = 1.702  # of published models
 PUBLISHED_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -22,9 +23,15 @@ PUBLISHED_ROPE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GptOssConfig(TargetConfig):
-    """A gpt-oss target; `swiglu_limit` clamps the experts' gate and up projections."""
+    """A gpt-oss target.
+
+    Attributes:
+      swiglu_limit: clamps the experts' gate and up projections.
+      swiglu_alpha: factor inside the sigmoid of the gate.
+    """
 
     swiglu_limit: float = 7.0
+    swiglu_alpha: float = SWIGLU_ALPHA
 
     @property
     def conventions(self) -> tuple[str, ...]:
@@ -59,7 +66,8 @@ def from_hf(f: Fields) -> GptOssConfig:
     limit = f.number("swiglu_limit", 7.0)
     if limit <= 0:
         raise ConfigError(f"{f.where}: swiglu_limit is {limit}; expected a positive number")
-    return GptOssConfig(**fields, **experts, swiglu_limit=limit)
+    alpha = f.number("swiglu_alpha", SWIGLU_ALPHA)
+    return GptOssConfig(**fields, **experts, swiglu_limit=limit, swiglu_alpha=alpha)
 
 
 FAMILY = Family(

@@ -11,8 +11,6 @@ from dflash_jax.nn.decoder import Decoder, Layer
 from dflash_jax.nn.layers import dot, rms_norm_wide, weight
 from dflash_jax.nn.moe import expert_weights, experts, top_then_softmax
 
-SHARPNESS = 1.702  # of the gate's sigmoid
-
 
 class ClampedMLP(nn.Module):
     """The experts with the largest logits, weighted by a softmax over these logits."""
@@ -26,14 +24,15 @@ class ClampedMLP(nn.Module):
         logits += weight(self, "router_bias", (c.num_experts,))[None, None]
         ids, shares = top_then_softmax(logits, c.experts_per_token)
         stacks = expert_weights(self, c.num_experts, c.hidden_size, c.expert_size, bias=True)
-        return experts(x, stacks, ids, shares, functools.partial(clamped, limit=c.swiglu_limit))
+        activation = functools.partial(clamped, limit=c.swiglu_limit, alpha=c.swiglu_alpha)
+        return experts(x, stacks, ids, shares, activation)
 
 
-def clamped(gate: Array, up: Array, *, limit: float) -> Array:
-    """Return (up + 1) · gate · sigmoid(1.702 gate), gate clamped from above, up on both sides."""
+def clamped(gate: Array, up: Array, *, limit: float, alpha: float) -> Array:
+    """Return (up + 1) · gate · sigmoid(alpha gate), gate clamped from above, up on both sides."""
     most = jnp.asarray(limit, gate.dtype)
     gate, up = jnp.minimum(gate, most), jnp.clip(up, -most, most)
-    one, sharp = (jnp.asarray(v, gate.dtype) for v in (1.0, SHARPNESS))
+    one, sharp = (jnp.asarray(v, gate.dtype) for v in (1.0, alpha))
     return (up + one) * (gate * nn.sigmoid(gate * sharp))
 
 

@@ -199,7 +199,16 @@ def test_the_clamps_act_before_gate_and_up_meet() -> None:
     gate, up = jnp.asarray([9.0, -9.0, 1.0]), jnp.asarray([-9.0, 9.0, 0.5])
     wanted = [-6 * 7 / (1 + np.exp(-1.702 * 7)), 8 * -9 / (1 + np.exp(1.702 * 9))]
     wanted.append(1.5 / (1 + np.exp(-1.702)))
-    np.testing.assert_allclose(clamped(gate, up, limit=7.0), wanted, rtol=1e-6)
+    np.testing.assert_allclose(clamped(gate, up, limit=7.0, alpha=1.702), wanted, rtol=1e-6)
+    other = clamped(gate[2:], up[2:], limit=7.0, alpha=1.5)
+    np.testing.assert_allclose(other, [1.5 / (1 + np.exp(-1.5))], rtol=1e-6)
+
+
+def test_the_factor_of_the_gate_that_transformers_writes_is_kept(oracle: Path) -> None:
+    base = published(oracle, "gpt_oss")
+    assert target_config(base | {"swiglu_alpha": 1.702}) == target_config(base)
+    other = target_config(base | {"swiglu_alpha": 1.5})
+    assert target_config(fields(other, "float32")) == other
 
 
 # -- lossless ----------------------------------------------------------------------------------
