@@ -22,6 +22,7 @@ from dflash_jax.config import (
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.testing import tiny_drafter, tiny_target
 
+PUBLISHED = Path(__file__).parent / "published"
 TARGETS = ("targets/llama3", "targets/qwen3", "drafters/target_qwen3", "drafters/target_small")
 
 
@@ -362,6 +363,78 @@ def test_a_config_survives_json(config: TargetConfig | DrafterConfig) -> None:
         type(config).from_json(stored | {"colour": 1})
 
 
+# -- published files, and fields that nobody knows -----------------------------------------------
+
+
+def test_published_configs_are_read_without_a_word() -> None:
+    """With the warnings of unknown fields as errors; `targets.json` names the sources."""
+    listed = json.loads((PUBLISHED / "targets.json").read_text())
+    configs = {name: entry["config"] for name, entry in listed["models"].items()}
+    configs |= {name: fields(PUBLISHED, f"{name}/config.json") for name in listed["folders"]}
+    assert len(configs) > 60
+    read = {}
+    for name, published in configs.items():
+        published.pop("quantization_config", None)  # read with the weights
+        read[name] = target_config(published, name)
+    assert {config.model_type for config in read.values()} > {"llama", "qwen2", "gemma4_text"}
+    assert read["HuggingFaceTB/SmolLM2-135M-Instruct"].rope.theta == 100000
+    assert read["Qwen/Qwen3.5-9B"].layer_kinds.count("gated delta net") == 24
+    assert read["mistralai/Devstral-Small-2-24B-Instruct-2512"].query_growth == 0.1
+    assert read["microsoft/Phi-3-mini-4k-instruct"].windows == (2047,) * 32
+
+
+@pytest.mark.parametrize("value", [False, None, 0, 1.0, "", [], {}, {"a": None}])
+def test_a_neutral_field_is_ignored_silently(oracle: Path, value: Any) -> None:
+    base = fields(oracle, "targets/llama3/config.hub.json")
+    assert target_config(base | {"a_new_idea": value, "clip_qkv": value}) == target_config(base)
+
+
+def test_fields_of_training_and_packaging_are_ignored_silently(oracle: Path) -> None:
+    names = (
+        "neftune_noise_alpha",
+        "embd_pdrop",
+        "z_loss_weight",
+        "init_std",
+        "_flash_attn_2",
+        "x_version",
+    )
+    base = fields(oracle, "targets/llama3/config.hub.json")
+    assert target_config(base | dict.fromkeys(names, 5.0)) == target_config(base)
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3_next", "ministral3", "gemma4_vl", "qwen3_5_vl"])
+def test_a_field_that_nobody_knows_is_named_in_one_warning(oracle: Path, name: str) -> None:
+    base = fields(oracle, f"targets/{name}/config.json")
+    inner = base.get("text_config", base)
+    inner |= {"a_new_idea": 5, "another": True}
+    with pytest.warns(UserWarning, match="does not know and ignores: a_new_idea, another;") as seen:
+        target_config(base)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama3", {"rope_interleaved": True}),
+        ("llama3", {"residual_multiplier": 0.22}),
+        ("llama3", {"final_logit_softcapping": 30.0}),
+        ("llama3", {"position_embedding_type": "alibi"}),
+        ("llama3", {"num_local_experts": 8}),
+        ("llama3", {"quantization_config": {"quant_method": "fp8"}}),
+        ("qwen2", {"use_qk_norm": True}),
+        ("qwen3", {"use_qk_norm": False}),
+        ("qwen3_5", {"output_gate_type": "sigmoid"}),
+        ("qwen3", {"swiglu_alpha": 1.7}),
+    ],
+)
+def test_a_field_that_another_family_applies_is_refused(
+    oracle: Path, name: str, change: dict[str, Any]
+) -> None:
+    base = fields(oracle, f"targets/{name}/config.json")
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        target_config(base | change)
+
+
 # -- bad input ---------------------------------------------------------------------------------
 
 
@@ -370,7 +443,7 @@ def test_a_config_survives_json(config: TargetConfig | DrafterConfig) -> None:
     [
         ({"model_type": "mamba"}, "model_type 'mamba' is not a target this version runs; it runs"),
         ({"model_type": None}, "model_type None is not a target"),
-        ({"clip_qkv": 8.0, "alibi": True}, "does not understand: alibi, clip_qkv. They could"),
+        ({"clip_qkv": 8.0, "alibi": True}, "does not apply to .*: alibi True, clip_qkv 8.0. It"),
         ({"hidden_size": None}, "lacks 'hidden_size'; add it as an integer"),
         ({"hidden_size": "64"}, "hidden_size is '64'; expected a 32-bit integer"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0; expected 1 to 10,000"),
@@ -445,7 +518,7 @@ def test_an_unknown_model_type_lists_the_known_ones(oracle: Path) -> None:
         ({"target_layer_ids": [1, "2"]}, "expected the list of target layers whose outputs"),
         ({"mask_token_id": None}, "lacks 'mask_token_id'; add it as an integer"),
         ({"output_multiplier": "half"}, "output_multiplier is 'half'; expected a finite number"),
-        ({"markov_rank": 4}, "dflash_config has fields this version does not understand: markov_"),
+        ({"markov_rank": 4}, "dflash_config asks for what .* does not apply .*: markov_rank 4"),
     ],
 )
 def test_a_drafter_config_that_cannot_be_run_is_refused_by_name(
@@ -476,6 +549,7 @@ PARSERS: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("drafters/v1_sliding_bidirectional/config.json", drafter_config),
 ]
 ODD = ["x", "", -1, 0, 1, 1.5, [], [1], ["a"], [None], {}, {"a": 1}, True, 1e400, "full_attention"]
+ODD += [[["x"]], [{}]]  # entries that have no hash
 
 
 @pytest.mark.parametrize(("where", "parse"), PARSERS)

@@ -264,8 +264,8 @@ def published_fields(
     )
     spelt = families.provided(kind, "SPECULATOR_FIELDS", {})
     named = {spelt.get(name, name): name for name in own}
-    _refuse_unknown(config, (*READ, *named), where)
-    _refuse_unknown(layers, (*CARRIED, *READ_OF_LAYERS), f"{where}: transformer_layer_config")
+    _check_unread(config, (*READ, *named), where)
+    _check_unread(layers, (*CARRIED, *READ_OF_LAYERS), f"{where}: transformer_layer_config")
     shifted = config.get("sample_from_anchor")
     fields = {key: layers[key] for key in CARRIED if key in layers}
     fields |= _rope(layers) | {
@@ -318,10 +318,10 @@ def _classes() -> dict[str, str]:
     return {kind: name for kind, name in found.items() if name}
 
 
-def _refuse_unknown(values: dict[str, Any], known: tuple[str, ...], where: str) -> None:
+def _check_unread(values: dict[str, Any], known: tuple[str, ...], where: str) -> None:
     reader = Fields(values, where)
     reader.used.update(known, PACKAGING, TRAINING)
-    reader.refuse_rest()
+    reader.check_rest()
 
 
 def _refuse_unlike(config: dict[str, Any], layers: dict[str, Any], where: str) -> None:

@@ -1,8 +1,9 @@
 """Configurations of targets and drafters, read from Hugging Face `config.json` files.
 
 Each family has a file here (see `family`). Files as published and as transformers 5 writes them
-are read; a field that is neither understood nor known to be harmless is an error. This package
-never imports jax.
+are read. A field that changes what a model computes is applied or refused; one that nobody here
+knows is ignored with a warning, and silently if it is neutral or of training. This package never
+imports jax.
 """
 
 import dataclasses
@@ -86,7 +87,7 @@ def is_drafter(fields: dict[str, Any]) -> bool:
     """Return whether a Hugging Face config describes a drafter, of any layout."""
     named = fields.get("architectures")
     names = named if isinstance(named, list) else []
-    known = any(name in drafter_architectures() for name in names)
+    known = any(isinstance(name, str) and name in drafter_architectures() for name in names)
     return known or any(name in fields for name in DRAFTER_FIELDS)
 
 
@@ -97,7 +98,7 @@ def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetC
       where: the file's name, for errors.
 
     Raises:
-      ConfigError: the family, or a field that could affect the output, is not known.
+      ConfigError: the family is not known, or a field that changes the output not supported.
     """
     if is_drafter(fields):
         raise wrong_role(where, "target")
@@ -109,7 +110,7 @@ def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetC
         )
     reader = Fields(fields, where)
     config = target_families()[model_types()[model_type]].from_hf(reader)
-    reader.refuse_rest()
+    reader.check_rest()
     return config
 
 
@@ -120,7 +121,7 @@ def drafter_config(fields: dict[str, Any], where: str = "config.json") -> Drafte
       where: the file's name, for errors.
 
     Raises:
-      ConfigError: the kind, or a field that could affect the output, is not known.
+      ConfigError: the kind is not known, or a field that changes the output not supported.
     """
     kind = fields.get("model_type")
     if isinstance(kind, str) and kind in model_types() and not is_drafter(fields):
@@ -132,8 +133,8 @@ def drafter_config(fields: dict[str, Any], where: str = "config.json") -> Drafte
     own = outer.inner("dflash_config")
     both = DrafterFields(outer, Fields(own.values | heads.values, own.where))
     config = drafter_kinds()[_drafter_kind(both)].from_hf(both)
-    outer.refuse_rest()
-    both.dflash.refuse_rest()
+    outer.check_rest()
+    both.dflash.check_rest()
     return config
 
 

@@ -320,7 +320,7 @@ def text_part(f: Fields, others: Iterable[str], read: Callable[[Fields, Fields],
     f.used.update(("model_type", "dtype", *others))
     text = f.inner("text_config")
     config = read(text, f)
-    text.refuse_rest()
+    text.check_rest()
     return config
 
 

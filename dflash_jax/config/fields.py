@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +10,55 @@ from dflash_jax.config.family import Family, model_types, target_families
 from dflash_jax.errors import CheckpointError, ConfigError
 
 GGUF_MAGIC = b"GGUF"
-# Fields that describe training, generation defaults or packaging, not the forward pass.
+# Fields of training, generation defaults and packaging, which do not change what a model computes;
+# more of them are told by a word of their name.
 HARMLESS = frozenset(
     str.split("""
-    _attn_implementation_autoset _name_or_path add_cross_attention architectures
-    attention_dropout attn_implementation auto_map bad_words_ids begin_suppress_tokens
-    bos_token_id chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id
-    diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size eos_token_id
+    add_cross_attention architectures auto_map bad_words_ids begin_suppress_tokens bos_token_id
+    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty
+    do_sample early_stopping encoder_no_repeat_ngram_size eos_token_id
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
-    id2label initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length
+    id2label is_decoder is_encoder_decoder is_llama_config label2id length_penalty max_length
     max_position_embeddings max_sequence_length min_length model_max_length name_or_path
     no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
     output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
     problem_type pruned_heads remove_invalid_values repetition_penalty return_dict
     return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
-    tf_legacy_loss tie_encoder_decoder tie_word_embeddings tokenizer_class top_k top_p
-    torch_dtype torchscript transformers_version typical_p unsloth_fixed unsloth_version
-    use_bfloat16 use_cache
+    tie_encoder_decoder tie_word_embeddings tokenizer_class top_k top_p torch_dtype torchscript
+    transformers.js_config typical_p unsloth_fixed use_bfloat16 use_cache
     """)
+)
+HARMLESS_WORDS = frozenset(
+    str.split("""
+    checkpointing dropout flash implementation init initializer jitter loss neftune pdrop version
+    """)
+)
+# Fields that change what a model computes, with the values, besides neutral ones, by which they do
+# not. Families read those that they apply, so one that is left is not applied.
+COMPUTED: dict[str, tuple[Any, ...]] = {
+    "normalization_function": ("rmsnorm",),
+    "position_embedding_type": ("rope", "rotary"),
+    "rope_type": ("default",),
+} | dict.fromkeys(
+    str.split("""
+    activation_sparsity_pattern adapter alibi altup_num_inputs attention_chunk_size
+    attention_multiplier attention_out_bias attention_sink_bias attention_value_scale attn_gate
+    attn_logit_softcapping attn_output_gate attn_temperature_tuning bias clip_qkv
+    compression_config conv_L_cache dim_model_base embedding_multiplier final_logit_softcapping
+    first_k_dense_replace gru_hidden_dim hidden_size_per_layer_input index_topk
+    interleave_moe_layer_step kv_lora_rank laurel_rank llama_4_scaling_beta lm_head_bias
+    lm_head_multiplier logit_scale logits_scaling logits_soft_cap markov_rank mlp_bias
+    mlp_layer_types mlp_multipliers moe_intermediate_size n_group n_routed_experts n_shared_experts
+    no_rope_layer_interval no_rope_layers norm_before_fc num_experts num_kv_shared_layers
+    num_local_experts output_gate_type output_multiplier parallel_attn q_lora_rank qk_layer_norms
+    qk_layernorm qk_norm qkv_bias quantization_config query_pre_attn_scalar residual_multiplier
+    rope_interleave rope_interleaved rope_local_base_freq rope_ratio rotary_dim rotary_pct rotation
+    routed_scaling_factor scale_depth scale_emb shared_expert_intermediate_size
+    sliding_window_pattern sparsity_config swiglu_alpha swiglu_limit topk_group transform_config
+    use_alibi use_bias use_bidirectional_attention use_double_wide_mlp use_dynamic_ntk use_logn_attn
+    use_parallel_residual use_qk_norm use_qkv_bias v_head_dim
+    """),
+    (),
 )
 
 
@@ -36,8 +68,21 @@ def whole(value: Any) -> Any:
     return int(value) if exact else value
 
 
+def neutral(value: Any) -> bool:
+    """Return whether a value switches its field off: none, false, nothing, or a factor of 1."""
+    if isinstance(value, dict):
+        return all(neutral(inner) for inner in value.values())
+    return value is None or value is False or (value is not True and value in (0, 1, "", []))
+
+
+def harmless(name: str) -> bool:
+    """Return whether a field is known not to change what a model computes."""
+    words = name.split("_")
+    return name in HARMLESS or name.startswith("_") or not HARMLESS_WORDS.isdisjoint(words)
+
+
 class Fields:
-    """Reader of a JSON object that records which fields were read, to refuse the others."""
+    """Reader of a JSON object that records which fields were read, to judge the others."""
 
     def __init__(self, values: dict[str, Any], where: str):
         self.values, self.where, self.used = values, where, set()
@@ -106,16 +151,36 @@ class Fields:
             raise ConfigError(f"{self.where}: {name} is {value!r}; expected an object")
         return Fields(value, f"{self.where}: {name}")
 
-    def refuse_rest(self) -> None:
-        """Check that all fields were read, apart from harmless ones.
+    def check_rest(self) -> None:
+        """Judge the fields that were not read; those that nobody knows are ignored with a warning.
 
         Raises:
-          ConfigError: a field was not read, so it could change the output.
+          ConfigError: one is known to change what the model computes.
         """
-        rest = [k for k, v in self.values.items() if v is not None]
-        if rest := sorted(set(rest) - self.used - HARMLESS):
+        unread = {k: v for k, v in self.values.items() if k not in self.used and not neutral(v)}
+        if changing := [k for k, v in unread.items() if k in COMPUTED and v not in COMPUTED[k]]:
+            listed = ", ".join(f"{name} {unread[name]!r}" for name in sorted(changing))
             raise ConfigError(
-                f"{self.where} has fields this version does not understand: {', '.join(rest)}."
+                f"{self.where} asks for what this version does not apply to such a model: {listed}."
+                " It would change the output; use a model without it"
+            )
+        if unknown := sorted(k for k in unread if k not in COMPUTED and not harmless(k)):
+            warnings.warn(
+                f"{self.where} has fields that this version does not know and ignores:"
+                f" {', '.join(unknown)}; make sure that none changes what the model computes",
+                stacklevel=2,
+            )
+
+    def refuse_rest(self) -> None:
+        """Check that all fields that are not neutral were read, where each one computes something.
+
+        Raises:
+          ConfigError: a field was not read.
+        """
+        rest = {k for k, v in self.values.items() if not neutral(v)}
+        if unread := sorted(rest - self.used):
+            raise ConfigError(
+                f"{self.where} has fields this version does not understand: {', '.join(unread)}."
                 " They could change the output, so they are not ignored"
             )
 

@@ -63,8 +63,10 @@ def from_hf(f: Fields) -> TargetConfig:
         query_growth=growth,
     )
     reader.used.update(("dtype", "torch_dtype", "model_type"))
-    reader.refuse_rest()
-    f.used.update(reader.used if text is f else ())
+    if text is f:
+        f.used.update(reader.used)
+    else:
+        reader.check_rest()
     return config
 
 

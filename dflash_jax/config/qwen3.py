@@ -7,6 +7,7 @@ from dflash_jax.config.fields import Fields
 
 def from_hf(f: Fields) -> TargetConfig:
     """Return the config of a dense Qwen3."""
+    f.must_be("use_qk_norm", True)
     return TargetConfig(**dense_fields(f), qk_norm=True)
 
 

@@ -111,6 +111,7 @@ def from_hf(f: Fields) -> HybridConfig:
         raise ConfigError(f"{text.where}: rope type 'proportional' is not supported in Qwen3.5")
     reader.must_be("hidden_act", "silu", "swish")
     reader.must_be("attn_output_gate", True)
+    reader.must_be("output_gate_type", "silu", "swish")
     reader.must_be("mamba_ssm_dtype", "float32")
     reader.used.update(UNUSED)
     experts = _experts(reader) if moe else {}
@@ -133,23 +134,23 @@ def from_hf(f: Fields) -> HybridConfig:
         conv_kernel=reader.integer("linear_conv_kernel_dim", 4),
     )
     reader.used.update(("model_type", "tie_word_embeddings", "dtype", "torch_dtype"))
-    reader.refuse_rest()
-    f.used.update(reader.used if text is f else ())
+    if text is f:
+        f.used.update(reader.used)
+    else:
+        reader.check_rest()
     return config
 
 
 def _plain_rope(text: Fields, moe: bool) -> Fields:
     """Return the fields with rotary settings reduced to those that text needs.
 
-    The three position rows of multimodal rotary embedding are equal for text, so its sections
-    do not matter. The rotated part of a head is read by `_partial`.
+    The rotated part of a head is read by `_partial`.
     """
     kind = "qwen3_5_moe_text" if moe else "qwen3_5_text"
     values = text.values | {"model_type": kind}
     for spelling in ("rope_parameters", "rope_scaling"):
         rope = dict(text.inner(spelling).values)
-        for name in ("mrope_section", "mrope_interleaved", "partial_rotary_factor"):
-            rope.pop(name, None)
+        rope.pop("partial_rotary_factor", None)
         values[spelling] = rope or None
     if moe:  # total width per token, which published files lack
         named = Fields(values, text.where)

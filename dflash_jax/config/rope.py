@@ -27,6 +27,8 @@ KEYS = (
     "truncate",
     ORIGINAL,
 )
+# Keys that do not change the embedding of text: its three position rows, if any, are equal.
+UNREAD = ("finetuned", "mrope_interleaved", "mrope_section")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +143,7 @@ def scaled(r: Fields, f: Fields, theta: float, width: int) -> RopeConfig:
     kind = r.get("rope_type", r.get("type", "default"))
     if kind not in KINDS:
         raise ConfigError(f"{f.where}: rope type {kind!r} is not supported; {', '.join(KINDS)} are")
-    r.used.update(("rope_type", "type", "rope_theta", *KEYS))
+    r.used.update(("rope_type", "type", "rope_theta", *KEYS, *UNREAD))
     r.refuse_rest()
     factor = r.number("factor", 1.0)
     if not (theta > 0 and factor > 0):

@@ -229,7 +229,7 @@ def test_without_convolution_and_successors_it_is_version_one() -> None:
         ({"conv_group_size": 7}, "must divide the hidden size 64"),
         ({"selector_top_k": 0}, "selector_top_k is 0"),
         ({"selector_top_k": 300}, "has only 256"),
-        ({"selector_width": 3}, "does not understand: selector_width"),
+        ({"markov_rank": 3}, "does not apply to .*: markov_rank 3"),
         ({"projector_type": "medusa"}, "projector_type is 'medusa'"),
     ],
 )

@@ -387,7 +387,7 @@ def test_a_rope_type_next_to_those_of_the_layers_is_ignored(oracle: Path) -> Non
             {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 9},
             "vocab_size_per_layer_input is 9",
         ),
-        ({"altup_num_inputs": 4}, "does not understand: altup_num_inputs"),
+        ({"altup_num_inputs": 4}, "does not apply to .*: altup_num_inputs 4"),
     ],
 )
 def test_configs_that_cannot_be_run_are_refused_by_name(
