@@ -1,13 +1,14 @@
 """Hugging Face weight folders: one model.safetensors or shards, plain or quantised."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dflash_jax.config.fields import Fields, has_file, read_json
+from dflash_jax.config.fields import Fields, has_file, neutral, read_json
 from dflash_jax.converters import hf_grouped
 from dflash_jax.converters.hf_grouped import WIDTHS, GroupedSource
 from dflash_jax.converters.quants.decoders import E2M1_TABLES, halved_power
@@ -171,9 +172,28 @@ GPTQ_VERSIONS = {"gptq": hf_grouped.GPTQ, "gptq_v2": hf_grouped.GPTQ_V2}
 
 SCALED_KINDS = frozenset({"F8_E4M3", "F8_E5M2", "I8"})
 SCALE_NAMES = ("_scale_inv", "_scale")  # both multiply, despite the first name
-ACTIVATION_SCALES = (".input_scale", ".k_scale", ".v_scale", ".activation_scale")
+FLOAT_KINDS = frozenset({"F64", "F32", "F16", "BF16", "F8_E8M0"})
+ZERO_POINT = "_zero_point"
+# Scales and zero points of activations and caches, which are not quantised here.
+UNUSED_SCALES = re.compile(
+    r"\.(?:input|output|activation|[qkv]|kv|prob|[kv]_cache|kv_cache)_(?:scale|zero_point)$"
+)
 COMPRESSED_FORMATS = frozenset({"float-quantized", "int-quantized", "naive-quantized"})
+DENSE = "dense"  # of folders in which only caches or activations were quantised
 BLOCKS, SCALES = "_blocks", "_scales"
+# Settings on which no weight depends: how they were found, and how other engines run them.
+UNREAD_SETTINGS = str.split("""
+    act_group_aware activation_scheme actorder backend batch_size block_name_to_quantize
+    cache_block_outputs damp_auto_increment damp_percent dataset dequantize desc_act device
+    disable_exllama do_fuse dynamic exllama_config fmt fuse_max_seq_len global_compression_ratio
+    gptaq hyb_act ignore ignored_layers input_activations kv_cache_scheme lm_head max_input_length
+    meta model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block
+    modules_in_block_to_quantize modules_to_fuse modules_to_not_convert mse observer
+    observer_kwargs offload_to_disk output_activations pack_dtype packing_format parallel_packing
+    quant_method quantization_status registry_requires_subclass run_compressed scale_dtype
+    scale_fmt static_groups sym symmetric targets tokenizer true_sequential use_cuda_fp16
+    use_exllama weight_block_size zero_point zp_dtype
+""")
 
 
 def quantization(fields: dict[str, Any], folder: Path) -> Any:
@@ -182,7 +202,10 @@ def quantization(fields: dict[str, Any], folder: Path) -> Any:
     Raises:
       CheckpointError, ConfigError: that file cannot be read.
     """
-    found = [fields.pop(key, None) for key in ("quantization_config", "compression_config")]
+    text = fields.get("text_config")  # where some multimodal files have them
+    places = [fields, *([text] if isinstance(text, dict) else [])]
+    keys = ("quantization_config", "compression_config")
+    found = [place.pop(key, None) for place in places for key in keys]
     settings = next((value for value in found if value is not None), None)
     for name, method in OWN_FILES.items():
         if settings is None and has_file(folder / name):
@@ -203,22 +226,63 @@ def dequantised(source: TensorSource, settings: Any, *, where: str) -> TensorSou
         raise ConfigError(f"{where}: quantization_config is {settings!r}; expected an object")
     method, form = settings.get("quant_method"), settings.get("format")
     fields = Fields(dict(settings), f"{where}: quantization_config")
+    _check_changes(fields)
+    decoded = _decoded(WithoutScales(source), method, form, fields)
+    if decoded is None:
+        formats = ", ".join(sorted({*COMPRESSED_FORMATS, PACK_QUANTIZED}))
+        raise ConfigError(
+            f"{where}: weights quantised by {method!r} (format {form!r}) are not supported; fp8,"
+            f" mxfp4, awq, gptq and compressed-tensors {formats} are. Use the original weights"
+        )
+    _check_rest(fields)
+    return decoded
+
+
+def unused_scales(source: TensorSource) -> set[str]:
+    """Return the scales and zero points of activations and caches of a quantised folder."""
+    return {name for name in source.names() if UNUSED_SCALES.search(name)}
+
+
+def _check_changes(fields: Fields) -> None:
+    """Check that weights are neither rotated nor sparse, whatever quantised them.
+
+    Raises:
+      ConfigError: they are.
+    """
+    if fields.get("transform_config", {}) not in ({}, {"config_groups": {}}):
+        raise ConfigError(
+            f"{fields.where}: transform_config asks for rotations that are not supported; use"
+            " weights that were quantised without"
+        )
+    if fields.inner("sparsity_config").get("format", DENSE) != DENSE:
+        raise ConfigError(
+            f"{fields.where}: sparse weights are not supported; use the original weights"
+        )
+
+
+def _check_rest(fields: Fields) -> None:
+    fields.used.update(("format", *UNREAD_SETTINGS))
+    fields.check_rest()
+
+
+def _decoded(source: TensorSource, method: Any, form: Any, fields: Fields) -> TensorSource | None:
+    """Return the source with decoded weights, or None if a method or format is not supported."""
     if method == "mxfp4":
         return MicroScaled(source)
-    if method == "fp8" or (method == "compressed-tensors" and str(form) in COMPRESSED_FORMATS):
-        return Scaled(source, _block_shape(settings, where))
+    if method == "fp8":
+        return Scaled(source, _blocks(fields.get("weight_block_size"), fields, "weight_block_size"))
     if method == "awq":
         return _awq(source, fields)
     if method == "gptq":
         return _gptq(source, fields)
-    if method == "compressed-tensors" and form == PACK_QUANTIZED:
+    if method != "compressed-tensors":
+        return None
+    if form in (None, DENSE) and neutral(fields.get("config_groups")):
+        return source
+    if form == PACK_QUANTIZED:
         _check_groups(fields)
         return GroupedSource(source, hf_grouped.COMPRESSED, bits=None, group=None)
-    formats = ", ".join(sorted({*COMPRESSED_FORMATS, PACK_QUANTIZED}))
-    raise ConfigError(
-        f"{where}: weights quantised by {method!r} (format {form!r}) are not supported; fp8, mxfp4,"
-        f" awq, gptq and compressed-tensors {formats} are. Use the original weights"
-    )
+    return Scaled(source, _group_blocks(fields)) if str(form) in COMPRESSED_FORMATS else None
 
 
 def _awq(source: TensorSource, fields: Fields) -> GroupedSource:
@@ -252,23 +316,43 @@ def _gptq(source: TensorSource, fields: Fields) -> GroupedSource:
 
 def _check_groups(fields: Fields) -> None:
     """Check that all groups of modules have packed integer weights, and nothing else is done."""
-    if fields.get("transform_config"):
-        raise ConfigError(
-            f"{fields.where}: transform_config asks for rotations that are not supported; use"
-            " weights that were quantised without"
-        )
-    if fields.inner("sparsity_config").get("format", "dense") != "dense":
-        raise ConfigError(
-            f"{fields.where}: sparse weights are not supported; use the original weights"
-        )
-    groups = fields.inner("config_groups")
-    for name in groups.values:
-        group = groups.inner(name)
+    for group, weights in _groups(fields):
         group.must_be("format", PACK_QUANTIZED)
-        weights = group.inner("weights")
         weights.must_be("type", "int")
         weights.must_be("strategy", "group", "channel", "tensor")
         _supported(weights.integer("num_bits"), weights, "num_bits")
+        weights.used.update(("group_size", "block_structure"))
+        _check_rest(weights)
+        _check_rest(group)
+
+
+def _group_blocks(fields: Fields) -> list[tuple[int, int]]:
+    """Return the blocks of all groups of modules with one-byte weights that share a scale.
+
+    Raises:
+      ConfigError: something else is done to a group.
+    """
+    found = []
+    for group, weights in _groups(fields):
+        group.must_be("format", *sorted(COMPRESSED_FORMATS))
+        weights.must_be("type", "int", "float")
+        weights.must_be("num_bits", 8)
+        weights.must_be("strategy", "tensor", "channel", "group", "block")
+        if weights.get("strategy") == "block":
+            found += _blocks(weights.get("block_structure", []), weights, "block_structure")
+        if weights.get("strategy") == "group":
+            found += _blocks([1, weights.integer("group_size")], weights, "group_size")
+        weights.used.update(("group_size", "block_structure"))
+        _check_rest(weights)
+        _check_rest(group)
+    return found
+
+
+def _groups(fields: Fields) -> list[tuple[Fields, Fields]]:
+    """Return the settings of each group of modules, and of its weights."""
+    groups = fields.inner("config_groups")
+    found = [groups.inner(name) for name in groups.values]
+    return [(group, group.inner("weights")) for group in found]
 
 
 def _supported(bits: int, fields: Fields, name: str) -> int:
@@ -290,26 +374,42 @@ def _group_size(fields: Fields, *names: str) -> int:
     return size
 
 
-def _block_shape(settings: Mapping[str, Any], where: str) -> tuple[int, int]:
-    block = settings.get("weight_block_size") or [1, 1]
-    good = isinstance(block, list) and len(block) == 2
-    if not good or not all(type(b) is int and b > 0 for b in block):
-        raise ConfigError(
-            f"{where}: weight_block_size is {block!r}; expected two positive integers"
-        )
-    return block[0], block[1]
+def _blocks(block: Any, fields: Fields, name: str) -> list[tuple[int, int]]:
+    """Return the rows and columns that share a scale, which are two numbers or a text like 2x4."""
+    if block is None:
+        return []
+    sizes = block.split("x") if isinstance(block, str) else block
+    whole = [int(n) if isinstance(n, str) and n.isdecimal() else n for n in sizes or []]
+    if len(whole) != 2 or not all(type(n) is int and n > 0 for n in whole):
+        raise ConfigError(f"{fields.where}: {name} is {block!r}; expected two positive integers")
+    return [(whole[0], whole[1])]
+
+
+class WithoutScales(DecodedSource):
+    """A source without the scales of activations and caches."""
+
+    def __init__(self, source: TensorSource):
+        super().__init__(source, {}, unused_scales(source))
+
+    def _decode(self, name: str, rows: Rows) -> np.ndarray:
+        return self._source.read_rows(name, rows)
 
 
 class Scaled(DecodedSource):
-    """One-byte weights with a scale for the tensor, for each row, or for each block."""
+    """One-byte weights with a scale for the tensor, for each row, or for each block.
 
-    def __init__(self, source: TensorSource, block: tuple[int, int]):
+    Args:
+      blocks: rows and columns of blocks; a matrix has those that its scales fit first.
+    """
+
+    def __init__(self, source: TensorSource, blocks: list[tuple[int, int]]):
         names = set(source.names())
-        decoded, hidden = {}, {n for n in names if n.endswith(ACTIVATION_SCALES)}
-        self._block = block
+        decoded, hidden = {}, set()
         self._scales: dict[str, str] = {}
+        self._blocks: dict[str, tuple[int, int]] = {}
+        self._zeros = {n.removesuffix(ZERO_POINT): n for n in names if n.endswith(ZERO_POINT)}
         for name in source.names():
-            if source.kind(name) not in SCALED_KINDS:
+            if source.kind(name) not in SCALED_KINDS or name.endswith(ZERO_POINT):
                 continue
             scale = next((f"{name}{s}" for s in SCALE_NAMES if f"{name}{s}" in names), None)
             if scale is None or len(source.shape(name)) != 2:
@@ -318,33 +418,61 @@ class Scaled(DecodedSource):
                     f" ({name}{' or '.join(SCALE_NAMES)}); the weights are incomplete"
                 )
             decoded[name], self._scales[name] = name, scale
+            self._blocks[name] = _block_of(source, name, scale, blocks)
             hidden.add(scale)
-            self._check(source, name, scale)
+            if zero := self._zeros.get(name):
+                hidden.add(zero)
+                if source.shape(zero) != source.shape(scale):
+                    raise CheckpointError(
+                        f"{zero} has the shape {list(source.shape(zero))}, expected that of"
+                        f" {scale}, {list(source.shape(scale))}; fetch the weights again"
+                    )
         super().__init__(source, decoded, hidden)
-
-    def _check(self, source: TensorSource, name: str, scale: str) -> None:
-        (rows, columns), found = source.shape(name), source.shape(scale)
-        allowed = [(), (1,), (rows, 1), (rows,), (1, 1)]
-        down, across = self._block
-        allowed.append((-(-rows // down), -(-columns // across)))
-        if found not in allowed:
-            raise CheckpointError(
-                f"{scale} has the shape {list(found)}, which fits neither {name}"
-                f" {[rows, columns]} nor its blocks {self._block}"
-            )
 
     def _decode(self, name: str, rows: Rows) -> np.ndarray:
         values = self._source.read_rows(name, rows).astype(np.float32)
-        scale = self._source.read(self._scales[name]).astype(np.float32)
-        if scale.size == 1:
-            return values * scale.reshape(())
+        if zero := self._zeros.get(name):
+            values -= self._spread(name, zero, rows)
+        values *= self._spread(name, self._scales[name], rows)
+        return values
+
+    def _spread(self, name: str, stored: str, rows: Rows) -> np.ndarray:
+        """Return what scales or zero points are for each row, or for each number."""
+        found = self._source.read(stored).astype(np.float32)
+        if found.size == 1:
+            return found.reshape(())
         height, width = self._source.shape(name)
         chosen = np.arange(height)[rows]
-        if scale.shape in ((height,), (height, 1)):
-            return values * scale.reshape(-1, 1)[chosen]
-        down, across = self._block
-        by_column = np.repeat(scale[chosen // down], across, axis=1)
-        return values * by_column[:, :width]
+        down, across = self._blocks[name]
+        by_row = found.reshape(-(-height // down), -1)[chosen // down]
+        return by_row if by_row.shape[1] == 1 else np.repeat(by_row, across, axis=1)[:, :width]
+
+
+def _block_of(
+    source: TensorSource, name: str, scale: str, blocks: list[tuple[int, int]]
+) -> tuple[int, int]:
+    """Return the rows and columns of a matrix that share a scale.
+
+    Raises:
+      CheckpointError: the scales have another shape, or are no floating-point numbers.
+    """
+    (rows, columns), shape = source.shape(name), source.shape(scale)
+    if source.kind(scale) not in FLOAT_KINDS:
+        raise CheckpointError(
+            f"{scale} is {source.kind(scale)}; expected floating-point numbers, since scales of"
+            " other types are read differently. Use the original weights"
+        )
+    if shape in ((), (1,), (1, 1)):
+        return rows, columns
+    if shape in ((rows,), (rows, 1)):
+        return 1, columns
+    for down, across in blocks:
+        if shape == (-(-rows // down), -(-columns // across)):
+            return down, across
+    raise CheckpointError(
+        f"{scale} has the shape {list(shape)}, which fits neither {name} {[rows, columns]} nor its"
+        f" blocks {', '.join(map(str, blocks)) or '(the settings name none)'}"
+    )
 
 
 class MicroScaled(DecodedSource):

@@ -30,6 +30,7 @@ from dflash_jax.converters.hf import (
     ignored_index,
     open_directory,
     quantization,
+    unused_scales,
 )
 from dflash_jax.converters.load import Params, Progress, load
 from dflash_jax.converters.names import flax, huggingface, published
@@ -210,6 +211,8 @@ def _from_folder(path: Path, taps: str) -> StoredModel:
     notes = source.notes if isinstance(source, ShardedSafetensors) else ()
     if has_file(path / ADAPTER):
         notes = (*notes, f"the adapter beside the weights ({ADAPTER}) is not applied")
+    if quantised is not None and (scales := unused_scales(source)):
+        notes = (*notes, f"{len(scales)} scales of caches and activations are not used")
     source = dequantised(source, quantised, where=where)
     if published.is_speculators(fields):
         fields, read = published.published_fields(fields, where=where, choice=taps)

@@ -304,3 +304,14 @@ def test_words_with_gaps_between_codes_are_refused(tmp_path):
     tensors["proj.weight_packed"] = np.zeros((32, 7), np.int32)
     with pytest.raises(CheckpointError, match="without gaps"):
         source_of(tmp_path, tensors, settings)
+
+
+def test_scales_of_caches_beside_packed_weights_are_left_out(tmp_path):
+    place, _ = folder("compressed.llama3", tmp_path)
+    tensors = safetensors.numpy.load_file(place / "model.safetensors")
+    for name in ("k_scale", "v_zero_point", "kv_scale", "k_proj.output_scale"):
+        tensors[f"model.layers.0.self_attn.{name}"] = np.full(1, 0.05, np.float32)
+    safetensors.numpy.save_file(tensors, place / "model.safetensors")
+    model = open_model(place, role="target")
+    model.check()
+    assert model.notes == ("4 scales of caches and activations are not used",)
