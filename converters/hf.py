@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.config.fields import Fields, has_file, neutral, read_json
+from dflash_jax.config.fields import (
+    Fields,
+    gguf_advice,
+    has_file,
+    neutral,
+    read_json,
+    take_quantization,
+)
 from dflash_jax.converters import hf_grouped
 from dflash_jax.converters.hf_grouped import WIDTHS, GroupedSource
 from dflash_jax.converters.quants.decoders import E2M1_TABLES, halved_power
@@ -78,6 +85,8 @@ def open_directory(path: str | Path) -> TensorSource:
         return open_safetensors(path / SINGLE)
     if has_file(path / INDEX):
         return _open_sharded(path)
+    if advice := gguf_advice(path):
+        raise CheckpointError(f"{path} {advice}")
     raise CheckpointError(f"{path} holds neither {SINGLE} nor {INDEX}; {_instead(path)}")
 
 
@@ -202,11 +211,7 @@ def quantization(fields: dict[str, Any], folder: Path) -> Any:
     Raises:
       CheckpointError, ConfigError: that file cannot be read.
     """
-    text = fields.get("text_config")  # where some multimodal files have them
-    places = [fields, *([text] if isinstance(text, dict) else [])]
-    keys = ("quantization_config", "compression_config")
-    found = [place.pop(key, None) for place in places for key in keys]
-    settings = next((value for value in found if value is not None), None)
+    settings = take_quantization(fields)
     for name, method in OWN_FILES.items():
         if settings is None and has_file(folder / name):
             settings = {"quant_method": method} | read_json(folder / name)
@@ -378,11 +383,12 @@ def _blocks(block: Any, fields: Fields, name: str) -> list[tuple[int, int]]:
     """Return the rows and columns that share a scale, which are two numbers or a text like 2x4."""
     if block is None:
         return []
-    sizes = block.split("x") if isinstance(block, str) else block
-    whole = [int(n) if isinstance(n, str) and n.isdecimal() else n for n in sizes or []]
-    if len(whole) != 2 or not all(type(n) is int and n > 0 for n in whole):
+    listed = block.split("x") if isinstance(block, str) else block
+    texts = [str(n) for n in listed] if isinstance(listed, list) else []
+    sizes = [int(text) for text in texts if text.isdecimal() and len(text) < 10]
+    if len(texts) != 2 or len(sizes) != 2 or 0 in sizes:
         raise ConfigError(f"{fields.where}: {name} is {block!r}; expected two positive integers")
-    return [(whole[0], whole[1])]
+    return [(sizes[0], sizes[1])]
 
 
 class WithoutScales(DecodedSource):

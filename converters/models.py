@@ -198,11 +198,6 @@ def _from_folder(path: Path, taps: str) -> StoredModel:
     where = str(path / "config.json")
     if arrays := orbax_folder.find(path):
         return _from_orbax(path, arrays)
-    files = []
-    if path.is_dir() and not (path / "config.json").is_file():
-        files = sorted(p.name for p in path.iterdir() if is_gguf(p))
-    if files:
-        raise CheckpointError(f"{path} holds GGUF files; give one of them: {', '.join(files[:8])}")
     if has_file(path / ADAPTER) and not has_file(path / "config.json"):
         raise CheckpointError(f"{path} holds no model; {ADAPTER_ADVICE}")
     fields = read_json(path / "config.json")

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from dflash_jax.config.fields import LFS_START, check_content
 from dflash_jax.errors import CheckpointError
 
 Rows = slice | np.ndarray
@@ -75,19 +76,21 @@ def map_file(path: Path) -> mmap.mmap:
     """Map a file read-only.
 
     Raises:
-      CheckpointError: it is missing, empty, a pipe, or cannot be read.
+      CheckpointError: it is missing, empty, a pipe or a pointer of Git LFS, or cannot be read.
     """
     try:
         if path.is_fifo():  # opening one would wait for a writer
             raise CheckpointError(f"{path} is a pipe; give a file, which can be read at any place")
         with path.open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            found = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except ValueError:
         raise CheckpointError(f"{path} is empty; fetch it again") from None
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror}); give a weight file that exists"
         ) from None
+    check_content(path, found[: len(LFS_START)])
+    return found
 
 
 # A source with some tensors decoded on reading.

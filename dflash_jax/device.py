@@ -21,8 +21,11 @@ def default_device() -> jax.Device:
     """
     try:
         return jax.local_devices()[0]
-    except RuntimeError as error:
-        raise PlanError(f"JAX found no device to run on: {error}") from error
+    except (RuntimeError, AssertionError) as error:  # the latter for a platform not installed
+        platforms = getattr(jax.config, "jax_platforms", None)
+        asked = f"JAX_PLATFORMS={platforms!r} is not installed; unset it, or install it (for NVIDIA"
+        asked += " GPUs the extra cuda13, for TPUs tpu)"
+        raise PlanError(f"JAX found no device to run on: {str(error) or asked}") from error
 
 
 def free_memory(device: jax.Device) -> int:

@@ -295,7 +295,7 @@ def test_an_unknown_model_type_lists_the_known_ones(target: Path) -> None:
 
 def test_unknown_config_fields_are_refused_by_name(target: Path) -> None:
     edit(target, attn_logit_softcapping=50.0)
-    with pytest.raises(ConfigError, match=r"attn_logit_softcapping.* could change the output"):
+    with pytest.raises(ConfigError, match=r"attn_logit_softcapping.* would change the output"):
         dj.load(target)
 
 
@@ -422,14 +422,47 @@ def test_forward_refuses_invalid_token_ids(oracle: Path, ids: Any, message: str)
         model.forward(ids)
 
 
-def test_a_missing_platform_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RuntimeError("Unable to initialize backend 'tpu': no libtpu.so"), "Unable to initialize"),
+        (AssertionError(), "JAX_PLATFORMS=.* is not installed; unset it, or install it"),
+    ],
+)
+def test_a_missing_platform_is_an_error_of_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    """JAX ends in an assertion if the only platform that was asked for is CUDA without a plugin."""
+
     def missing() -> None:
-        raise RuntimeError("Unable to initialize backend 'tpu': no libtpu.so")
+        raise error
 
     monkeypatch.setattr(jax, "local_devices", missing)
     for load in (dj.load, dj.load_target):
-        with pytest.raises(PlanError, match="no device to run on: Unable to initialize backend"):
+        with pytest.raises(PlanError, match=f"no device to run on: {message}"):
             load("tiny")
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 9876543\n"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "x.gguf"])
+def test_a_pointer_of_git_lfs_is_named_as_such(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(locate("tiny", "target"), folder)
+    (folder / name).write_text(POINTER)
+    source = folder / name if name == "x.gguf" else folder
+    with pytest.raises(CheckpointError, match=f"{name} is a pointer of Git LFS, not the file"):
+        dj.load(source, None)
+
+
+def test_a_shard_that_is_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((locate("tiny", "target") / "config.json").read_text())
+    weight_map = {"model.norm.weight": "model-00001-of-00001.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "model-00001-of-00001.safetensors").write_text(POINTER)
+    with pytest.raises(CheckpointError, match=r"00001\.safetensors is a pointer of Git LFS"):
+        dj.load(tmp_path, None)
 
 
 def test_a_template_without_the_users_messages_is_named_when_it_is_loaded(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Read JSON objects without ignoring any field silently, with the defaults of transformers."""
 
+import contextlib
 import json
 import os
 import warnings
@@ -10,6 +11,9 @@ from dflash_jax.config.family import Family, model_types, target_families
 from dflash_jax.errors import CheckpointError, ConfigError
 
 GGUF_MAGIC = b"GGUF"
+LFS_START = b"version https://git-lfs.github.com/spec/"
+LONGEST_POINTER = 1024  # bytes of a file of Git LFS that stands for a large one
+SHOWN = 8  # files of a folder in a message
 # Fields of training, generation defaults and packaging, which do not change what a model computes;
 # more of them are told by a word of their name.
 HARMLESS = frozenset(
@@ -48,14 +52,15 @@ COMPUTED: dict[str, tuple[Any, ...]] = {
     first_k_dense_replace gru_hidden_dim hidden_size_per_layer_input index_topk
     interleave_moe_layer_step kv_lora_rank laurel_rank llama_4_scaling_beta lm_head_bias
     lm_head_multiplier logit_scale logits_scaling logits_soft_cap markov_rank mlp_bias
-    mlp_layer_types mlp_multipliers moe_intermediate_size n_group n_routed_experts n_shared_experts
-    no_rope_layer_interval no_rope_layers norm_before_fc num_experts num_kv_shared_layers
-    num_local_experts output_gate_type output_multiplier parallel_attn q_lora_rank qk_layer_norms
-    qk_layernorm qk_norm qkv_bias quantization_config query_pre_attn_scalar residual_multiplier
-    rope_interleave rope_interleaved rope_local_base_freq rope_ratio rotary_dim rotary_pct rotation
-    routed_scaling_factor scale_depth scale_emb shared_expert_intermediate_size
-    sliding_window_pattern sparsity_config swiglu_alpha swiglu_limit topk_group transform_config
-    use_alibi use_bias use_bidirectional_attention use_double_wide_mlp use_dynamic_ntk use_logn_attn
+    mlp_layer_types mlp_multipliers moe_intermediate_size n_group n_routed_experts
+    n_shared_experts no_rope_layer_interval no_rope_layers norm_before_fc num_experts
+    num_kv_shared_layers num_local_experts output_gate_type output_multiplier parallel_attn
+    q_lora_rank qk_layer_norms qk_layernorm qk_norm qkv_bias quantization quantization_config
+    query_pre_attn_scalar residual_multiplier rope_interleave rope_interleaved
+    rope_local_base_freq rope_ratio rotary_dim rotary_pct rotation routed_scaling_factor
+    scale_depth scale_emb shared_expert_intermediate_size sliding_window_pattern sparsity_config
+    swiglu_alpha swiglu_limit topk_group transform_config use_alibi use_bias
+    use_bidirectional_attention use_double_wide_mlp use_dynamic_ntk use_logn_attn
     use_parallel_residual use_qk_norm use_qkv_bias v_head_dim
     """),
     (),
@@ -185,6 +190,15 @@ class Fields:
             )
 
 
+def take_quantization(fields: dict[str, Any]) -> Any:
+    """Take the quantisation settings, which are read with the weights, out of a config."""
+    text = fields.get("text_config")  # where some multimodal files have them
+    places = [fields, *([text] if isinstance(text, dict) else [])]
+    keys = ("quantization_config", "compression_config")
+    found = [place.pop(key, None) for place in places for key in keys]
+    return next((value for value in found if value is not None), None)
+
+
 def is_gguf(path: Path) -> bool:
     """Return whether a path is a GGUF file, by its first bytes or by its name.
 
@@ -201,14 +215,41 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
+def gguf_advice(folder: Path) -> str:
+    """Return what to do with a folder of GGUF files; "" if it has none."""
+    files = sorted(p.name for p in folder.iterdir() if is_gguf(p)) if folder.is_dir() else []
+    more = f" and {len(files) - SHOWN} more" if len(files) > SHOWN else ""
+    listed = ", ".join(files[:SHOWN])
+    return f"holds GGUF files; give one of them: {listed}{more}" if files else ""
+
+
+def check_content(path: Path, start: bytes) -> None:
+    """Check by its first bytes that a file is not what Git LFS puts in place of a large one.
+
+    Raises:
+      CheckpointError: it is.
+    """
+    if start.startswith(LFS_START):
+        raise CheckpointError(
+            f"{path} is a pointer of Git LFS, not the file itself; run `git lfs pull` in the"
+            " repository, or fetch the file"
+        )
+
+
 def has_file(path: Path) -> bool:
     """Return whether the path is a file, or a link to one.
 
     Raises:
-      CheckpointError: it is something else, such as a folder, a pipe or a broken link.
+      CheckpointError: it is something else, such as a folder, a pipe, a broken link or a pointer
+        of Git LFS.
     """
-    if path.is_file() or not os.path.lexists(path):
-        return path.is_file()
+    if path.is_file():
+        with contextlib.suppress(OSError):  # whoever reads it gets the error
+            if path.stat().st_size < LONGEST_POINTER:
+                check_content(path, path.read_bytes())
+        return True
+    if not os.path.lexists(path):
+        return False
     if path.is_dir():
         kind = "a folder"
     else:
@@ -226,6 +267,8 @@ def read_json(path: Path) -> dict[str, Any]:
       ConfigError: it holds no JSON object.
     """
     if not has_file(path):
+        if advice := gguf_advice(path.parent):
+            raise CheckpointError(f"{path.parent} {advice}")
         raise CheckpointError(f"{path} does not exist; give a folder that holds {path.name}")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

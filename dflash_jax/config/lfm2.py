@@ -21,6 +21,7 @@ UNUSED = (
     "conv_dim_out",
     "conv_use_xavier_init",
     "num_heads",
+    "theta",  # repeats rope_theta
     "use_pos_enc",
 )
 

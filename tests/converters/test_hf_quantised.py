@@ -132,6 +132,8 @@ def test_a_setting_that_nobody_knows_is_named(tmp_path):
         ({"num_bits": 4}, "num_bits is 4; only 8"),
         ({"strategy": "block", "block_structure": [0, 4]}, "block_structure is .*; expected two"),
         ({"strategy": "block", "block_structure": "wide"}, "block_structure is 'wide'; expected"),
+        ({"strategy": "block", "block_structure": 128}, "block_structure is 128; expected two"),
+        ({"strategy": "block", "block_structure": [[1], None]}, "expected two positive"),
         ({"strategy": "block"}, r"block_structure is \[\]; expected two"),
     ],
 )

@@ -10,6 +10,7 @@ from weight_files import ORACLE
 from dflash_jax.cli.describe import describe
 from dflash_jax.config import read_drafter_config, read_target_config
 from dflash_jax.converters.cli import main
+from dflash_jax.converters.hf import open_directory
 from dflash_jax.converters.models import open_model
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.graph.programs import declare
@@ -104,8 +105,9 @@ def test_gguf_files_are_recognised_by_their_first_bytes(tmp_path, name, capsys):
     assert locate(path, "target") == path
     assert open_model(path).layout == "GGUF, architecture qwen3"
     assert describe(path, None).target.config == open_model(path).config
-    with pytest.raises(CheckpointError, match=f"holds GGUF files; give one of them: {name}"):
-        open_model(tmp_path)
+    for read in (open_model, open_directory, read_target_config):
+        with pytest.raises(CheckpointError, match=f"holds GGUF files; give one of them: {name}"):
+            read(tmp_path)
     for command in (["inspect"], ["convert", "--json"], ["compare"]):
         others = [str(tmp_path / "folder")] if command != ["inspect"] else []
         assert main([*command, str(path), *others]) == 0
