@@ -195,7 +195,8 @@ class ModelComparison:
 
 
 # Config fields that may differ between layouts of the same model.
-_INCIDENTAL = frozenset({"dtype", "eos_token_ids", "max_length", "num_target_layers"})
+_INCIDENTAL = frozenset({"dtype", "max_length", "num_target_layers"})
+_INCIDENTAL |= {"eos_token_ids", "bos_token_id", "pad_token_id"}  # not in files without a tokenizer
 
 
 def compare(

@@ -19,6 +19,8 @@ from dflash_jax.config import (
     read_target_config,
     target_config,
 )
+from dflash_jax.config.fields import take_quantization
+from dflash_jax.converters.names import published
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.testing import tiny_drafter, tiny_target
 
@@ -32,9 +34,9 @@ def fields(oracle: Path, where: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_both_spellings_describe_the_same_target(oracle: Path, name: str) -> None:
-    saved, published = (fields(oracle, f"{name}/{f}") for f in ("config.json", "config.hub.json"))
-    assert saved != published
-    assert target_config(saved) == target_config(published)
+    saved, other = (fields(oracle, f"{name}/{f}") for f in ("config.json", "config.hub.json"))
+    assert saved != other
+    assert target_config(saved) == target_config(other)
 
 
 def test_a_llama_config_is_understood(oracle: Path) -> None:
@@ -303,6 +305,30 @@ def test_end_tokens_that_no_token_has_are_left_out(oracle: Path) -> None:
     assert target_config(config | {"eos_token_id": ids}).eos_token_ids == tuple(ids[1:3])
 
 
+@pytest.mark.parametrize("name", ["llama3", "gemma3", "gemma4_vl", "qwen3_5_moe_vl", "lfm2"])
+def test_special_ids_are_kept_for_folders_that_are_written(oracle: Path, name: str) -> None:
+    """Defaults of transformers may lie outside a small vocabulary, so null is written, too."""
+    base = fields(oracle, f"targets/{name}/config.json")
+    inner = base.get("text_config", base)
+    for bos, pad, kept in ((5, 3, (5, 3)), ([7, 8], -1, (7, None)), (None, 10**6, (None, None))):
+        inner |= {"bos_token_id": bos, "pad_token_id": pad}
+        config = target_config(base)
+        written = published.fields(config, "float32")
+        assert (config.bos_token_id, config.pad_token_id) == kept
+        assert (written["bos_token_id"], written["pad_token_id"]) == kept
+    inner |= {"bos_token_id": "x"}
+    with pytest.raises(ConfigError, match="token ids are 'x'"):
+        target_config(base)
+
+
+def test_gemmas_root_is_written_as_the_integer_that_transformers_wants(oracle: Path) -> None:
+    config = target_config(fields(oracle, "targets/gemma3/config.json"))
+    for scalar, written in (256.0, 256), (168, 168), (24.5, 24.5):
+        other = dataclasses.replace(config, score_scale=scalar**-0.5)
+        found = published.fields(other, "float32")["query_pre_attn_scalar"]
+        assert (type(found), found) == (type(written), pytest.approx(written))
+
+
 def test_yarn_brings_its_attention_factor(oracle: Path) -> None:
     scaling = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
     base = fields(oracle, "targets/llama3/config.hub.json")
@@ -373,9 +399,9 @@ def test_published_configs_are_read_without_a_word() -> None:
     configs |= {name: fields(PUBLISHED, f"{name}/config.json") for name in listed["folders"]}
     assert len(configs) > 60
     read = {}
-    for name, published in configs.items():
-        published.pop("quantization_config", None)  # read with the weights
-        read[name] = target_config(published, name)
+    for name, config in configs.items():
+        take_quantization(config)
+        read[name] = target_config(config, name)
     assert {config.model_type for config in read.values()} > {"llama", "qwen2", "gemma4_text"}
     assert read["HuggingFaceTB/SmolLM2-135M-Instruct"].rope.theta == 100000
     assert read["Qwen/Qwen3.5-9B"].layer_kinds.count("gated delta net") == 24
@@ -421,6 +447,7 @@ def test_a_field_that_nobody_knows_is_named_in_one_warning(oracle: Path, name: s
         ("llama3", {"position_embedding_type": "alibi"}),
         ("llama3", {"num_local_experts": 8}),
         ("llama3", {"quantization_config": {"quant_method": "fp8"}}),
+        ("llama3", {"quantization": {"group_size": 64, "bits": 4}}),
         ("qwen2", {"use_qk_norm": True}),
         ("qwen3", {"use_qk_norm": False}),
         ("qwen3_5", {"output_gate_type": "sigmoid"}),

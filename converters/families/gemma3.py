@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.config import FULL, SLIDING
+from dflash_jax.config.fields import whole
 from dflash_jax.config.gemma3 import PATTERN, Gemma3Config
 from dflash_jax.converters.canonical import Origin
 from dflash_jax.converters.families import llama
@@ -48,7 +49,7 @@ def to_hf(config: Gemma3Config, dtype: str) -> dict[str, Any]:
     assert config.score_scale is not None
     return found | {
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": _scalar(config),
+        "query_pre_attn_scalar": whole(_scalar(config)),  # transformers refuses 256.0
         "final_logit_softcapping": config.final_softcap,
         "rope_parameters": {
             SLIDING: published.rope_parameters(config.rope),

@@ -47,8 +47,15 @@ def hf_fields(source: GgufFile, eos_token_ids: tuple[int, ...] = ()) -> dict[str
         "vocab_size": source.shape("token_embd.weight")[0],
         "tie_word_embeddings": "output.weight" not in present,
         "eos_token_id": list(eos_token_ids),
+        "bos_token_id": _token_id(source, "bos_token_id"),
+        "pad_token_id": _token_id(source, "padding_token_id"),
         "dtype": weight_dtype(source),
     }
+
+
+def _token_id(source: GgufFile, name: str) -> int | None:
+    value = source.metadata.get(f"tokenizer.ggml.{name}")
+    return value if type(value) is int else None
 
 
 def canonical(source: GgufFile, config: TargetConfig) -> Canonical:

@@ -63,6 +63,9 @@ def shared_fields(config: TargetConfig, dtype: str, architecture: str) -> dict[s
         "tie_word_embeddings": config.tie_embeddings,
         "max_position_embeddings": config.max_length,
         "eos_token_id": list(config.eos_token_ids) or None,  # no list may be empty
+        # Null, not absent: the default of a family may lie outside a small vocabulary.
+        "bos_token_id": config.bos_token_id,
+        "pad_token_id": config.pad_token_id,
         "dtype": dtype,
     }
 

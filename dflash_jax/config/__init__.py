@@ -22,6 +22,7 @@ from dflash_jax.config.base import (
     AttentionConfig,
     RopeConfig,
     TargetConfig,
+    first_id,
     id_tuple,
     window_kinds,
 )
@@ -34,7 +35,7 @@ from dflash_jax.config.family import (
     projector_types,
     target_families,
 )
-from dflash_jax.config.fields import Fields, has_file, is_gguf, read_json
+from dflash_jax.config.fields import Fields, has_file, is_gguf, read_json, take_quantization
 from dflash_jax.config.qwen3_5 import LINEAR, HybridConfig
 from dflash_jax.errors import ConfigError
 
@@ -111,7 +112,19 @@ def target_config(fields: dict[str, Any], where: str = "config.json") -> TargetC
     reader = Fields(fields, where)
     config = target_families()[model_types()[model_type]].from_hf(reader)
     reader.check_rest()
-    return config
+    return dataclasses.replace(
+        config,
+        bos_token_id=_token_id(fields, "bos_token_id", config.vocab_size),
+        pad_token_id=_token_id(fields, "pad_token_id", config.vocab_size),
+    )
+
+
+def _token_id(fields: dict[str, Any], name: str, vocab_size: int) -> int | None:
+    """Return a special id of a config, or of the text part of a multimodal one."""
+    text = fields.get("text_config")
+    places = [fields, *([text] if isinstance(text, dict) else [])]
+    named = (place[name] for place in places if place.get(name) is not None)
+    return first_id(next(named, None), vocab_size)
 
 
 def drafter_config(fields: dict[str, Any], where: str = "config.json") -> DrafterConfig:
@@ -225,7 +238,7 @@ def read_target_config(directory: Path) -> TargetConfig:
       ConfigError, CheckpointError: as of `target_config` and `read_json`.
     """
     fields = read_json(directory / "config.json")
-    fields.pop("quantization_config", None)  # read when weights are loaded
+    take_quantization(fields)
     config = target_config(fields, str(directory / "config.json"))
     generation = directory / "generation_config.json"
     extra = id_tuple(read_json(generation).get("eos_token_id")) if has_file(generation) else ()
@@ -239,4 +252,6 @@ def read_drafter_config(directory: Path) -> DrafterConfig:
     Raises:
       ConfigError, CheckpointError: as of `drafter_config` and `read_json`.
     """
-    return drafter_config(read_json(directory / "config.json"), str(directory / "config.json"))
+    fields = read_json(directory / "config.json")
+    take_quantization(fields)
+    return drafter_config(fields, str(directory / "config.json"))

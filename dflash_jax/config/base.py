@@ -124,6 +124,9 @@ class TargetConfig(AttentionConfig):
     windows: tuple[int | None, ...] = ()  # per layer; None is full attention
     max_length: int = 4096
     eos_token_ids: tuple[int, ...] = ()  # ids outside the vocabulary, such as -1, are dropped
+    # Ids that only other engines read, kept for folders that are written; None is none.
+    bos_token_id: int | None = dataclasses.field(default=None, compare=False)
+    pad_token_id: int | None = dataclasses.field(default=None, compare=False)
     dtype: str = "float32"  # of the published weights
     qkv_bias: bool = False  # queries, keys and values have biases, whatever the output has
     mlp_bias: bool = False  # gate, up and down have biases
@@ -328,6 +331,15 @@ def all_end_ids(*parts: Fields) -> tuple[int, ...]:
     """Return the end tokens that the parts of a config name, each once."""
     ids = (i for part in parts for i in id_tuple(part.get("eos_token_id")))
     return tuple(dict.fromkeys(ids))
+
+
+def first_id(value: Any, vocab_size: int) -> int | None:
+    """Return the first id of the vocabulary among one or several, or None.
+
+    Raises:
+      ConfigError: the value is no id, nor a list of ids.
+    """
+    return next((i for i in id_tuple(value) if 0 <= i < vocab_size), None)
 
 
 def dtype_name(f: Fields) -> str:
