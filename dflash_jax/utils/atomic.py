@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import hashlib
+import math
 import os
 import re
 import secrets
@@ -22,12 +23,15 @@ from dflash_jax.utils.command import uninterrupted
 
 try:
     import fcntl
+    import resource
 except ImportError:  # no such system runs JAX on more than a CPU
     fcntl = None
+    resource = None
 
 MANIFEST = "checkpoint.json"  # of our own checkpoints
 MODEL_FILES = (MANIFEST, "config.json")  # a folder with a model has one of them
 NEW, OLD = "new", "old"
+ONE_FILE = 1 << 31  # bytes up to which every layout of weights has them in one file
 LONGEST = 40  # characters of NAME in the name of its folder
 EXCHANGE, HERE = 2, -100  # RENAME_EXCHANGE and AT_FDCWD of Linux
 
@@ -60,7 +64,8 @@ def new_path(
 
     Raises:
       CheckpointError: `path` exists and may not be overwritten, or is a folder without a model; it
-        is no usable name; fewer than `needed` bytes are free, or the disk fills up.
+        is no usable name; fewer than `needed` bytes are free, or allowed in a file; the disk fills
+        up.
     """
     try:
         if durable:
@@ -77,6 +82,12 @@ def new_path(
         raise CheckpointError(
             f"{path} needs {needed / 1e6:,.1f} MB and {parent} has {free / 1e6:,.1f} MB free;"
             " free some space or choose another place"
+        )
+    limit = _longest_file()
+    if limit < min(needed, ONE_FILE):
+        raise CheckpointError(
+            f"{path} needs {needed / 1e6:,.1f} MB and this process may write files of at most"
+            f" {limit / 1e6:,.1f} MB; raise the limit (ulimit -f)"
         )
     temporary: list[Partial] = []
     try:
@@ -125,6 +136,14 @@ def remove(path: Path) -> None:
     else:
         with contextlib.suppress(OSError):
             path.unlink()
+
+
+def _longest_file() -> float:
+    """Return the most bytes that this process may write into a file."""
+    if resource is None:
+        return math.inf
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return math.inf if limit == resource.RLIM_INFINITY else limit
 
 
 def _explained(error: OSError, path: Path) -> CheckpointError:

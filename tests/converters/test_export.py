@@ -1,5 +1,6 @@
 import dataclasses
 import errno
+import resource
 from pathlib import Path
 
 import gguf
@@ -17,6 +18,7 @@ from dflash_jax.config import (
     target_config,
 )
 from dflash_jax.converters import export
+from dflash_jax.converters.convert import convert
 from dflash_jax.converters.export import Weights
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.names import published
@@ -247,6 +249,19 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
         write(ORACLE / "drafters" / "v1_full", path, overwrite=True)
     assert contents(path) == before
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_limit_of_file_sizes_is_seen_before_anything_is_written(tmp_path):
+    """orbax would go on writing in the background, and print a traceback for every array."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        for to in "safetensors", "orbax":
+            with pytest.raises(CheckpointError, match=r"files of at most 0\.0 MB; raise the limit"):
+                convert(open_model(DRAFTER), tmp_path / "x", to=to)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_too_little_space_is_seen_before_anything_is_written(tmp_path, monkeypatch):
