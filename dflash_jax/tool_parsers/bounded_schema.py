@@ -130,9 +130,10 @@ class FiniteSchema:
 
     Args:
       root: a schema of bounded depth, as checked by `grammar_bounds.check_schema`.
+      derived: further schemas, whose references are to the root.
     """
 
-    def __init__(self, root: Mapping[str, Any]):
+    def __init__(self, root: Mapping[str, Any], derived: Iterable[Any] = ()):
         self._root = root
         self._graph = Derivations()
         self._parts: dict[int, int] = {}  # by the identity of a schema
@@ -140,6 +141,8 @@ class FiniteSchema:
         self._true = self._graph.define_all(self._graph.add(), ())
         self._todo: list[Mapping[str, Any]] = []
         self._visit(root)
+        for schema in derived:
+            self._visit(schema)
         while self._todo:
             schema = self._todo.pop()
             for _, inner in subschemas(schema):

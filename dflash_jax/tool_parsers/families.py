@@ -7,21 +7,24 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dflash_jax.tool_parsers.parameters import Form
 from dflash_jax.tool_parsers.syntax import (
     CallState,
     Quote,
+    Rule,
     Syntax,
     Thought,
     all_arguments,
     as_json,
-    as_rule,
-    enum_texts,
-    finite_parameters,
+    finite_forms,
+    further_names,
     json_calls,
-    parameter_schema,
+    parameter_rule,
 )
-from dflash_jax.tool_parsers.tool_schema import Tool, kinds_of
+from dflash_jax.tool_parsers.tool_schema import Tool, parameter_text
 
+EMPTY = '""'  # a rule of no text
+MOST_FURTHER = 16  # parameters of a call that the schema does not name
 QWEN_THOUGHT = Thought("<think>", "</think>", "\n</think>\n\n")
 
 # Qwen3, Hermes and the shipped pair: one JSON object between `<tool_call>` tags.
@@ -97,9 +100,9 @@ def _harmony_header(name: str) -> str:
     return f"<|channel|>commentary{RECIPIENT}{name} <|constrain|>json<|message|>"
 
 
-def _harmony_grammar(tool: Tool, quote: Quote) -> str:
+def _harmony_grammar(tool: Tool, quote: Quote) -> Rule:
     """Return the rule of a call after a prompt that ends in `ASSISTANT`, without the end token."""
-    return f"{quote(_harmony_header(tool.name))} {all_arguments(tool)}"
+    return Rule(f"{quote(_harmony_header(tool.name))} {all_arguments(tool)}")
 
 
 HARMONY = Syntax(
@@ -149,27 +152,37 @@ def _gemma_render(name: str, arguments: Mapping[str, Any]) -> str:
     return f"<|tool_call>call:{name}{value_text(arguments)}<tool_call|>"
 
 
-def _gemma_grammar(tool: Tool, quote: Quote) -> str:
-    def value(name: str, schema: Any) -> str:
-        if texts := enum_texts(schema):
-            return "(" + " | ".join(quote(QUOTE + text + QUOTE) for text in texts) + ")"
-        kinds = kinds_of(tool, name)
+def _gemma_grammar(tool: Tool, quote: Quote) -> Rule:
+    def value(schema: Any) -> str:
+        meaning = tool.merged.meaning_of(schema)
+        if meaning.values:
+            return "(" + " | ".join(quote(value_text(x)) for x in meaning.values) + ")"
+        kinds = meaning.kinds
         if kinds and kinds <= {"integer", "number", "boolean", "null"}:  # written as in JSON
-            return as_rule(tool, parameter_schema(tool, name))
+            return parameter_rule(tool, schema)
         return "quoted" if kinds == {"string"} else "value"
 
-    pairs = [
-        (f"{quote(name + ':')} {value(name, schema)}", needed)
-        for name, schema, needed in finite_parameters(tool)
-    ]
-    needed = ' "," '.join(pair for pair, required in pairs if required)
-    others = [pair for pair, required in pairs if not required]
-    if needed:
-        inner = " ".join([needed, *(f'("," {pair})?' for pair in others)])
-    else:  # at most one: commas between optional parameters would depend on each other
-        inner = "(" + " | ".join(others) + ")?" if others else ""
+    terminals: dict[str, str] = {}
+
+    def arguments(form: Form) -> str:
+        pairs = {name: f"{quote(name + ':')} {value(x)}" for name, x in form.properties.items()}
+        needed = ' "," '.join(pair for name, pair in pairs.items() if name in form.required)
+        others = [pair for name, pair in pairs.items() if name not in form.required]
+        further = []
+        for name, terminal, schema in further_names(form, "", ":"):
+            terminals[name] = terminal
+            further.append(f"{name} {value(schema)}")
+        some = " | ".join(further)
+        more = f'("," ({some})){{0,{MOST_FURTHER}}}' if further else ""
+        if needed:
+            return " ".join([needed, *(f'("," {pair})?' for pair in others), more])
+        # At most one of those that are named: commas between them would depend on each other.
+        first = " | ".join([*others, *further])
+        return f"(({first}) {more})?" if first else EMPTY
+
+    inner = " | ".join(map(arguments, finite_forms(tool)))
     head = quote(f"<|tool_call>call:{tool.name}{{")
-    return f"{head} {inner} {quote('}<tool_call|>')}"
+    return Rule(f"{head} ({inner}) {quote('}<tool_call|>')}", terminals)
 
 
 def _gemma_rules(quote: Quote) -> list[str]:
@@ -222,27 +235,41 @@ def _qwen_begin(name: str, parameter: str | None) -> str:
 
 
 def _qwen_render(name: str, arguments: Mapping[str, Any]) -> str:
-    values = {k: v if isinstance(v, str) else as_json(v) for k, v in arguments.items()}
+    values = {name: parameter_text(value) for name, value in arguments.items()}
     blocks = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
     return f"<tool_call>\n<function={name}>\n{blocks}</function>\n</tool_call>"
 
 
-def _qwen_grammar(tool: Tool, quote: Quote) -> str:
+def _qwen_grammar(tool: Tool, quote: Quote) -> Rule:
     end = quote("\n</parameter>\n")
 
-    def value(name: str, schema: Any) -> str:
-        if texts := enum_texts(schema):
-            return "(" + " | ".join(map(quote, texts)) + f") {end}"
-        if "string" in (kinds_of(tool, name) or ("string",)):  # strings are written verbatim
+    def value(schema: Any) -> str:
+        meaning = tool.merged.meaning_of(schema)
+        if meaning.values:
+            return "(" + " | ".join(quote(parameter_text(x)) for x in meaning.values) + f") {end}"
+        if "string" in (meaning.kinds or ("string",)):  # strings are written verbatim
             return "parameter"
-        return f"{as_rule(tool, parameter_schema(tool, name))} {end}"
+        return f"{parameter_rule(tool, schema)} {end}"
 
-    blocks = []
-    for name, schema, required in finite_parameters(tool):
-        block = f"{quote(f'<parameter={name}>' + chr(10))} {value(name, schema)}"
-        blocks.append(block if required else f"({block})?")
-    head = f"<tool_call>\n<function={tool.name}>\n"
-    return " ".join([quote(head), *blocks, quote("</function>\n</tool_call>")])
+    terminals: dict[str, str] = {}
+
+    def arguments(form: Form) -> str:
+        blocks = []
+        for name, schema in form.properties.items():
+            block = f"{quote(f'<parameter={name}>' + chr(10))} {value(schema)}"
+            blocks.append(block if name in form.required else f"({block})?")
+        further = []
+        for name, terminal, schema in further_names(form, "<parameter=", ">\n"):
+            terminals[name] = terminal
+            further.append(f"{name} {value(schema)}")
+        if further:
+            blocks.append("(" + " | ".join(further) + f"){{0,{MOST_FURTHER}}}")
+        return " ".join(blocks) or EMPTY
+
+    inner = " | ".join(map(arguments, finite_forms(tool)))
+    head = quote(f"<tool_call>\n<function={tool.name}>\n")
+    tail = quote("</function>\n</tool_call>")
+    return Rule(f"{head} ({inner}) {tail}", terminals)
 
 
 def _qwen_rules(quote: Quote) -> list[str]:

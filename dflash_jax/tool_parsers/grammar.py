@@ -39,13 +39,15 @@ def call_grammar(
     """
     allowed = [tool for tool in tools if choice.kind != "named" or tool.name == choice.name]
     quote = functools.partial(_terminals, specials=specials)
-    calls = " | ".join(syntax.grammar(tool, quote) for tool in allowed)
+    rules = [syntax.grammar(tool, quote) for tool in allowed]
+    calls = " | ".join(rule.text for rule in rules)
+    terminals = {name: text for rule in rules for name, text in rule.terminals.items()}
     several = parallel and syntax.parallel
     start = f"call (/\\n/ call){{0,{MOST_CALLS - 1}}}" if several else "call"
     start = f"({start} | {_answer(syntax, quote)})" if answer else start
     opened, thought = _thought(syntax, quote, thinking=thinking, thoughts=thoughts)
     lines = [f"start: {opened} {start}", f"call: {calls}", *thought, *syntax.grammar_rules(quote)]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"{name}: {text}" for name, text in terminals.items())])
 
 
 def answer_grammar(

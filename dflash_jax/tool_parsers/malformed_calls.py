@@ -8,7 +8,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dflash_jax.tool_parsers.tool_schema import KINDS, Tool, kinds_of, parse_json
+from dflash_jax.tool_parsers.parameters import KINDS
+from dflash_jax.tool_parsers.tool_schema import Tool, kinds_of, parse_json
 
 OPENS = ("<tool_call>", "<function=", "<tool_code>")
 AMBIGUOUS_OPENS = ("<tool_call>", "<function=")  # also appear in texts about tools
@@ -71,7 +72,7 @@ def is_arguments_object(tool: Tool, text: str) -> bool:
     arguments = parse_json(text, None)
     if not isinstance(arguments, dict):
         return False
-    named = set(tool.required) <= arguments.keys() <= tool.properties.keys()
+    named = tool.merged.fit(arguments) and arguments.keys() <= tool.properties.keys()
     return named and all(is_a(value, kinds_of(tool, name)) for name, value in arguments.items())
 
 
@@ -82,7 +83,7 @@ def are_valid_arguments(tool: Tool | None, text: str) -> bool:
       tool: None for an undeclared tool, which requires no keys.
     """
     arguments = parse_json(text or "{}", None)
-    return isinstance(arguments, dict) and set(tool.required if tool else ()) <= arguments.keys()
+    return isinstance(arguments, dict) and (tool is None or tool.merged.fit(arguments))
 
 
 def is_a(value: Any, kinds: Collection[str]) -> bool:

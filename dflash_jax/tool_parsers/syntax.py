@@ -4,11 +4,13 @@ import dataclasses
 import enum
 import json
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dflash_jax.errors import RequestError
 from dflash_jax.tool_parsers.bounded_schema import FiniteSchema, bounded, endless, relocated
+from dflash_jax.tool_parsers.parameters import LONGEST_NAME, Form
 from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice
 
 # Rules of grammars for the arguments of a tool, in llguidance's dialect of Lark.
@@ -16,11 +18,18 @@ from dflash_jax.tool_parsers.tool_schema import Tool, ToolChoice
 
 Quote = Callable[[str], str]  # a text as grammar terminals
 WHOLE = "parameters"  # a definition with those of the tool, for references between them
+LETTER = "[A-Za-z0-9_.-]"  # of a parameter's name that the schema does not state
+# Patterns of names without alternatives outside of groups of words, which need no translation.
+PLAIN_PATTERN = re.compile(
+    r"(\^?)((?:(?:[\w .:@-]|\\[dwsDWS.-]|\[[^]\\/]+\]|\((?:[\w-]+\|?)+\))"
+    r"(?:[*+?]|\{\d+(?:,\d*)?\})?)*)(\$?)"
+)
 
 
 def all_arguments(tool: Tool) -> str:
     """Return the arguments of a tool, as one JSON object, as a part of a rule."""
-    return as_rule(tool, tool.parameters or {"type": "object"})
+    schema = tool.parameters
+    return as_rule(tool, schema if tool.merged.is_object else {**schema, "type": "object"})
 
 
 def as_rule(tool: Tool, schema: Mapping[str, Any]) -> str:
@@ -35,41 +44,88 @@ def as_rule(tool: Tool, schema: Mapping[str, Any]) -> str:
         raise RequestError(f"the tool {tool.name!r}: {error}") from error
 
 
-def parameter_schema(tool: Tool, name: str) -> Mapping[str, Any]:
-    """Return the schema of one parameter with the definitions that its references need."""
-    schema = tool.properties[name]
+def parameter_rule(tool: Tool, schema: Any) -> str:
+    """Return the JSON value of a parameter as a part of a rule."""
     if not isinstance(schema, Mapping):
-        return {}
+        return as_rule(tool, {})
     if '"$ref"' not in json.dumps(schema):
-        return schema
-    moved = relocated(tool.parameters, "#", f"#/$defs/{WHOLE}")
-    path = "/properties/" + name.replace("~", "~0").replace("/", "~1")
-    return {"$ref": f"#/$defs/{WHOLE}{path}", "$defs": {WHOLE: moved}}
+        return as_rule(tool, schema)
+    moved, own = (relocated(x, "#", f"#/$defs/{WHOLE}") for x in (tool.parameters, schema))
+    return as_rule(tool, {**own, "$defs": {WHOLE: moved}})
 
 
-def finite_parameters(tool: Tool) -> list[tuple[str, Any, bool]]:
-    """Return (name, schema, required) of the parameters in declaration order.
-
-    Optional parameters without a finite value are left out.
+def finite_forms(tool: Tool) -> list[Form]:
+    """Return the forms of the arguments, without what has no finite value.
 
     Raises:
-      RequestError: a required parameter has no finite value.
+      RequestError: no form has a finite value.
     """
-    finite = FiniteSchema(tool.parameters)
-    if not finite.ends(tool.parameters):
+    forms = tool.merged.forms
+    named = [schema for form in forms for schema in form.properties.values()]
+    finite = FiniteSchema(tool.parameters, named)
+    kept = []
+    for form in forms:
+        ends = {k: x for k, x in form.properties.items() if x is not False and finite.ends(x)}
+        if ends.keys() >= set(form.required):
+            kept.append(dataclasses.replace(form, properties=ends))
+    if not kept or not finite.ends(tool.parameters):
         raise RequestError(f"the tool {tool.name!r}: {endless(finite)}")
-    required = tool.required
-    return [
-        (name, schema, name in required)
-        for name, schema in tool.properties.items()
-        if schema is not False and finite.ends(schema)
-    ]
+    return kept
 
 
-def enum_texts(schema: Any) -> list[str]:
-    """Return the values of a string enum; empty for other schemas."""
-    values = schema.get("enum") if isinstance(schema, Mapping) else None
-    return values if isinstance(values, list) and all(isinstance(v, str) for v in values) else []
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """A part of a grammar.
+
+    Attributes:
+      text: alternatives of a rule.
+      terminals: definitions that it needs, by name.
+    """
+
+    text: str
+    terminals: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def further_names(form: Form, before: str, after: str) -> list[tuple[str, str, Any]]:
+    """Return what a form says of parameters that it does not name, where it does.
+
+    Args:
+      before: markup before a name.
+      after: markup behind it.
+
+    Returns:
+      Names and definitions of terminals, which match a parameter's name with its markup, and the
+      schemas of the values.
+    """
+    ways = [(name_regex(pattern), schema) for pattern, schema in form.patterns.items()]
+    if form.others is not None:
+        ways.append((f"{LETTER}{{1,{LONGEST_NAME}}}", form.others))
+    found = []
+    for at, (names, schema) in enumerate(ways):
+        if names is None or schema is False:
+            continue
+        taken = [regex_text(name) for name in form.properties]
+        taken += [earlier for earlier, _ in ways[:at] if earlier is not None]
+        allowed = f"{LETTER}{{1,{LONGEST_NAME}}}"
+        parts = [f"/{regex_text(before)}({x}){regex_text(after)}/" for x in (allowed, names)]
+        parts += [f"~/{regex_text(before)}({x}){regex_text(after)}/" for x in taken]
+        terminal = " & ".join(dict.fromkeys(parts))
+        found.append((f"NAME_{zlib.crc32(terminal.encode()):08X}", terminal, schema))
+    return found
+
+
+def name_regex(pattern: str) -> str | None:
+    """Return a regular expression of the names that a plain pattern matches, else None."""
+    if (parts := PLAIN_PATTERN.fullmatch(pattern)) is None:
+        return None
+    start, inner, end = parts.groups()
+    any_text = f"{LETTER}{{0,{LONGEST_NAME}}}"
+    return ("" if start else any_text) + inner + ("" if end else any_text)
+
+
+def regex_text(text: str) -> str:
+    """Return a text as a part of a regular expression in a grammar."""
+    return re.sub(r"[]\\.+*?(){}|[^$/#&~-]", r"\\\g<0>", text).replace("\n", r"\n")
 
 
 SAFE = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # names that are never parsed as markup
@@ -151,7 +207,7 @@ class Syntax:
     template_mark: str
     begin: Callable[[str, str | None], str]
     render: Callable[[str, Mapping[str, Any]], str]
-    grammar: Callable[[Tool, Quote], str]
+    grammar: Callable[[Tool, Quote], Rule]
     grammar_rules: Callable[[Quote], list[str]] = lambda quote: []
     parallel: bool = True
     channels: tuple[str, ...] = ()
@@ -209,7 +265,7 @@ def json_calls(head: Callable[[str], str], tail: str, *, lead: str) -> dict[str,
     def render(name: str, arguments: Mapping[str, Any]) -> str:
         return head(name) + as_json(arguments) + tail
 
-    def grammar(tool: Tool, quote: Quote) -> str:
-        return f"{quote(head(tool.name))} {all_arguments(tool)} {quote(tail)}"
+    def grammar(tool: Tool, quote: Quote) -> Rule:
+        return Rule(f"{quote(head(tool.name))} {all_arguments(tool)} {quote(tail)}")
 
     return {"begin": begin, "render": render, "grammar": grammar}

@@ -4,22 +4,16 @@ Chat completions nest a `function`, Responses are flat, and Anthropic has an `in
 """
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from dflash_jax.errors import RequestError
+from dflash_jax.tool_parsers.parameters import Meaning, Parameters
 
-KINDS: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "object": (dict,),
-    "array": (list,),
-    "null": (type(None),),
-}
 MOST_DEPTH = 200  # nesting of lists and mappings: json and templates are recursive
+NULLS = ("null", "None")  # how templates write that a parameter has no value
 UNREADABLE = "raw"  # the argument for the text of arguments that are no JSON object
 
 
@@ -36,11 +30,15 @@ class Tool:
     parameters: Mapping[str, Any]
     strict: bool = False
 
+    @functools.cached_property
+    def merged(self) -> Parameters:
+        """Return what the schema says about parameters, wherever it says it."""
+        return Parameters(self.parameters)
+
     @property
     def required(self) -> list[str]:
-        """Return the names of the required parameters."""
-        names = self.parameters.get("required")
-        return [n for n in names if isinstance(n, str)] if isinstance(names, list) else []
+        """Return the names of the parameters that every call needs."""
+        return self.merged.required
 
     @property
     def first_parameter(self) -> str | None:
@@ -50,8 +48,7 @@ class Tool:
     @property
     def properties(self) -> Mapping[str, Any]:
         """Return the schemas of the parameters by name."""
-        properties = self.parameters.get("properties")
-        return properties if isinstance(properties, Mapping) else {}
+        return self.merged.properties
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,14 +122,25 @@ def choice_of(tool_choice: Any, tools: Sequence[Tool]) -> ToolChoice:
 
 def typed_value(text: str, tool: Tool | None, parameter: str) -> Any:
     """Return the value of an XML parameter by its declared type, or the text if that fails."""
-    kinds = kinds_of(tool, parameter)
-    if text == "null":
+    meaning = tool.merged.meaning(parameter) if tool else Meaning()
+    for value in meaning.values or ():
+        if text == parameter_text(value):
+            return value
+    kinds = meaning.kinds
+    if text == "null" and not kinds:
+        return None
+    if text.strip() in NULLS and "null" in kinds:
         return None
     if not kinds or "string" in kinds:
         return text
     if "boolean" in kinds and (word := text.strip().lower()) in ("true", "false"):
         return word == "true"
     return parse_json(text, text)
+
+
+def parameter_text(value: Any) -> str:
+    """Return a value as XML parameters contain it: texts as they are, others as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def parse_json(text: str, otherwise: Any) -> Any:
@@ -177,27 +185,6 @@ def is_deep(value: Any) -> bool:
     return True
 
 
-def kinds_of(tool: Tool | None, parameter: str) -> set[str]:
+def kinds_of(tool: Tool | None, parameter: str) -> frozenset[str]:
     """Return the JSON types that a parameter's schema allows; empty if it does not specify any."""
-    kinds: set[str] = set()
-    todo, met = [tool.properties.get(parameter)] if tool else [], set()
-    while tool and todo:
-        if not isinstance(schema := todo.pop(), Mapping):
-            continue
-        if (kind := schema.get("type")) is not None:
-            kinds.update(k for k in (kind if isinstance(kind, list) else [kind]) if type(k) is str)
-        elif isinstance(values := schema.get("enum"), list):
-            kinds.update(name for name, types in KINDS.items() for v in values if type(v) in types)
-        for word in ("anyOf", "oneOf", "allOf"):
-            todo += parts if isinstance(parts := schema.get(word), list) else ()
-        if isinstance(place := schema.get("$ref"), str) and place not in met:
-            met.add(place)
-            todo.append(_resolve_reference(tool.parameters, place))
-    return kinds
-
-
-def _resolve_reference(schema: Any, place: str) -> Any:
-    """Return the schema that a reference such as #/$defs/NAME points to."""
-    for step in place.removeprefix("#/").split("/"):
-        schema = schema.get(step) if isinstance(schema, Mapping) else None
-    return schema
+    return tool.merged.meaning(parameter).kinds if tool else frozenset()
