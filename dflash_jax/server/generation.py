@@ -339,14 +339,17 @@ def structure_of(
 ) -> Mapping[str, Any] | None:
     """Return what the output has to follow, as `SamplingParams.structured`; None if nothing.
 
-    A required call leaves no content, so that `request.grammar` does not apply.
+    A required call leaves no content, so that `request.grammar` does not apply. It is the first
+    that is written, unless the prompt opens reasoning.
     """
     if syntax and syntax.thought and syntax.thought.is_open(prompt.prefix):
         prompt = dataclasses.replace(prompt, thinking=True)
     try:
-        if _requires_call(request):
+        if request.requires_call:
             if syntax is None or tokenizer is None:
                 raise Problem("this model's template knows no tool calls", param="tool_choice")
+            # A thought that the prompt did not open could be free text of any length.
+            prompt = dataclasses.replace(prompt, may_think=False)
             return {"grammar": _calls(request, prompt, syntax, tokenizer)}
         if request.grammar is None:
             return None
@@ -366,8 +369,8 @@ def structure_problem(error: StructureError, request: GenerationRequest) -> Prob
     """Return the response to a structure that cannot be followed, with the field it comes from."""
     if error.of_prompt:
         return Problem(str(error), param=request.source)
-    calls = _requires_call(request)
-    return Problem(str(error), param="tools" if calls else request.grammar_field)
+    field = "tools" if request.requires_call else request.grammar_field
+    return Problem(str(error), param=field)
 
 
 def usable_tools(request: GenerationRequest, grammars: Grammars) -> GenerationRequest:
@@ -377,7 +380,7 @@ def usable_tools(request: GenerationRequest, grammars: Grammars) -> GenerationRe
     warning. It may take about a second.
     """
     auto = request.tool_choice.kind == "auto" and request.grammar is not None
-    wanted = request.declared_tools and (auto or _requires_call(request))
+    wanted = request.declared_tools and (auto or request.requires_call)
     if not wanted or not grammars.available:
         return request
     try:
@@ -415,10 +418,6 @@ def _tool_problem(tool: Tool, path: str, reason: str) -> Problem:
     )
 
 
-def _requires_call(request: GenerationRequest) -> bool:
-    return request.tool_choice.kind in ("required", "named")
-
-
 def _answer_begun(prompt: EncodedPrompt, syntax: Syntax | None) -> str:
     """Return the beginning of an answer that the prompt ends with, without reasoning before it."""
     if prompt.thinking:
@@ -449,7 +448,7 @@ def grammar_around(
         syntax,
         tokenizer.special_texts,
         thinking=prompt.thinking,
-        thoughts=_may_think(request, prompt),
+        thoughts=_may_think(request, prompt, syntax, tokenizer),
     )
 
 
@@ -467,11 +466,18 @@ def _calls(
         request.tool_choice,
         tokenizer.special_texts,
         thinking=prompt.thinking,
-        thoughts=_may_think(request, prompt),
+        thoughts=_may_think(request, prompt, syntax, tokenizer),
         parallel=request.parallel_tool_calls,
         answer=answer,
     )
 
 
-def _may_think(request: GenerationRequest, prompt: EncodedPrompt) -> bool:
-    return prompt.may_think and request.template_kwargs.get("enable_thinking") is not False
+def _may_think(
+    request: GenerationRequest, prompt: EncodedPrompt, syntax: Syntax, tokenizer: Tokenizer
+) -> bool:
+    """Return whether an output may begin with reasoning: its model was trained to write some."""
+    if not prompt.may_think or request.template_kwargs.get("enable_thinking") is False:
+        return False
+    template, thought = tokenizer.teaches or "", syntax.thought
+    marks = (thought.opening.strip(), thought.closing.strip()) if thought else ()
+    return any(mark in template for mark in marks)

@@ -163,6 +163,16 @@ class GenerationRequest:
     warnings: tuple[str, ...] = ()
 
     @property
+    def requires_call(self) -> bool:
+        """Whether the output has to be a tool call."""
+        return self.tool_choice.kind in ("required", "named")
+
+    @property
+    def takes_one_call(self) -> bool:
+        """Whether the output ends with its first tool call."""
+        return not self.parallel_tool_calls or self.tool_choice.kind == "named"
+
+    @property
     def source(self) -> str:
         """Name of the request field that the prompt comes from."""
         return {"responses": "input", "completions": "prompt"}.get(self.api, "messages")

@@ -273,7 +273,7 @@ class Reply:
                 case ToolCallEnd(index):
                     call = self.calls[index]
                     call.done, call.arguments = True, call.arguments or "{}"
-                    if not self._request.parallel_tool_calls:
+                    if self._request.takes_one_call:
                         self.satisfied, self.ended_by = True, "call"
                         return events[: at + 1]
         return events

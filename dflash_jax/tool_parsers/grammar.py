@@ -27,7 +27,7 @@ def call_grammar(
     """Return a Lark grammar of one or more tool calls after optional reasoning.
 
     Args:
-      choice: "named" allows one tool, other kinds allow all.
+      choice: "named" allows one call of one tool, other kinds allow calls of all.
       specials: texts of the tokenizer's special tokens.
       thinking: the prompt ends inside reasoning, which has to be closed first.
       thoughts: the output may start with reasoning.
@@ -42,7 +42,7 @@ def call_grammar(
     rules = [syntax.grammar(tool, quote) for tool in allowed]
     calls = " | ".join(rule.text for rule in rules)
     terminals = {name: text for rule in rules for name, text in rule.terminals.items()}
-    several = parallel and syntax.parallel
+    several = parallel and syntax.parallel and choice.kind != "named"
     start = f"call (/\\n/ call){{0,{MOST_CALLS - 1}}}" if several else "call"
     start = f"({start} | {_answer(syntax, quote)})" if answer else start
     opened, thought = _thought(syntax, quote, thinking=thinking, thoughts=thoughts)
