@@ -376,8 +376,12 @@ def structure_problem(error: StructureError, request: GenerationRequest) -> Prob
 def usable_tools(request: GenerationRequest, grammars: Grammars) -> GenerationRequest:
     """Return the request with tools whose arguments a grammar can follow.
 
-    Values that grammars do not support, such as patterns that look ahead, are left out with a
-    warning. It may take about a second.
+    Keywords that grammars do not support or that contradict others, such as patterns that look
+    ahead, are left out with a warning, and so are tools that still take no arguments. It may take
+    about a second.
+
+    Raises:
+      Problem: something of a strict tool would be left out, or no tool is left.
     """
     auto = request.tool_choice.kind == "auto" and request.grammar is not None
     wanted = request.declared_tools and (auto or request.requires_call)
@@ -387,27 +391,29 @@ def usable_tools(request: GenerationRequest, grammars: Grammars) -> GenerationRe
         end = grammars.deadline()
     except RequestError as error:
         raise Problem(str(error)) from None
-    tools, warnings = [], list(request.warnings)
+    kept: list[Tool] = []
+    refused: list[Problem] = []
+    warnings = list(request.warnings)
+    named = request.tool_choice.name
     for tool in request.declared_tools:
-        if request.tool_choice.kind == "named" and tool.name != request.tool_choice.name:
-            tools.append(tool)
+        if named not in (None, tool.name):
+            kept.append(tool)
             continue
-        schema, dropped, refused = _usable(tool, grammars, end)
-        if refused is not None:
-            raise _tool_problem(tool, *refused)
-        for path, key, reason in dropped:
+        found = grammars.usable_schema(tool.parameters, end)
+        for path, key, reason in found.dropped:
             if tool.strict:
                 raise _tool_problem(tool, f"{path}/{key}", reason)
             warnings.append(f"the tool {tool.name!r}: {key} at {path} was ignored: {reason}")
-        tools.append(dataclasses.replace(tool, parameters=schema) if dropped else tool)
-    return dataclasses.replace(request, declared_tools=tuple(tools), warnings=tuple(warnings))
-
-
-def _usable(tool: Tool, grammars: Grammars, end: float) -> Any:
-    try:
-        return grammars.usable_schema(tool.parameters, end)
-    except RequestError as error:
-        raise Problem(f"the tool {tool.name!r}: {error}", param="tools") from None
+        if found.refused is not None:
+            refused.append(_tool_problem(tool, *found.refused))
+            if tool.strict or tool.name == named:
+                raise refused[-1]
+            warnings.append(f"{refused[-1]}; it was left out, so that it cannot be called")
+            continue
+        kept.append(dataclasses.replace(tool, parameters=found.schema) if found.dropped else tool)
+    if not kept:
+        raise refused[0]
+    return dataclasses.replace(request, declared_tools=tuple(kept), warnings=tuple(warnings))
 
 
 def _tool_problem(tool: Tool, path: str, reason: str) -> Problem:

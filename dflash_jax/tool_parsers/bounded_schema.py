@@ -22,7 +22,15 @@ from dflash_jax.errors import RequestError
 SCHEMAS = ("items", "additionalProperties")  # keywords with one schema
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")  # with a list of schemas
 MAPPINGS = ("properties", "patternProperties", "$defs", "definitions")  # with schemas by name
-JSON_TYPES = ("string", "integer", "number", "boolean", "object", "array", "null")
+KINDS: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "object": (dict,),
+    "array": (list,),
+    "null": (type(None),),
+}
 RANGES = {
     "integer": ("minimum", "maximum"),
     "number": ("minimum", "maximum"),
@@ -53,8 +61,8 @@ def resolved(schema: Any, reference: str) -> Any:
     """
     if reference != "#" and not reference.startswith("#/"):
         return None
-    for step in unquote(reference.removeprefix("#")).split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
+    for step in reference.removeprefix("#").split("/")[1:]:
+        name = unescaped(step)
         if isinstance(schema, Mapping):
             schema = schema.get(name)
         elif isinstance(schema, list) and name.isdecimal() and int(name) < len(schema):
@@ -62,6 +70,11 @@ def resolved(schema: Any, reference: str) -> Any:
         else:
             return None
     return schema
+
+
+def unescaped(step: str) -> str:
+    """Return the name that a step of a reference stands for."""
+    return unquote(step).replace("~1", "/").replace("~0", "~")
 
 
 def relocated(value: Any, old: str, new: str) -> Any:
@@ -194,11 +207,16 @@ class FiniteSchema:
         for key in ("anyOf", "oneOf"):
             if isinstance(some := schema.get(key), list):
                 needed.append(self._any(map(self._visit, some)))
-        if schema.get("enum") == []:
-            needed.append(self._false)
+        for values in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
+            if isinstance(values, list) and not of_type(values, schema.get("type")):
+                needed.append(self._false)
         kinds = schema.get("type")
         kinds = (
-            kinds if isinstance(kinds, list) else [kinds] if isinstance(kinds, str) else JSON_TYPES
+            kinds
+            if isinstance(kinds, list)
+            else [kinds]
+            if isinstance(kinds, str)
+            else tuple(KINDS)
         )
         if "const" not in schema and "enum" not in schema:
             needed.append(self._any([self._of_kind(schema, kind) for kind in kinds]))
@@ -232,11 +250,26 @@ class FiniteSchema:
         return self._graph.define_all(self._graph.add(), needed)
 
 
+def of_type(values: list[Any], stated: Any) -> list[Any]:
+    """Return the values that have the stated type, or one of those; any have an unknown one."""
+    names = stated if isinstance(stated, list) else [stated]
+    names = [name for name in names if isinstance(name, str)]
+    types = {kind for name in names for kind in KINDS.get(name, (object,))}
+    if not types or object in types:
+        return values
+    whole = "integer" in names  # JSON has one kind of numbers
+    return [
+        value
+        for value in values
+        if type(value) in types or (whole and type(value) is float and value % 1 == 0)
+    ]
+
+
 def endless(schema: FiniteSchema) -> str:
     """Return the error of a schema that has no finite value."""
     return (
         f"no finite value fits the JSON schema, because of {schema.cause()}; make a property there"
-        " optional, or add an alternative that ends"
+        " optional, or add an alternative that ends, or values of its type"
     )
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dflash_jax.tool_parsers.parameters import KINDS
+from dflash_jax.tool_parsers.bounded_schema import KINDS
 from dflash_jax.tool_parsers.tool_schema import Tool, kinds_of, parse_json
 
 OPENS = ("<tool_call>", "<function=", "<tool_code>")

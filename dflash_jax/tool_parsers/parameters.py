@@ -10,17 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from dflash_jax.tool_parsers.bounded_schema import ANNOTATIONS, resolved
+from dflash_jax.tool_parsers.bounded_schema import ANNOTATIONS, KINDS, of_type, resolved
 
-KINDS: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "object": (dict,),
-    "array": (list,),
-    "null": (type(None),),
-}
 # The type to which a keyword applies, where a schema states none.
 IMPLIED = {
     "properties": "object", "additionalProperties": "object", "patternProperties": "object",
@@ -296,8 +287,7 @@ def _own_meaning(schema: Mapping[str, Any]) -> Meaning:
     elif kinds == {"null"}:
         values = (None,)
     if values is not None and kinds:
-        types = {x for kind in kinds for x in KINDS.get(kind, (object,))}
-        values = tuple(x for x in values if type(x) in types or object in types) or None
+        values = tuple(of_type(list(values), schema.get("type"))) or None
     if values is not None and not kinds:
         kinds = frozenset(kind for kind, types in KINDS.items() for x in values if type(x) in types)
     return Meaning(kinds, values)

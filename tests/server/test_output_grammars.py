@@ -1,6 +1,7 @@
 """Structures and tools that no grammar can follow, in every API; prefills; a stalled engine."""
 
 import json
+import re
 import threading
 from typing import Any
 
@@ -159,23 +160,78 @@ def test_strict_tools_are_refused_with_their_name_and_path(grammars: Grammars, a
         usable_tools(with_tools(api, EMAIL, strict=True), grammars)
 
 
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        ({"properties": {"a": BIG}}, "the tool 'mail': .* number 9007199254740993 at #/prop"),
-        ({"type": "object", "properties": {"a": SELF}, "required": ["a"], "$defs": SELF["$defs"]},
-         r"the tool 'mail': no finite value .* #/\$defs/n"),
-        ({"properties": {"a": {"type": "string", "pattern": "^a$", "minLength": 2}},
-          "required": ["a"], "type": "object"}, "the tool 'mail': .* #/properties/a: no text fits"),
-    ],
-)  # fmt: skip
-def test_tools_without_possible_arguments_are_refused_by_name(
-    grammars: Grammars, schema: Any, message: str
+def of_a(schema: Any, **more: Any) -> dict[str, Any]:
+    """Return the schema of a tool with one required parameter."""
+    return {"type": "object", "properties": {"a": schema}, "required": ["a"], **more}
+
+
+CONTRADICTIONS = [
+    (of_a({"type": "integer", "enum": ["1", "2"]}), "enum at #/properties/a"),
+    (of_a({"type": "array", "items": {}, "enum": ["x"]}), "enum at #/properties/a"),
+    (of_a({"type": "string", "enum": []}), "enum at #/properties/a"),
+    (of_a({"type": "boolean", "const": "true"}), "const at #/properties/a"),
+    (of_a({"type": "integer", "minimum": 3, "maximum": 2}), "minimum at #/properties/a"),
+    (of_a({"type": "string", "pattern": "^a$", "minLength": 2}), "pattern at #/properties/a"),
+    (of_a(BIG), "const at #/properties/a"),
+    (of_a({"$ref": "#"}), "$ref at #/properties/a"),
+    (of_a(SELF, **{"$defs": SELF["$defs"]}), "$ref at #/$defs/n"),
+    (of_a({}) | {"required": ["a", "zz"], "additionalProperties": False}, "required at #"),
+    (of_a({"allOf": [{"type": "string"}, {"type": "null"}]}), "allOf at #/properties/a"),
+]
+
+
+@pytest.mark.parametrize("choice", ["required", "auto"])
+@pytest.mark.parametrize(("schema", "cause"), CONTRADICTIONS)
+def test_tools_lose_keywords_that_contradict_others_with_a_warning(
+    tokenizer: Tokenizer, grammars: Grammars, schema: Any, cause: str, choice: str
 ) -> None:
-    with pytest.raises(Problem, match=message) as raised:
-        usable_tools(with_tools("chat", schema), grammars)
-    assert raised.value.param == "tools"
-    assert raised.value.status == 400
+    more = {"response_format": {"type": "json_object"}} if choice == "auto" else {}
+    request = usable_tools(with_tools("chat", schema, choice=choice, **more), grammars)
+    [warning] = request.warnings
+    assert warning.startswith(f"the tool 'mail': {cause} was ignored: ")
+    assert len(request.declared_tools) == 2
+    for syntax in SYNTAXES.values():
+        structure = structure_of(request, EncodedPrompt([]), syntax, tokenizer)
+        assert structure is not None
+        grammars.make(structure)
+    with pytest.raises(Problem, match=r"'mail': .* strict tool"):
+        usable_tools(with_tools("chat", schema, strict=True, choice=choice, **more), grammars)
+
+
+def test_a_tool_that_no_grammar_can_follow_is_left_out_unless_it_is_needed(
+    grammars: Grammars,
+) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(120):
+        deep = {"type": "array", "items": deep}
+    request = usable_tools(with_tools("chat", of_a(deep)), grammars)
+    assert [tool.name for tool in request.declared_tools] == ["weather"]
+    [warning] = request.warnings
+    assert re.match(r"the tool 'mail': .* is nested 123 levels deep; .* was left out", warning)
+    named = {"type": "function", "function": {"name": "mail"}}
+    [_, only] = with_tools("chat", of_a(deep)).tools
+    for needed in (
+        with_tools("chat", of_a(deep), strict=True),
+        with_tools("chat", of_a(deep), tool_choice=named),
+        with_tools("chat", {}, tools=[only]),
+    ):
+        with pytest.raises(Problem, match=r"the tool 'mail': .* levels deep") as raised:
+            usable_tools(needed, grammars)
+        assert raised.value.param == "tools"
+        assert raised.value.status == 400
+
+
+def test_a_parameter_without_a_value_is_left_out_where_it_is_optional(
+    tokenizer: Tokenizer, grammars: Grammars
+) -> None:
+    schema = of_a({"type": "integer"})
+    schema["properties"]["b"] = {"type": "integer", "enum": ["1"]}
+    request = usable_tools(with_tools("chat", schema), grammars)
+    assert request.warnings == ()
+    for syntax in SYNTAXES.values():
+        structure = structure_of(request, EncodedPrompt([]), syntax, tokenizer)
+        assert structure is not None
+        grammars.make(structure)
 
 
 def test_tools_that_need_no_grammar_are_left_alone(grammars: Grammars) -> None:

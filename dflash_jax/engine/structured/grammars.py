@@ -22,6 +22,7 @@ from dflash_jax.engine.sampling_params import Structure
 from dflash_jax.engine.structured.process import SECONDS, SHORT, GrammarTrials
 from dflash_jax.engine.structured.sources import (
     Source,
+    UsableSchema,
     schema_refusal,
     schema_source,
     source_of,
@@ -33,7 +34,6 @@ from dflash_jax.engine.vocabulary import calls_grammar
 from dflash_jax.errors import RequestError, StructureError, install_hint
 from dflash_jax.graph.keys import Variant
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.tool_parsers.bounded_schema import bounded
 from dflash_jax.tool_parsers.grammar_bounds import check_schema
 
 MASK_SECONDS = 5.0  # that the masks of one row may take; they take milliseconds
@@ -106,23 +106,28 @@ class Grammars:
         trials.start()
         return time.monotonic() + SHORT
 
-    def usable_schema(
-        self, schema: Mapping[str, Any], end: float
-    ) -> tuple[Mapping[str, Any], list[tuple[str, str, str]], tuple[str, str] | None]:
+    def usable_schema(self, schema: Mapping[str, Any], end: float) -> UsableSchema:
         """Return a tool's schema without values that grammars do not support; see `usable`.
 
         Args:
           end: from `deadline`; what is not tried until then is taken as supported.
 
         Raises:
-          RequestError: grammars cannot be compiled here, or the schema has no finite value.
+          RequestError: grammars cannot be compiled here.
         """
-        check_schema(schema)
-        bounded(schema)
-        return usable(schema, self._attempt(end, strict=False))
+        attempt = self._attempt(end, strict=False)
+        try:
+            check_schema(schema)
+        except RequestError as error:
+            return UsableSchema(schema, refused=("#", str(error)))
+        return usable(schema, attempt)
 
     def _attempt(self, end: float, *, strict: bool) -> Callable[..., str | None]:
-        """Return a function that returns why a schema is refused; None if it is not, or unknown."""
+        """Return a function that returns why a schema is refused; None if it is not, or unknown.
+
+        Args:
+          strict: as for `bounded`: the schema is of an answer, and was refused as a whole.
+        """
         _, trials = self._compilers()
 
         def attempt(schema: Mapping[str, Any]) -> str | None:
@@ -130,9 +135,9 @@ class Grammars:
                 return None
             try:
                 source = schema_source(schema, strict=strict)
-            except RequestError:
-                return None  # as part of the whole schema, it was understood
-            return trials.verdict(source, left)
+            except RequestError as error:
+                return str(error)
+            return trials.verdict(source, left, long=strict)
 
         return attempt
 
@@ -281,10 +286,14 @@ class CallGrammars:
     def _make(self, request: Request, before: str = "") -> Grammar:
         assert self._tokenizer is not None
         end = self.grammars.deadline()
-        schemas = (self.grammars.usable_schema(x.parameters, end)[0] for x in request.words.tools)
-        pairs = zip(request.words.tools, schemas, strict=True)
-        tools = tuple(dataclasses.replace(tool, parameters=schema) for tool, schema in pairs)
-        words = dataclasses.replace(request.words, tools=tools)
+        tools = []
+        for tool in request.words.tools:
+            found = self.grammars.usable_schema(tool.parameters, end)
+            if found.refused is None:
+                tools.append(dataclasses.replace(tool, parameters=found.schema))
+        if not tools:
+            raise RequestError("no grammar can follow the schema of any declared tool")
+        words = dataclasses.replace(request.words, tools=tuple(tools))
         grammar = self.grammars.make(
             {"grammar": calls_grammar(words, self._tokenizer), "prefix": before}
         )

@@ -87,12 +87,26 @@ class GrammarTrials:
         """
         self._short.start()
 
-    def verdict(self, grammar: str, seconds: float) -> str | None:
-        """Return why a grammar is refused after a short trial; None if it is not, or unknown."""
+    def verdict(self, grammar: str, seconds: float, *, long: bool = False) -> str | None:
+        """Return why a grammar is refused after a trial; None if it is not, or unknown.
+
+        Args:
+          long: try it in the process of long trials, so that no short one waits.
+        """
         try:
-            return self._verdict(self._short, grammar, seconds)
+            return self._verdict(self._long if long else self._short, grammar, seconds)
         except TimeoutError:
             return None
+
+    def refuses(self, grammar: str) -> bool:
+        """Return whether a grammar was tried before, and refused."""
+        with self._lock:
+            return self._verdicts.get(_key(grammar)) is not None
+
+    def knows(self, grammar: str) -> bool:
+        """Return whether a grammar was tried before."""
+        with self._lock:
+            return _key(grammar) in self._verdicts
 
     def close(self) -> None:
         """End the processes, in the middle of a trial too; the next trial starts them again."""

@@ -3,12 +3,18 @@
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dflash_jax.engine.structured.process import Part
 from dflash_jax.errors import RequestError
-from dflash_jax.tool_parsers.bounded_schema import bounded, relocated, resolved, subschemas
+from dflash_jax.tool_parsers.bounded_schema import (
+    bounded,
+    relocated,
+    resolved,
+    subschemas,
+    unescaped,
+)
 from dflash_jax.tool_parsers.grammar_bounds import (
     check_lark,
     check_schema,
@@ -25,6 +31,15 @@ MOST_TRIALS = 200  # compilations of parts of one schema, to find the one that i
 EMPTY = "NoExtensionBias"  # the compiler's word for a state in which no text may follow
 ROOT = "whole_schema"  # a definition with the schema whose part is tried
 UNSATISFIABLE = "Unsatisfiable schema: "
+# Keywords whose values the compiler may not support, the likeliest first.
+UNSUPPORTED = ("pattern", "format", "patternProperties", "oneOf", "multipleOf", "$ref")
+# Keywords that may contradict the type of a schema, its properties or each other.
+CONTRADICTING = (
+    "enum", "const", "pattern", "format", "multipleOf", "minimum", "exclusiveMinimum", "maximum",
+    "exclusiveMaximum", "minLength", "maxLength", "minItems", "maxItems", "minProperties",
+    "maxProperties", "required", "additionalProperties", "patternProperties", "oneOf", "anyOf",
+    "allOf", "$ref",
+)  # fmt: skip
 PREFIX = "the structure is not understood: "
 # Errors of the compiler in JSON schemas, and what to say.
 WORDS = (
@@ -64,26 +79,70 @@ def schema_refusal(
 def refused_part(
     schema: Mapping[str, Any], error: str, attempt: Callable[[Mapping[str, Any]], str | None]
 ) -> tuple[str, str]:
-    """Return the path of the innermost part that is refused by itself, and the error of it."""
+    """Return the path of the innermost part that is refused by itself, and the error of it.
+
+    Only errors of the same origin count: the compiler's, or those found before it.
+    """
     path, part, trials = "#", schema, 0
+    seen = {id(schema)}
     found = True
-    while found and isinstance(part, Mapping):
+    while found:
         found = False
-        for place, inner in subschemas(part):
+        for place, inner in _needed_parts(schema, part, path):
+            if not isinstance(inner, Mapping) or id(inner) in seen:
+                continue
             trials += 1
             if trials > MOST_TRIALS:
                 return path, error
-            reason = attempt(alone(schema, path + place))
-            if reason is not None:
-                path, part, error, found = path + place, inner, reason, True
+            reason = attempt(alone(schema, inner, place))
+            if reason is not None and reason.startswith(PREFIX) == error.startswith(PREFIX):
+                path, part, error, found = place, inner, reason, True
+                seen.add(id(inner))
                 break
     return path, error
 
 
-def alone(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Return a schema for the part at a path, whose references still work."""
-    moved = relocated(schema, "#", f"#/$defs/{ROOT}")
-    return {"$ref": f"#/$defs/{ROOT}" + path[1:], "$defs": {ROOT: moved}}
+def _needed_parts(
+    schema: Mapping[str, Any], part: Mapping[str, Any], path: str
+) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas inside a part of a schema and the one that it refers to, with paths."""
+    for place, inner in subschemas(part):
+        if not place.startswith(("/$defs", "/definitions")):
+            yield path + place, inner
+    if isinstance(reference := part.get("$ref"), str):
+        yield reference, resolved(schema, reference)
+
+
+def alone(schema: Mapping[str, Any], part: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return a schema for the part at a path, whose references still work.
+
+    It contains no more of the whole schema than the part refers to, where that is definitions.
+    """
+    needed: dict[tuple[str, str], Any] = {}
+    waiting: list[Any] = [part]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        if not isinstance(value, Mapping):
+            continue
+        waiting += value.values()
+        if isinstance(place := value.get("$ref"), str):
+            keyword, _, name = place.removeprefix("#/").partition("/")
+            name = name.partition("/")[0]
+            target = resolved(schema, f"#/{keyword}/{name}")
+            if keyword not in ("$defs", "definitions") or target is None:
+                moved = relocated(schema, "#", f"#/$defs/{ROOT}")
+                return {"$ref": f"#/$defs/{ROOT}" + path[1:], "$defs": {ROOT: moved}}
+            if (keyword, name) not in needed:
+                needed[keyword, name] = target
+                waiting.append(target)
+    found = dict(part)
+    for (keyword, name), target in needed.items():
+        definitions = found.get(keyword)
+        definitions = definitions if isinstance(definitions, Mapping) else {}
+        found[keyword] = {**definitions, unescaped(name): target}
+    return found
 
 
 def words(error: str) -> str:
@@ -117,41 +176,67 @@ def text_refusal(kind: str, error: str) -> str:
     return f"{name} is not understood{where}: {error.strip()}"
 
 
+@dataclasses.dataclass(frozen=True)
+class UsableSchema:
+    """A schema without values that no grammar can follow, such as patterns that look ahead.
+
+    Attributes:
+      dropped: paths, keywords and reasons of what was left out.
+      refused: the path and reason of what could not be left out, or None.
+    """
+
+    schema: Mapping[str, Any]
+    dropped: tuple[tuple[str, str, str], ...] = ()
+    refused: tuple[str, str] | None = None
+
+
 def usable(
     schema: Mapping[str, Any], attempt: Callable[[Mapping[str, Any]], str | None]
-) -> tuple[Mapping[str, Any], list[tuple[str, str, str]], tuple[str, str] | None]:
-    """Return a schema without values that the compiler does not support, such as patterns.
+) -> UsableSchema:
+    """Return a schema without keywords that the compiler does not support, or that contradict.
 
     Args:
-      attempt: returns the compiler's error for a schema with bounds, or None.
-
-    Returns:
-      The schema, the paths, keywords and reasons of what was left out, and the path and reason of
-      what could not be left out, or None.
+      attempt: returns why a schema is refused, or None.
     """
     dropped: list[tuple[str, str, str]] = []
     while (error := attempt(schema)) is not None:
         path, error = refused_part(schema, error, attempt)
         part = resolved(schema, path)
-        keys = [] if error.startswith(PREFIX + UNSATISFIABLE) else _suspects(part)
-        for key in keys:
-            rest = _replaced(schema, path, {k: v for k, v in part.items() if k != key})
-            again = attempt(alone(rest, path))
+        for key, rest in _lenient(part, contradicts=is_contradiction(error)):
+            less = _replaced(schema, path, rest)
+            again = attempt(alone(less, rest, path))
             if again is None or again != error:
-                schema = rest
+                schema = less
                 dropped.append((path, key, words(error)))
                 break
         else:
-            return schema, dropped, (path, words(error))
-    return schema, dropped, None
+            return UsableSchema(schema, tuple(dropped), (path, words(error)))
+    return UsableSchema(schema, tuple(dropped))
 
 
-def _suspects(part: Any) -> list[str]:
-    """Return the keywords of a schema whose values may be unsupported, the likeliest first."""
+def is_contradiction(error: str) -> bool:
+    """Return whether an error means that no value fits a schema."""
+    return error.startswith(PREFIX + UNSATISFIABLE) or not error.startswith(PREFIX)
+
+
+def _lenient(part: Any, *, contradicts: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a schema without one of its keywords each, the likeliest cause first.
+
+    Args:
+      contradicts: its keywords contradict each other, so that its type and properties count.
+    """
     if not isinstance(part, Mapping):
-        return []
-    first = ("pattern", "format", "patternProperties", "oneOf", "multipleOf", "$ref")
-    return sorted(part, key=lambda key: first.index(key) if key in first else len(first))
+        return
+    first = CONTRADICTING if contradicts else UNSUPPORTED
+    keys = [key for key in first if key in part]
+    for key in keys if contradicts else dict.fromkeys((*keys, *part)):
+        rest = {k: v for k, v in part.items() if k != key}
+        named, declared = part.get("required"), part.get("properties")
+        if key == "required" and isinstance(named, list) and isinstance(declared, Mapping):
+            rest["required"] = [name for name in named if name in declared]
+            if rest["required"] == named:
+                del rest["required"]
+        yield key, rest
 
 
 def _replaced(schema: Any, path: str, part: Any) -> Any:
