@@ -92,6 +92,7 @@ def calls_of(events: Iterable[Event]) -> list[tuple[str, str, bool]]:
 
 
 ARGUMENTS = ("arguments", "parameters")
+BEFORE_NAME = ("type", "id", *ARGUMENTS)  # keys of an object without tags before its name
 NAME = re.compile(r"[\w.:/-]{1,128}")  # of an undeclared tool
 
 
@@ -145,7 +146,7 @@ class CallParser:
             case tag if tag.startswith("<") and tag[1:-1] in self._tools:
                 return self._named_tag(tag)
             case text if text in malformed_calls.BARE_OPENS and text not in self._opens:
-                return self._bare()
+                return self._json(bare=True, declared=True)
         return self._json(bare=bare)
 
     def bare_arguments(self, tool: Tool) -> ParseSteps:
@@ -188,24 +189,32 @@ class CallParser:
             self._emit_arguments("{}")
         self._end_call()
 
-    def _json(self, *, bare: bool = False) -> ParseSteps:
-        """Parse an object with `name`, and `arguments` or `parameters`.
+    def _json(self, *, bare: bool = False, declared: bool = False) -> ParseSteps:
+        """Parse an object with `name`, and `arguments` or `parameters`, or with it as `function`.
 
         Args:
           bare: there are no tags. If the tool is undeclared, only arguments may follow the name.
+          declared: the tool has to be declared, and only arguments may follow its name.
         """
         text = self._text
         held = ""  # arguments that came before the name
-        named = given = False
+        named = given = nested = False
         yield from text.expect("{")
         while True:
             key = yield from text.string()
             yield from text.expect(":")
-            if key == "name" and not named:
+            first = yield from text.peek()
+            if key == "function" and first == "{" and not (named or nested):
+                nested = True
+                yield from text.expect("{")
+                continue
+            if key in ("name", "function") and first == '"' and not named:
                 named = True
                 name = yield from text.string()
-                if bare and name not in self._tools:
-                    yield from self._arguments_alone(name)
+                if declared and name not in self._tools:
+                    raise NotACall
+                if declared or (bare and name not in self._tools):
+                    yield from self._arguments_alone(name, nested=nested)
                     return
                 self._start_call(name)
                 self._emit_arguments(held)
@@ -214,10 +223,14 @@ class CallParser:
                 given = True
                 yield from text.value(self._emit_arguments if named else pieces.append)
                 held += "".join(pieces)
+            elif bare and not named and key not in BEFORE_NAME:
+                raise NotACall
             else:
                 yield from text.value(_ignore)
-            if (following := (yield from text.peek())) in ",}":
-                yield from text.character()
+            following = yield from self._after_value()
+            if nested and following == "}":
+                nested = False
+                following = yield from self._after_value()
             if following != ",":  # if the closing brace is missing, markup follows
                 break
         if not named:
@@ -226,19 +239,18 @@ class CallParser:
             self._emit_arguments("{}")
         self._end_call()
 
-    def _bare(self) -> ParseSteps:
-        """Parse an object without tags: a declared name, then the arguments."""
-        text = self._text
-        yield from text.expect("{")
-        yield from text.string()
-        yield from text.expect(":")
-        name = yield from text.string()
-        if name not in self._tools:
-            raise NotACall
-        yield from self._arguments_alone(name)
+    def _after_value(self) -> Generator[None, None, str]:
+        """Return the next character, and take it if it is a comma or a closing brace."""
+        if (following := (yield from self._text.peek())) in ",}":
+            yield from self._text.character()
+        return following
 
-    def _arguments_alone(self, name: str) -> ParseSteps:
-        """Parse the rest of an object after the name: the arguments, and nothing else."""
+    def _arguments_alone(self, name: str, *, nested: bool) -> ParseSteps:
+        """Parse the rest of an object after the name: the arguments, and nothing else.
+
+        Args:
+          nested: the object is inside another one, which contains nothing else.
+        """
         text = self._text
         yield from text.expect(",")
         key = yield from text.string()
@@ -248,6 +260,8 @@ class CallParser:
         self._start_call(name)
         yield from text.value(self._emit_arguments)
         yield from text.expect("}")
+        if nested:
+            yield from text.expect("}")
         self._end_call()
 
     def _wrapped(self) -> ParseSteps:

@@ -4,9 +4,11 @@ The parsers of their calls are in `calls.py`.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dflash_jax.tool_parsers.malformed_calls import FIRST_KEYS
 from dflash_jax.tool_parsers.parameters import Form
 from dflash_jax.tool_parsers.syntax import (
     CallState,
@@ -51,7 +53,8 @@ HERMES = Syntax(
 
 # Llama 3: the whole message is `{"name": "NAME", "parameters": {...}}`, one call per message.
 #
-# There are no tags: a call is recognized by its first key, and ends with the JSON object. Calls of
+# There are no tags: a call is recognized by its first key, and ends with the JSON object. Models
+# also write `{"type": "function", "name": ...}` and the whole object of OpenAI's API. Calls of
 # built-in tools follow `<|python_tag|>`. There is no reasoning.
 
 
@@ -70,7 +73,7 @@ def _llama_state(syntax: Syntax, text: str) -> CallState:
 LLAMA = Syntax(
     name="llama",
     thought=None,
-    opens=('{"name"', "<|python_tag|>"),
+    opens=(*(f"{{{key}" for key in FIRST_KEYS), "<|python_tag|>"),
     closes=("}",),
     lead="\n",
     marker='{"name"',
@@ -86,18 +89,31 @@ LLAMA = Syntax(
 #     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>
 #     {"KEY": value}<|call|>
 #
-# (in one line).
+# (in one line). Models sometimes leave `functions.` out.
 #
 # Reasoning is the analysis channel, answers are the final one. Text is a message of its own, so a
 # forced call first ends the open message.
 
 ASSISTANT = "<|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
-RECIPIENT = " to=functions."
+RECIPIENT = " to="
+# Who a message in the header of which is a recipient goes to, in its two places; the tools that the
+# model was trained with run elsewhere.
+CALL_HEADER = re.compile(
+    r"(?:^|<\|start\|>assistant|<\|channel\|>\w+) to=(?!python\b|browser\b|container\b)"
+)
 
 
 def _harmony_header(name: str) -> str:
-    return f"<|channel|>commentary{RECIPIENT}{name} <|constrain|>json<|message|>"
+    return f"<|channel|>commentary{RECIPIENT}functions.{name} <|constrain|>json<|message|>"
+
+
+def _harmony_state(syntax: Syntax, text: str) -> CallState:
+    begun = max((match.start() for match in CALL_HEADER.finditer(text)), default=-1)
+    if begun < 0:
+        return CallState.NONE
+    closed = max(text.rfind(marker) for marker in syntax.closes)
+    return CallState.OPEN if begun > closed else CallState.COMPLETE
 
 
 def _harmony_grammar(tool: Tool, quote: Quote) -> Rule:
@@ -108,8 +124,9 @@ def _harmony_grammar(tool: Tool, quote: Quote) -> Rule:
 HARMONY = Syntax(
     name="harmony",
     thought=Thought("<|channel|>analysis<|message|>", "<|end|>", f"<|end|>{ASSISTANT}{FINAL}"),
-    opens=(RECIPIENT,),
+    opens=(f"{RECIPIENT}functions.",),
     closes=("<|call|>",),
+    read_state=_harmony_state,
     lead="<|end|><|start|>assistant<|channel|>",
     marker="commentary",
     template_mark="<|channel|>",

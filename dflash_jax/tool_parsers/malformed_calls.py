@@ -15,7 +15,11 @@ OPENS = ("<tool_call>", "<function=", "<tool_code>")
 AMBIGUOUS_OPENS = ("<tool_call>", "<function=")  # also appear in texts about tools
 CLOSES = ("</tool_call>", "</function>", "</tool_code>")
 CALL_PREFIX = "call:"  # NAME{key: value}
-BARE_OPENS = tuple(f'{{{space}"name"' for space in ("", " ", "\n", "\n  ", "\n    ", "\n\t"))
+# The first key of a call that is a JSON object, with its value where that tells calls from answers.
+FIRST_KEYS = ('"name"', '"type": "function"', '"type":"function"', '"function"')
+BARE_OPENS = tuple(
+    f"{{{space}{key}" for space in ("", " ", "\n", "\n  ", "\n    ", "\n\t") for key in FIRST_KEYS
+)
 FENCE = "```"
 LOOK_BACK = 80  # characters searched for the start of a blank line
 

@@ -21,7 +21,7 @@ from dflash_jax.tool_parsers.calls import (
 from dflash_jax.tool_parsers.families import RECIPIENT
 from dflash_jax.tool_parsers.incremental import EndOfOutput, NotACall, ParseSteps, Stops, TextBuffer
 from dflash_jax.tool_parsers.malformed_calls import ShownText
-from dflash_jax.tool_parsers.syntax import Syntax
+from dflash_jax.tool_parsers.syntax import Syntax, Thought
 from dflash_jax.tool_parsers.tool_schema import Tool
 
 HARMONY_HEADERS = ("<|start|>", "<|channel|>")
@@ -160,9 +160,13 @@ class OutputParser:
         if opens and self._lenient:
             opens, closes = (*opens, *malformed_calls.OPENS), (*closes, *malformed_calls.CLOSES)
             loose = malformed_calls.untagged_openings(self._tools, (*around, *opens))
+        tags = tuple(marker for marker in opens if marker.startswith("<"))
         while True:
             if self.thinking and thought:
-                marker = yield from text.scan(around, self._show)
+                marker = yield from text.scan((*around, *tags), self._show)
+                if marker in tags:
+                    yield from self._parse_thought_call(marker, tags, thought)
+                    continue
             else:
                 if loose and (yield from self._try_bare_arguments()):
                     return
@@ -212,12 +216,17 @@ class OutputParser:
                     continue
                 header = marker + (yield from text.until(HARMONY_MESSAGE))
             self.thinking, self._trim = "<|channel|>analysis" in header, False
-            named = re.search(r"to=functions\.([^\s<]+)", header) if self._tools else None
-            if named and (yield from self._try_call(self._calls.harmony(named[1]))):
+            name = self._recipient(header)
+            if name and (yield from self._try_call(self._calls.harmony(name))):
                 self.calling = True
                 yield from text.scan(HARMONY_ENDS, _ignore)
                 self.calling = False
             header = ""
+
+    def _recipient(self, header: str) -> str | None:
+        """Return the tool that a message of harmony calls; without `functions.`, a declared one."""
+        match = re.search(r"to=(functions\.)?([^\s<]+)", header) if self._tools else None
+        return match[2] if match and (match[1] or match[2] in self._tools) else None
 
     def _parse_call(self, marker: str, *, bare: bool) -> ParseSteps:
         """Parse a call, or emit text that only starts like one.
@@ -240,6 +249,59 @@ class OutputParser:
             self._tags_shown += not bare
             if not self._calls.begun:  # otherwise the text was emitted
                 self._show(text.take(len(marker)))
+
+    def _parse_thought_call(
+        self, marker: str, tags: tuple[str, ...], thought: Thought
+    ) -> ParseSteps:
+        """Parse calls inside reasoning: they are calls if the output ends with them, else text.
+
+        The model may still have closed the reasoning after them.
+        """
+        text, events = self._text, list[Event]()
+        closes = self._syntax.closes if self._syntax else ()
+        text.buffer = marker + text.buffer
+        calls = CallParser(self._syntax, self._tools, text, events.append, allow_undeclared=False)
+        calls.count = self._calls.count
+        text.start_recording()
+        following = marker
+        try:
+            while following in tags:
+                text.take(len(following))
+                yield from calls.parse(following)
+                following = yield from self._next_marker((*tags, *closes, thought.closing))
+                while following in closes:
+                    text.take(len(following))
+                    following = yield from self._next_marker((*tags, *closes, thought.closing))
+            if following == thought.closing:
+                text.take(len(following))
+                following = yield from self._next_marker(())
+        except (NotACall, EndOfOutput):
+            following = marker
+        if following:
+            text.rewind()
+            self._show(text.take(len(marker)))
+            return
+        text.stop_recording()
+        self._flush_stops("")
+        self._calls.count = calls.count
+        self.thinking, self._blank = False, ""
+        self._events += events
+
+    def _next_marker(self, markers: tuple[str, ...]) -> Generator[None, None, str]:
+        """Return which marker follows white space; empty at the end of the output.
+
+        Raises:
+          NotACall: something else follows.
+        """
+        text = self._text
+        while not text.buffer.strip():
+            if text.ended:
+                return ""
+            yield
+        try:
+            return (yield from text.one_of(*markers, take=False)) if markers else "text"
+        except EndOfOutput:
+            raise NotACall from None
 
     def _try_call(self, call: ParseSteps, tag: int = 0) -> Generator[None, None, bool]:
         """Run a call parser, and return whether the text was a call.

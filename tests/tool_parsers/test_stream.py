@@ -18,6 +18,7 @@ from dflash_jax.tool_parsers.calls import (
     ToolCallStart,
 )
 from dflash_jax.tool_parsers.stream import OutputParser
+from dflash_jax.tool_parsers.syntax import CallState
 from dflash_jax.tool_parsers.tool_schema import Tool
 
 TOOLS = [
@@ -676,3 +677,79 @@ def test_fences_and_lines_are_counted_however_text_is_cut() -> None:
         before.add("call")
         assert not before.allows(malformed_calls.CALL_PREFIX)
         assert not before.blank
+
+
+LLAMA_FORMS = (
+    '{"type": "function", "name": "read", "parameters": {"path": "x"}}',
+    '{"type":"function","name":"read","parameters":{"path":"x"}}',
+    '{"type": "function", "function": {"name": "read", "parameters": {"path": "x"}}}',
+    '{"function": {"name": "read", "arguments": {"path": "x"}}}',
+    '{"function": "read", "parameters": {"path": "x"}}',
+    '{"type": "function", "id": "1", "name": "read", "parameters": {"path": "x"}}',
+    '{"type": "function", "parameters": {"path": "x"}, "name": "read"}',
+)
+
+
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_calls_of_llama_may_begin_with_another_key(step: int) -> None:
+    for form in LLAMA_FORMS:
+        pieces = [form[i : i + step] for i in range(0, len(form), step)]
+        assert read("llama", pieces) == ("", "", [("read", {"path": "x"}, True)], False), form
+        assert SYNTAXES["llama"].call_state(form) is CallState.COMPLETE
+        tagged = f"<tool_call>\n{form}\n</tool_call>"
+        assert read("hermes", [tagged])[2] == [("read", {"path": "x"}, True)], form
+    for form in LLAMA_FORMS[:5]:
+        assert read("hermes", [form])[2] == [("read", {"path": "x"}, True)], form
+    for text in (
+        '{"type": "function", "text": "of x"}',
+        '{"type": "function"}',
+        '{"function": ["read"]}',
+        '{"type": "object", "name": "read"}',
+    ):
+        for family in ("llama", "hermes"):
+            assert read(family, list(text)) == ("", text, [], False)
+
+
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_harmony_may_leave_functions_out_of_a_declared_name(step: int) -> None:
+    header = "<|channel|>commentary to=read <|constrain|>json<|message|>"
+    for raw in (
+        header + '{"path": "x"}<|call|>',
+        ' to=read<|channel|>commentary json<|message|>{"path": "x"}<|call|>',
+    ):
+        pieces = [raw[i : i + step] for i in range(0, len(raw), step)]
+        assert read("harmony", pieces)[1:3] == ("", [("read", {"path": "x"}, True)])
+        assert SYNTAXES["harmony"].call_state(raw) is CallState.COMPLETE
+    other = header.replace("read", "python") + "1 + 1<|call|>"
+    assert read("harmony", [other])[1:3] == ("1 + 1", [])
+    assert SYNTAXES["harmony"].call_state(other) is CallState.NONE
+    assert SYNTAXES["harmony"].call_state("Send it to=read it") is CallState.NONE
+
+
+@pytest.mark.parametrize("family", ["gemma4", "hermes", "qwen_xml"])
+@pytest.mark.parametrize("step", [1, 7, 1000])
+def test_a_call_with_which_an_output_ends_inside_a_thought_counts(family: str, step: int) -> None:
+    syntax = SYNTAXES[family]
+    assert syntax.thought is not None
+    call, stop = syntax.render("read", {"path": "x"}), syntax.render("stop", {})
+    found = ("read", {"path": "x"}, True)
+    close = syntax.thought.closing
+
+    def thought(text: str) -> tuple:
+        parser = OutputParser(syntax, TOOLS, thinking=True)
+        return read_by(parser, [text[i : i + step] for i in range(0, len(text), step)])
+
+    assert thought(f"Hm.\n{call}") == ("Hm.\n", "", [found], False)
+    assert thought(f"Hm.\n{call}\n{close}\n\n") == ("Hm.\n", "", [found], False)
+    assert thought(f"{call}\n{stop}\n") == ("", "", [found, ("stop", {}, True)], False)
+    said = thought(f"Hm. {call} So.{close}Done.")
+    assert said == (f"Hm. {call} So.", "Done.", [], False)
+    said = thought(f"Hm. {call}{close}Done.")
+    assert said == (f"Hm. {call}", "Done.", [], False)
+    assert thought(f"Hm. {call}{close}{stop}")[1:3] == ("", [("stop", {}, True)])
+    for text in (
+        f"Hm. {call[:-14]}",
+        f"Hm. {syntax.render('other', {'a': 1})}",
+        f"The tag {syntax.opens[0]} begins a call, {call} is one.",
+    ):
+        assert thought(text) == (text, "", [], False)
