@@ -148,8 +148,11 @@ class Grammars:
           RequestError: one does.
         """
         assert self._tokenizer is not None
-        for choice in structure.get("choice", ()):
-            found = [text for text in self._tokenizer.special_texts if text and text in choice]
+        choices = structure.get("choice", ())
+        together = "\n".join(choices)  # there may be thousands
+        specials = [text for text in self._tokenizer.special_texts if text and text in together]
+        for choice in choices if specials else ():
+            found = [text for text in specials if text in choice]
             if found:
                 raise RequestError(
                     f"the choice {choice[:80]!r} contains {found[0]!r}, a special token of this"

@@ -339,9 +339,18 @@ def _answer(kind: str, value: Any) -> tuple[dict[str, Any], Mapping[str, Any] | 
         return {"lark_grammar": f"start: {_regex(value)}"}, None
     choices = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
     if kind == "choice" and choices and all(isinstance(x, str) for x in value):
-        return {"lark_grammar": "start: " + " | ".join(map(json.dumps, value))}, None
+        return {"lark_grammar": _choices(value)}, None
     expected = {"json": "a schema", "choice": "a list of texts"}.get(kind, "a text")
     raise RequestError(f"structured {kind} is {value!r}; expected {expected}")
+
+
+def _choices(texts: Sequence[str]) -> str:
+    """Return a grammar of some texts: one terminal, as the parser is slow in many alternatives."""
+    some = list(dict.fromkeys(text for text in texts if text))
+    if not some:
+        return 'start: ""'
+    rule = "CHOICE" if len(some) == len(set(texts)) else "CHOICE?"
+    return f"start: {rule}\nCHOICE: " + " | ".join(map(json.dumps, some))
 
 
 def _check_grammar(grammar: str) -> None:
