@@ -155,6 +155,7 @@ class Server:
                 model, request, prompts, options, min(limits, default=None),
                 compile_wait=self._config.compile_wait, request_id=raw_request.state.id,
                 body_size=len(body),
+                client=_client(raw_request),
             )  # fmt: skip
             writer = WRITERS[request.api](generation)
             events = self._track(generation)
@@ -262,3 +263,9 @@ def _size(generation: Generation, update: tuple[Reply, list[Event]]) -> int:
     small = Content, ToolCallDelta
     whole = any(not isinstance(event, small) for event in update[1])
     return generation.answer_size if whole else 0
+
+
+def _client(request: Request) -> tuple[str, ...]:
+    """Return names of who asks: the key and address, and the connection."""
+    host, port = request.client or ("", 0)
+    return f"{request.state.owner} {host}", f"{host} {port}"

@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextvars
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -79,19 +80,54 @@ async def read_body(read: Callable[[bytes], T], body: bytes, *, stored: bool = F
 
 
 MOST_SLOW = 4  # requests with slow grammars that may wait
+MOST_CLIENTS = 4096  # whose use of time is remembered
 Job = TypeVar("Job")
+Client = tuple[str, ...]  # names of a client, the widest first, such as its key and connection
+
+
+class Turns(Generic[Job]):
+    """Waiting jobs of several clients, which take turns: who has used the least time is next."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Client, Job]] = []
+        self._used: dict[str, float] = {}  # seconds, by name of a client
+        self._lock = threading.Lock()
+
+    def put(self, client: Client, job: Job) -> None:
+        """Add a job of a client."""
+        with self._lock:
+            self._waiting.append((client, job))
+
+    def take(self) -> tuple[Client, Job]:
+        """Remove and return the next job and its client; there has to be one."""
+        with self._lock:
+            orders = [[self._used.get(x, 0.0) for x in client] for client, _ in self._waiting]
+            return self._waiting.pop(orders.index(min(orders)))
+
+    def add_time(self, client: Client, seconds: float) -> None:
+        """Add to the time that a client has used; it is forgotten once nobody waits."""
+        with self._lock:
+            if not self._waiting:
+                self._used.clear()
+                return
+            for name in client:
+                self._used[name] = self._used.pop(name, 0.0) + seconds
+            while len(self._used) > MOST_CLIENTS:
+                del self._used[next(iter(self._used))]
 
 
 class StructureThreads(Generic[Job]):
     """Threads that prepare jobs with an output grammar, without blocking the engine.
 
-    One thread prepares jobs in order; jobs with slow grammars go to a second thread, for which at
-    most `MOST_SLOW` jobs wait.
+    Jobs with known grammars have a thread of their own, and never wait for others. One thread tries
+    grammars, those of the clients in turns; jobs with slow grammars go to a third thread, for which
+    at most `MOST_SLOW` jobs wait.
 
     Args:
       decide: returns whether `prepare` will be fast for a job, after a trial compilation.
       prepare: prepares a job, and reports errors itself.
       refuse: called with a job that cannot be prepared, and the error.
+      is_known: returns whether `prepare` needs no trial for a job.
     """
 
     def __init__(
@@ -99,21 +135,36 @@ class StructureThreads(Generic[Job]):
         decide: Callable[[Job], bool],
         prepare: Callable[[Job], None],
         refuse: Callable[[Job, Exception], None],
+        is_known: Callable[[Job], bool] = lambda job: False,
     ):
         self._decide, self._prepare, self._refuse = decide, prepare, refuse
-        self._short = concurrent.futures.ThreadPoolExecutor(1, "structures", lower_priority)
-        self._long = concurrent.futures.ThreadPoolExecutor(1, "slow-structures", lower_priority)
-        self._slow = 0  # jobs in the second thread or its queue
+        self._is_known = is_known
+        pool = concurrent.futures.ThreadPoolExecutor
+        self._known = pool(1, "known-structures", lower_priority)
+        self._short = pool(1, "structures", lower_priority)
+        self._long = pool(1, "slow-structures", lower_priority)
+        self._turns: Turns[Job] = Turns()
+        self._slow = 0  # jobs in the third thread or its queue
         self._lock = threading.Lock()
 
-    def submit(self, job: Job) -> None:
-        """Queue a job, which will be prepared or refused."""
-        self._short.submit(self._begin, job)
+    def submit(self, job: Job, client: Client = ()) -> None:
+        """Queue a job of a client, which will be prepared or refused."""
+        if self._is_known(job):
+            self._known.submit(self._prepare, job)
+            return
+        self._turns.put(client, job)
+        self._short.submit(self._begin_next)
 
     def stop(self) -> None:
         """Cancel queued jobs and accept no more."""
-        for pool in (self._short, self._long):
+        for pool in (self._known, self._short, self._long):
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def _begin_next(self) -> None:
+        client, job = self._turns.take()
+        begun = time.monotonic()
+        self._begin(job)
+        self._turns.add_time(client, time.monotonic() - begun)
 
     def _begin(self, job: Job) -> None:
         try:

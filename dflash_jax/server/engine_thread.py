@@ -26,7 +26,7 @@ from dflash_jax.errors import ComputeError, DFlashError, HostError
 from dflash_jax.graph.build import BackgroundCompiler
 from dflash_jax.graph.keys import Variant
 from dflash_jax.server import errors
-from dflash_jax.server.background import StructureThreads
+from dflash_jax.server.background import Client, StructureThreads
 
 log = logging.getLogger("dflash_jax.server")
 MAX_FAILURES = 2  # consecutive failed steps after which the engine is not restarted
@@ -51,6 +51,7 @@ class Job:
     request.
 
     Attributes:
+      client: names of who asked, for turns.
       given: number of pieces passed to the listener.
       cancelled: `Worker.cancel` was called.
       finished: the listener received the end.
@@ -61,6 +62,7 @@ class Job:
     params: SamplingParams
     index: int
     listener: Listener
+    client: Client = ()
     handle: RequestHandle | None = None
     given: int = 0
     cancelled: bool = False
@@ -138,7 +140,9 @@ class Worker:
             lambda engine: self._commands.put(lambda: self._replace(engine)),
             lambda error: self._commands.put(lambda: self._end(error)),
         )
-        self._structures = StructureThreads(self._is_fast, self._prepare, self._refuse)
+        self._structures = StructureThreads(
+            self._is_fast, self._prepare, self._refuse, self._is_known
+        )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -164,7 +168,7 @@ class Worker:
         """Queue a job; its listener is also called if the engine refuses it."""
         self.active += 1
         if job.params.structured is not None:
-            self._structures.submit(job)
+            self._structures.submit(job, job.client)
         else:
             self._commands.put(lambda: self._prepare(job))
 
@@ -293,6 +297,11 @@ class Worker:
 
     def _refuse(self, job: Job, error: Exception) -> None:
         self._call(self._deliver, [(job, [], error)])
+
+    def _is_known(self, job: Job) -> bool:
+        """Return whether the job's grammar was compiled or refused before."""
+        structure = job.params.structured
+        return structure is not None and self._loaded.core.grammars.knows(structure)
 
     def _is_fast(self, job: Job) -> bool:
         """Return whether `_prepare` will take no longer than a trial compilation of the grammar."""

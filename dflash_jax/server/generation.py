@@ -17,7 +17,7 @@ from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.errors import RequestError, StructureError
 from dflash_jax.graph.keys import Variant
 from dflash_jax.server import errors
-from dflash_jax.server.background import LONG_PROMPT, by_size, in_thread
+from dflash_jax.server.background import LONG_PROMPT, Client, by_size, in_thread
 from dflash_jax.server.conversation import parse_tool_calls
 from dflash_jax.server.engine_thread import Job
 from dflash_jax.server.prompt import (
@@ -103,6 +103,7 @@ class Generation:
         are still being compiled.
       request_id: the id in the response headers.
       body_size: bytes of the request, parts of which the response may repeat.
+      client: names of who asks, the widest first; clients take turns.
 
     Attributes:
       cancelled: why the request ended early, and in which phase; None if it did not.
@@ -122,6 +123,7 @@ class Generation:
         compile_wait: float = math.inf,
         request_id: str = "",
         body_size: int = 0,
+        client: Client = (),
     ):
         self.model, self.request, self.prompts = model, request, prompts
         self.request_id, self._body_size = request_id, body_size
@@ -144,7 +146,8 @@ class Generation:
                 recovery = params.recovery or OFF
                 reply.filter_repeated_calls = request.stream and recovery.repeated_calls > 0
                 self.replies.append(reply)
-                self._jobs.append(Job(prompt.ids, params.for_answer(copy), index, self._on_update))
+                answer = params.for_answer(copy)
+                self._jobs.append(Job(prompt.ids, answer, index, self._on_update, client))
         loop = asyncio.get_running_loop()
         self._timers: list[asyncio.TimerHandle] = []
         if timeout is not None:

@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dflash_jax.engine.structured import grammars as structured
 from dflash_jax.engine.structured import process as grammar_process
 from dflash_jax.engine.structured import trial_process
 from dflash_jax.engine.structured.grammars import Grammars
+from dflash_jax.engine.structured.sources import alone
 from dflash_jax.errors import RequestError
 from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
@@ -74,6 +76,68 @@ def test_schemas_and_grammars_at_the_bounds_are_compiled() -> None:
         made.make({"json": good})
     made.make({"grammar": flat})
     made.make({"json": {"type": "integer", "multipleOf": 1_000_000}})
+
+
+def test_a_structure_that_was_seen_before_is_not_tried_or_explained_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = grammars()
+    good = {"json": {"properties": {"a": {"type": "integer"}}}}
+    bad = {"json": {"properties": {"a": {"type": "string", "pattern": "(?=x)"}}}}
+    assert not made.knows(good)
+    made.make(good)
+    with pytest.raises(RequestError, match="#/properties/a: its pattern looks ahead") as first:
+        made.make(bad)
+    for name in ("attempt", "start"):
+        monkeypatch.delattr(grammar_process.GrammarProcess, name)
+    assert made.knows(good)
+    assert made.knows(bad)
+    made.make(good)
+    with pytest.raises(RequestError) as again:
+        made.make(bad)
+    assert str(again.value) == str(first.value)
+    made.close()
+
+
+def test_what_takes_an_explanation_is_no_quick_structure() -> None:
+    made = grammars()
+    large = {f"p{i}": {"type": "integer"} for i in range(3000)}
+    assert not made.decide({"json": {"type": "object", "properties": large}})
+    assert made.decide({"regex": "("})
+    with pytest.raises(RequestError, match="at #: it has too many different names and texts"):
+        made.make({"json": {"type": "object", "properties": large}})
+    made.close()
+
+
+def test_a_part_is_tried_without_the_rest_of_its_schema() -> None:
+    definitions = {"a": {"items": {"$ref": "#/$defs/b"}}, "b": {"type": "null"}, "c": {}}
+    part = {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "string"}]}
+    schema = {"properties": {"x": part, "y": {}}, "$defs": definitions}
+    assert alone(schema, {"type": "string"}, "#/properties/y") == {"type": "string"}
+    needed = {name: definitions[name] for name in "ab"}
+    assert alone(schema, part, "#/properties/x") == {**part, "$defs": needed}
+    whole = alone(schema, {"$ref": "#/properties/x"}, "#/properties/z")
+    assert whole["$ref"].endswith("/properties/z")
+
+
+def test_a_list_of_choices_may_have_thousands_of_texts() -> None:
+    made = grammars()
+    tokenizer = made._tokenizer
+    assert tokenizer is not None
+    texts = [f"option {i}" for i in range(8000)]
+    cases = [(texts, "option 7999", True), (texts, "option 8000", False), (["a", ""], "", True)]
+    cases += [(["a", "ab"], text, fits) for text, fits in (("a", True), ("ab", True), ("", False))]
+    cases += [([""], "", True), (['"\\n|é ', "x"], '"\\n|é ', True)]
+    for choices, text, fits in cases:
+        grammar = made.make({"choice": choices})
+        mask = np.zeros((1, 2048 // 32), np.uint32)
+        for token in tokenizer.encode(text, specials=False):
+            grammar.fill(mask, [])
+            grammar.accept([token])
+        if not grammar.finished:
+            grammar.accept([2040])
+        assert (grammar.error is None) == fits, (choices[-1], text)
+    made.close()
 
 
 def test_a_grammar_that_ends_its_process_is_refused_and_the_next_one_is_made(

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.audit.server import ASK, CHAT, MESSAGES, send
 from dflash_jax.engine.engine import Engine
 from dflash_jax.graph import Graph
-from dflash_jax.server.background import MOST_SLOW, StructureThreads
+from dflash_jax.server.background import MOST_SLOW, StructureThreads, Turns
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.run import ServerConfig
 from tests.engine.test_grammar_process import ENDLESS, chain, referring
@@ -172,6 +172,40 @@ def test_few_requests_may_wait_for_slow_structures() -> None:
     assert soon(lambda: sorted(prepared)[-1] == 100)
     assert -1 in prepared
     threads.stop()
+
+
+def test_known_structures_wait_for_no_other() -> None:
+    opened = threading.Event()
+    prepared: list[int] = []
+    threads = StructureThreads[int](
+        lambda job: opened.wait(60), prepared.append, lambda job, error: None, lambda job: job > 0
+    )
+    threads.submit(0)
+    threads.submit(1)
+    assert soon(lambda: prepared == [1])
+    opened.set()
+    assert soon(lambda: prepared == [1, 0])
+    threads.stop()
+
+
+def test_the_client_that_used_the_least_time_is_next() -> None:
+    turns = Turns[int]()
+    for job in range(4):
+        turns.put(("host", "busy"), job)
+    client, job = turns.take()
+    assert (client, job) == (("host", "busy"), 0)
+    turns.add_time(client, 2.0)
+    turns.put(("host", "new"), 10)
+    turns.put(("other", "third"), 20)
+    taken = []
+    for _ in range(3):
+        client, job = turns.take()
+        taken.append(job)
+        turns.add_time(client, 1.0)
+    assert taken == [20, 10, 1]
+    for _ in range(2):
+        turns.add_time(turns.take()[0], 1.0)
+    assert turns._used == {}
 
 
 def test_what_goes_wrong_in_a_trial_is_told() -> None:

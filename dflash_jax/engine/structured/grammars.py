@@ -6,6 +6,7 @@ so that speculative output equals the output of constrained decoding token by to
 """
 
 import dataclasses
+import hashlib
 import importlib.util
 import queue
 import threading
@@ -19,8 +20,9 @@ import numpy as np
 
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.sampling_params import Structure
-from dflash_jax.engine.structured.process import SECONDS, SHORT, GrammarTrials
+from dflash_jax.engine.structured.process import KEPT, SECONDS, SHORT, GrammarTrials
 from dflash_jax.engine.structured.sources import (
+    TOO_LARGE,
     Source,
     UsableSchema,
     schema_refusal,
@@ -52,6 +54,7 @@ class Grammars:
         self.seconds = SECONDS  # that compiling one grammar may take; may be changed
         self._lock = threading.Lock()
         self._shared: tuple[Any, GrammarTrials] | None = None  # the first is an LLTokenizer
+        self._verdicts: dict[bytes, str | None] = {}  # why structures are refused, the oldest first
 
     @property
     def available(self) -> bool:
@@ -68,6 +71,9 @@ class Grammars:
             long to compile, or does not begin with the text that the output continues.
         """
         tokenizer, trials = self._compilers()
+        key = _key(structure)
+        if (reason := self._verdicts.get(key)) is not None:
+            raise StructureError(reason)
         try:
             source = source_of(structure)
             self._check_choices(structure)
@@ -76,25 +82,40 @@ class Grammars:
         try:
             trials.check(source.grammar, self.seconds, source.parts)
         except RequestError as error:
-            raise StructureError(self._explained(source, str(error))) from error
+            reason = self._explained(source, str(error))
+            if trials.knows(source.grammar):  # otherwise the process failed
+                self._remember(key, reason)
+            raise StructureError(reason) from error
         matcher, error = compiled(tokenizer, source.grammar)
         if error is not None:
             raise StructureError(error)
+        self._remember(key, None)
         if source.prefix:
             self._continue(matcher, tokenizer, source)
         return Grammar(matcher)
 
+    def knows(self, structure: Structure) -> bool:
+        """Return whether `make` saw the structure before, so that it needs no trial."""
+        return _key(structure) in self._verdicts
+
     def decide(self, structure: Structure) -> bool:
         """Try a structure for at most a second; return whether `make` will take no longer.
 
-        A structure that `make` refuses takes no time.
+        It takes longer to explain why a schema is refused.
         """
         try:
             _, trials = self._compilers()
             source = source_of(structure)
-            return trials.decide(source.grammar, self.seconds, source.parts)
+            quick = trials.decide(source.grammar, self.seconds, source.parts)
         except RequestError:
             return True
+        return quick and (source.schema is None or not trials.refuses(source.grammar))
+
+    def _remember(self, key: bytes, reason: str | None) -> None:
+        with self._lock:
+            self._verdicts[key] = reason
+            while len(self._verdicts) > KEPT:
+                del self._verdicts[next(iter(self._verdicts))]
 
     def deadline(self) -> float:
         """Return when short trials that begin now have to end, by `time.monotonic`.
@@ -163,11 +184,11 @@ class Grammars:
         """Return why a structure is refused, in words of the request."""
         if not error.startswith(REFUSED):
             return error
-        if source.kind == "json" and source.schema is None:
+        if source.kind == "json" and (source.schema is None or TOO_LARGE in error):
             return schema_refusal({}, error, lambda _: None)
         if source.schema is None:
             return text_refusal(source.kind, error)
-        attempt = self._attempt(self.deadline(), strict=True)
+        attempt = self._attempt(time.monotonic() + SHORT, strict=True)
         return schema_refusal(source.schema, error, attempt)
 
     def _continue(self, matcher: Any, tokenizer: Any, source: Source) -> None:
@@ -258,6 +279,13 @@ class Grammar:
             walked += 1
         if walked:
             self._matcher.rollback(walked)
+
+
+def _key(structure: Structure) -> bytes:
+    try:
+        return hashlib.sha256(repr(structure).encode(errors="surrogatepass")).digest()
+    except RecursionError:
+        return b""
 
 
 MaskTask = tuple[Grammar, np.ndarray, list[int]]  # a grammar, and the arguments of its `fill`

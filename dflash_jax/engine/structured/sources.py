@@ -41,8 +41,11 @@ CONTRADICTING = (
     "allOf", "$ref",
 )  # fmt: skip
 PREFIX = "the structure is not understood: "
+TOO_LARGE = "initial lexer configuration (grammar) too big"  # of the whole, not of a part
 # Errors of the compiler in JSON schemas, and what to say.
 WORDS = (
+    (r"initial lexer configuration \(grammar\) too big.*", "it has too many different names and"
+     " texts; expected at most some hundred: leave some out, or ask for them in several requests"),
     (r"Unsatisfiable schema: Regex is empty.*", "no text fits its pattern, format and lengths"),
     (r"Unsatisfiable schema: (.*)", "no value fits it: {0}"),
     (r"Unimplemented keys: \[(.*)\]", "the keyword {0} is not supported here; leave it out, and"
