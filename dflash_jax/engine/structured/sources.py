@@ -44,6 +44,7 @@ PREFIX = "the structure is not understood: "
 TOO_LARGE = "initial lexer configuration (grammar) too big"  # of the whole, not of a part
 # Errors of the compiler in JSON schemas, and what to say.
 WORDS = (
+    (r"no finite value fits the JSON schema.*", "no value fits it"),
     (r"initial lexer configuration \(grammar\) too big.*", "it has too many different names and"
      " texts; expected at most some hundred: leave some out, or ask for them in several requests"),
     (r"Unsatisfiable schema: Regex is empty.*", "no text fits its pattern, format and lengths"),
