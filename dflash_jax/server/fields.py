@@ -92,6 +92,18 @@ def check_unknown_fields(unknown: Mapping[str, Any]) -> tuple[str, ...]:
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
+def nearest_efforts(effort: Any) -> list[Any]:
+    """Return an effort, and then the known ones from the nearest on; unknown ones are near "high".
+
+    Of two that are as near, the stronger one comes first.
+    """
+    place = EFFORTS.index(effort if effort in EFFORTS else "high")
+    others = sorted(
+        EFFORTS, key=lambda other: (abs(EFFORTS.index(other) - place), -EFFORTS.index(other))
+    )
+    return [effort, *(other for other in others if other != effort)]
+
+
 def reasoning_options(
     given: Mapping[str, Any] | None,
     *,

@@ -9,10 +9,11 @@ import json
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from dflash_jax.errors import RequestError
+from dflash_jax.server.fields import nearest_efforts
 from dflash_jax.server.protocol import NO_LIMIT, GenerationRequest, Message, Problem
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import tools_warning
@@ -98,34 +99,85 @@ def render_messages(
     warnings: list[str],
     repairs: tuple[Repair, ...] = tuple(REPAIRS),
 ) -> str:
-    """Render a conversation, repaired until the template takes it.
+    """Render a conversation; messages and reasoning options are changed until the template agrees.
 
     Args:
       messages: with texts as contents, see `Tokenizer.plain`.
-      warnings: repairs that change what the model sees are added here.
+      warnings: changes of what the model sees are added here.
+
+    Raises:
+      Problem: the template refuses every form.
     """
     try:
         return tokenizer.render(messages, **variables)
     except RequestError as error:
         refused = error
-    tried = [list(messages)]
+    required = {key: value for key, value in variables.items() if key not in REASONING}
+    for current, notes in _repaired(messages, repairs):
+        try:
+            text = tokenizer.render(current, **required)
+        except RequestError:
+            continue
+        warnings.extend(f"the chat template refused the messages: {note}" for note in notes)
+        if required != variables:
+            text = _with_reasoning(tokenizer, current, required, variables, text, warnings)
+        return text
+    raise Problem(str(refused), param="messages") from None
+
+
+def _repaired(
+    messages: Sequence[Message], repairs: Sequence[Repair]
+) -> Iterator[tuple[list[Message], list[str]]]:
+    """Yield the messages, and each different form that repairs give them, with its notes."""
+    tried: list[list[Message]] = []
     alone = [(repair,) for repair in repairs]
-    for chosen in (*alone, *(repairs[:n] for n in range(2, len(repairs) + 1))):
-        current, notes = list(messages), []
+    for chosen in ((), *alone, *(repairs[:n] for n in range(2, len(repairs) + 1))):
+        current = list(messages)
+        notes: list[str] = []
         for repair in chosen:
             changed = repair(current)
             notes += [REPAIRS[repair]] if REPAIRS[repair] and changed != current else []
             current = changed
-        if current in tried:
-            continue
-        tried.append(current)
-        try:
-            text = tokenizer.render(current, **variables)
-        except RequestError:
-            continue
-        warnings.extend(f"the chat template refused the messages: {note}" for note in notes)
-        return text
-    raise Problem(str(refused), param="messages") from None
+        if current not in tried:
+            tried.append(current)
+            yield current, notes
+
+
+# Variables by which clients ask for reasoning; a template may know other values, or none.
+REASONING = ("enable_thinking", "reasoning_effort")
+
+
+def _with_reasoning(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    required: dict[str, Any],
+    variables: dict[str, Any],
+    text: str,
+    warnings: list[str],
+) -> str:
+    """Return the conversation with the reasoning options that the template takes.
+
+    Args:
+      required: the variables without reasoning options.
+      text: the conversation that they give.
+    """
+    kept = dict(required)
+    for name in (name for name in REASONING if name in variables):
+        asked = variables[name]
+        for value in nearest_efforts(asked) if name == "reasoning_effort" else [asked]:
+            try:
+                text = tokenizer.render(messages, **kept, **{name: value})
+            except RequestError:
+                continue
+            kept[name] = value
+            if value != asked:
+                warnings.append(
+                    f"the chat template knows no {name} {asked!r:.50}; it is {value!r} instead"
+                )
+            break
+        else:
+            warnings.append(f"the chat template refused {name} {asked!r:.50}, which was left out")
+    return text
 
 
 PLACEHOLDER = f"\ue000{secrets.token_hex(8)}\ue001"  # for a cached turn; clients cannot guess it
@@ -341,7 +393,9 @@ def _chat_prompt(
         text = render_messages(tokenizer, marked, variables, warnings, (system_first,))
         parts = text.split(PLACEHOLDER)
     if len(parts) != len(recalled) + 1:  # the template refuses, changes or drops contents
-        recalled, marked = [], messages
+        recalled = []
+        marked = messages
+        warnings.clear()
         parts = [text := render_messages(tokenizer, messages, variables, warnings)]
     tokenizer.check_fits("".join(parts), max_length - sum(map(len, recalled)))
     ids = tokenizer.encode(parts[0], specials=False)

@@ -370,6 +370,60 @@ def test_a_conversation_that_a_template_refuses_is_repaired(core: Path) -> None:
         shown(chat(RESULT), core, "{{ raise_exception('never') }}")
 
 
+def efforts(*known: str, rest: str = "") -> str:
+    """Return a template that takes these levels of reasoning only."""
+    return (
+        f"{{% set level = reasoning_effort | default({known[0]!r}) %}}"
+        f"{{% if level not in {known} %}}{{{{ raise_exception('unknown effort ' ~ level) }}}}"
+        f"{{% endif %}}{{{{ level }}}}{rest}"
+    )
+
+
+NO_WORDS = "{% if reasoning_effort is defined %}{{ raise_exception('no') }}{% endif %}-"
+ALWAYS = "{% if enable_thinking is false %}{{ raise_exception('always') }}{% endif %}-"
+
+
+@pytest.mark.parametrize(
+    ("template", "asked", "level", "warned"),
+    [
+        (efforts("xhigh", "medium", "low"), "high", "xhigh", 1),
+        (efforts("xhigh", "medium", "low"), "medium", "medium", 0),
+        (efforts("xhigh", "medium", "low"), "none", "low", 1),
+        (efforts("xhigh", "medium", "low"), "minimal", "low", 1),
+        (efforts("xhigh", "medium", "low"), "ultra", "xhigh", 2),
+        (efforts("medium", "low"), "max", "medium", 1),
+        (efforts("deep", "quick"), "high", "deep", 1),
+        (efforts("high", rest=ALTERNATING), "low", "high<user>Hello", 1),
+        (NO_WORDS, "low", "-", 1),
+        (ALWAYS, "none", "-", 1),
+        (NO_WORDS + ALWAYS, "none", "--", 2),
+    ],
+)
+def test_an_effort_is_the_nearest_that_the_template_takes(
+    core: Path, template: str, asked: str, level: str, warned: int
+) -> None:
+    tokenizer = read(core, {"chat_template": template})
+    output = {"output_config": {"effort": asked}}
+    for request in (
+        chat(reasoning_effort=asked),
+        responses(reasoning={"effort": asked}),
+        anthropic(**output),
+    ):
+        prompt = chat_prompt(request, tokenizer, ToolTurnCache(), None)
+        assert tokenizer.raw(prompt.ids) == level
+        assert len((*prompt.warnings, *request.warnings)) == warned
+
+
+def test_an_effort_of_template_variables_is_taken_and_messages_are_repaired_too(core: Path) -> None:
+    template = efforts("low", "medium", rest=ALTERNATING)
+    tokenizer = read(core, {"chat_template": template})
+    for effort, level in (("medium", "medium"), ("deep", "medium"), (5, "medium"), ("none", "low")):
+        request = chat(HELLO, chat_template_kwargs={"reasoning_effort": effort})
+        prompt = chat_prompt(request, tokenizer, ToolTurnCache(), None)
+        assert tokenizer.raw(prompt.ids) == f"{level}<user>Hello\n\nHello"
+        assert len(prompt.warnings) == 1 + (effort != "medium")
+
+
 def test_the_fewest_changes_are_made_for_a_template(core: Path) -> None:
     call = turn(type="function", function={"name": "f", "arguments": "{}"})
     system = {"role": "system", "content": "Brief."}
