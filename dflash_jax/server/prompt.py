@@ -45,6 +45,17 @@ def results_with_calls(messages: Sequence[Message]) -> list[Message]:
     return result
 
 
+def user_first(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages with an empty one of the user in front, if the assistant begins."""
+    at = next((at for at, m in enumerate(messages) if m["role"] != "system"), 0)
+    begins = messages[at]["role"] == "assistant"
+    return (
+        [*messages[:at], {"role": "user", "content": ""}, *messages[at:]]
+        if begins
+        else list(messages)
+    )
+
+
 def alternating(messages: Sequence[Message]) -> list[Message]:
     """Return the messages with neighbouring ones of the user, or of the assistant, merged."""
     result: list[Message] = []
@@ -86,6 +97,7 @@ def _as_user(message: Message) -> Message:
 REPAIRS: dict[Repair, str] = {
     system_first: "",  # changes no text
     results_with_calls: "results of unknown calls are shown as messages of the user",
+    user_first: "an empty message of the user precedes the assistant's first one",
     alternating: "neighbouring messages of one role are shown as one",
     without_system: "system messages are shown as the user's",
     without_calls: "tool calls and their results are shown as text",

@@ -370,6 +370,25 @@ def test_a_conversation_that_a_template_refuses_is_repaired(core: Path) -> None:
         shown(chat(RESULT), core, "{{ raise_exception('never') }}")
 
 
+@pytest.mark.parametrize(
+    ("messages", "seen", "noted"),
+    [
+        ([HELLO], "<user><assistant>Hi!<user>Hello", "an empty message of the user"),
+        ([HELLO, HELLO], "<user><assistant>Hi!<user>Hello\n\nHello", "shown as one"),
+        ([{"role": "system", "content": "Brief."}, HELLO],
+         "<user>Brief.<assistant>Hi!<user>Hello", "system messages are shown"),
+        ([], "<user><assistant>Hi!", "an empty message of the user"),
+    ],
+)  # fmt: skip
+def test_an_assistant_may_speak_first(core: Path, messages: Any, seen: str, noted: str) -> None:
+    body = {"messages": [{"role": "assistant", "content": "Hi!"}, *messages]}
+    request = decode_chat(json.dumps(body).encode())
+    tokenizer = read(core, {"chat_template": ALTERNATING})
+    prompt = chat_prompt(request, tokenizer, ToolTurnCache(), None)
+    assert tokenizer.raw(prompt.ids) == seen
+    assert noted in " ".join(prompt.warnings)
+
+
 def efforts(*known: str, rest: str = "") -> str:
     """Return a template that takes these levels of reasoning only."""
     return (
