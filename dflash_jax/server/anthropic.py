@@ -59,7 +59,7 @@ def decode_messages(body: bytes, *, counting: bool = False) -> GenerationRequest
     Args:
       counting: the request only counts tokens, and needs no max_tokens.
     """
-    parsed, unknown = decode(body, MessagesRequest)
+    parsed, unread = decode(body, MessagesRequest)
     if parsed.thread is not None:
         raise _no_threads()
     if parsed.max_tokens is None and not counting:
@@ -70,7 +70,7 @@ def decode_messages(body: bytes, *, counting: bool = False) -> GenerationRequest
     output_format, where = output.get("format"), "output_config.format"
     if output_format is None:
         output_format, where = parsed.output_format, "output_format"
-    common = common_arguments(parsed, unknown, output_format, where)
+    common = common_arguments(parsed, unread, output_format, where)
     warnings = list(common["warnings"])
     tools = _tool_arguments(parsed)
     template, more_warnings = reasoning_options(

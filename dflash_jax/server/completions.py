@@ -151,7 +151,7 @@ class ChatRequest(OpenAIFields, kw_only=True):
 
 def decode_chat(body: bytes) -> GenerationRequest:
     """Return the request of a body."""
-    parsed, unknown = decode(body, ChatRequest)
+    parsed, unread = decode(body, ChatRequest)
     reasoning, thinking = parsed.reasoning, parsed.thinking
     given = dict(parsed.chat_template_kwargs or {})
     if parsed.enable_thinking is not None:
@@ -169,7 +169,7 @@ def decode_chat(body: bytes) -> GenerationRequest:
     tools = tool_arguments(given_tools, parsed.tool_choice)
     if parsed.top_logprobs and not parsed.logprobs:
         raise Problem("top_logprobs needs logprobs: true", param="top_logprobs")
-    common = openai_arguments(parsed, unknown)
+    common = openai_arguments(parsed, unread)
     more = list(given_tools.warnings)
     messages = parse_messages(parsed.messages, more)
     common["warnings"] += (*warnings, *more)
@@ -283,7 +283,7 @@ class CompletionRequest(OpenAIFields, kw_only=True):
 
 def decode_completion(body: bytes) -> GenerationRequest:
     """Return the request of a body."""
-    parsed, unknown = decode(body, CompletionRequest)
+    parsed, unread = decode(body, CompletionRequest)
     prompts: list[Any] = [parsed.prompt]
     if isinstance(parsed.prompt, list) and not all(isinstance(p, int) for p in parsed.prompt):
         prompts = list(parsed.prompt)
@@ -304,7 +304,7 @@ def decode_completion(body: bytes) -> GenerationRequest:
         suffix=parsed.suffix or "",
         echo=bool(parsed.echo),
         logprobs=parsed.logprobs,
-        **openai_arguments(parsed, unknown),
+        **openai_arguments(parsed, unread),
     )
 
 

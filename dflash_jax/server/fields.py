@@ -9,7 +9,7 @@ import msgspec
 from dflash_jax.engine.sampling_params import KINDS, OPTIONS, SEEDS
 from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.errors import ConfigError
-from dflash_jax.server.protocol import MOST_CHOICES, Problem
+from dflash_jax.server.protocol import MOST_CHOICES, Problem, Unread
 
 # Fields of other servers that would change the output, by the values that have no effect and are
 # accepted. APIs that support a field skip this table.
@@ -68,21 +68,25 @@ def check_path(path: str) -> None:
         raise text_only(path)
 
 
-def check_unknown_fields(unknown: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a warning for each unknown field, up to MOST_WARNINGS.
+REPLACED = "half characters (lone surrogates) were replaced by U+FFFD"
+
+
+def check_unread(unread: Unread) -> tuple[str, ...]:
+    """Return a warning for each unknown field, up to MOST_WARNINGS, and for replaced characters.
 
     Raises:
       Problem: 400, a field is known from other servers and would change the output.
     """
-    for name, value in unknown.items():
+    for name, value in unread.fields.items():
         if name in UNSUPPORTED and value is not None and value not in UNSUPPORTED[name]:
             if name in MEDIA_FIELDS:
                 raise text_only(name, name)
             instead = f"; use {ALTERNATIVES[name]}" if name in ALTERNATIVES else ""
             raise Problem(f"{name} is not supported here{instead}", param=name)
-    named = itertools.islice(unknown, MOST_WARNINGS)
-    warnings = [f"the unknown field {name[:LONGEST_NAME]!r} was ignored" for name in named]
-    if (more := len(unknown) - MOST_WARNINGS) > 0:
+    warnings = [REPLACED] if unread.replaced else []
+    named = itertools.islice(unread.fields, MOST_WARNINGS)
+    warnings += [f"the unknown field {name[:LONGEST_NAME]!r} was ignored" for name in named]
+    if (more := len(unread.fields) - MOST_WARNINGS) > 0:
         warnings.append(f"{more} more unknown fields were ignored")
     return tuple(warnings)
 
@@ -241,7 +245,7 @@ MOST_STOP_IDS = 1024
 
 def common_arguments(
     body: CommonFields,
-    unknown: Mapping[str, Any],
+    unread: Unread,
     output_format: Any,
     where: str = "response_format",
 ) -> dict[str, Any]:
@@ -249,7 +253,7 @@ def common_arguments(
 
     Args:
       body: the decoded body.
-      unknown: fields that the API does not know.
+      unread: what the API does not know.
       output_format: requested output format, such as `response_format`.
       where: name of the field that contains `output_format`.
     """
@@ -280,7 +284,7 @@ def common_arguments(
         "timings": bool(body.timings_per_token),
         "metrics": bool(body.return_metrics),
         "meta_info": bool(body.return_meta_info),
-        "warnings": check_unknown_fields(unknown),
+        "warnings": check_unread(unread),
     }
 
 
@@ -290,7 +294,7 @@ def first_given(body: Any, *names: str) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def openai_arguments(body: OpenAIFields, unknown: Mapping[str, Any]) -> dict[str, Any]:
+def openai_arguments(body: OpenAIFields, unread: Unread) -> dict[str, Any]:
     """Return the arguments of `GenerationRequest` that chat completions and completions set."""
     n = 1 if body.n is None else body.n
     if not 1 <= n <= MOST_CHOICES:
@@ -301,7 +305,7 @@ def openai_arguments(body: OpenAIFields, unknown: Mapping[str, Any]) -> dict[str
             param="prompt_logprobs",
         )
     wanted = body.stream_options or StreamOptions()
-    common = common_arguments(body, unknown, body.response_format)
+    common = common_arguments(body, unread, body.response_format)
     return common | {
         "n": n,
         "max_tokens": first_given(body, "max_tokens", "max_output_tokens"),

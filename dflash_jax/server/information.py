@@ -15,7 +15,7 @@ from starlette.responses import Response
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.background import in_thread, read_body
 from dflash_jax.server.conversation import parse_messages
-from dflash_jax.server.fields import EFFORTS, SERVED, check_unknown_fields
+from dflash_jax.server.fields import EFFORTS, SERVED, check_unread
 from dflash_jax.server.generation import prepare
 from dflash_jax.server.http_connection import JsonPieces, json_response
 from dflash_jax.server.message_formats import messages_from_responses
@@ -117,8 +117,8 @@ class InfoRoutes:
 
     async def _tokenize(self, raw_request: Request) -> Response:
         read = functools.partial(decode, kind=TokenizeRequest)
-        parsed, unknown = await read_body(read, await self._middleware.body(raw_request))
-        warnings = check_unknown_fields(unknown)
+        parsed, unread = await read_body(read, await self._middleware.body(raw_request))
+        warnings = check_unread(unread)
         model = self._models.named(parsed.model)
         tokenizer = model.engine.tokenizer
         if tokenizer is None:

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from dflash_jax.engine.state_machine import Recovery
+from dflash_jax.tokenizer import well_formed
 from dflash_jax.tool_parsers.tool_schema import MOST_DEPTH, Tool, ToolChoice, is_deep
 
 Message = dict[str, Any]
@@ -181,15 +182,35 @@ class GenerationRequest:
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
-def decode(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
-    """Return the decoded request body, and its fields that the API does not know.
+@dataclasses.dataclass(frozen=True)
+class Unread:
+    """What the API does not read of a body.
+
+    Attributes:
+      fields: those that it does not know, with their values.
+      replaced: half characters were replaced by U+FFFD.
+    """
+
+    fields: dict[str, Any]
+    replaced: bool = False
+
+
+def decode(body: bytes, kind: type[Body]) -> tuple[Body, Unread]:
+    """Return the decoded request body, and what was not read of it.
 
     Raises:
       Problem: the body is not JSON or too deeply nested, or a field is missing or has a wrong type.
     """
     check_entries(body)
+    body = body.removeprefix(codecs.BOM_UTF8)  # Windows editors add it
+    replaced = False
     try:
-        raw = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))  # Windows editors add it
+        try:
+            raw = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            whole = _without_half_characters(body)
+            replaced = whole != body
+            raw = msgspec.json.decode(whole)
     except RecursionError:
         raise _too_deep("the body") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -212,7 +233,29 @@ def decode(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
             param = missing[1]
         raise Problem(f"{text}{where}", param=param) from None
     known = kind.__struct_fields__
-    return decoded, {name: value for name, value in raw.items() if name not in known}
+    fields = {name: value for name, value in raw.items() if name not in known}
+    return decoded, Unread(fields, replaced)
+
+
+# A backslash that is escaped, a pair of surrogates, or one alone, which is the group.
+_ESCAPES = re.compile(
+    rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+)
+
+
+def _without_half_characters(body: bytes) -> bytes:
+    """Return JSON with lone surrogates replaced by U+FFFD, as escapes or as bytes.
+
+    Clients that cut texts by UTF-16 units send them, and again with every turn that follows.
+    """
+    try:
+        text = body.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:  # other bytes are no text of any kind
+        return body
+    return _ESCAPES.sub(
+        lambda found: rb"\ufffd" if found[1] else found[0], well_formed(text).encode()
+    )
 
 
 def _too_deep(where: str, param: str | None = None) -> Problem:

@@ -72,7 +72,7 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
       store: responses that the request may refer to. Its own is added unless `store` is false.
     """
     store = store or ResponseStore()
-    parsed, unknown = decode(body, ResponsesRequest)
+    parsed, unread = decode(body, ResponsesRequest)
     for name in ("background", "prompt"):
         if getattr(parsed, name):
             raise Problem(f"{name} is not supported here", param=name)
@@ -86,7 +86,7 @@ def decode_responses(body: bytes, store: ResponseStore | None = None) -> Generat
         items, previous=parsed.previous_response_id, conversation=conversation, keep=keep
     )
     text = parsed.text or {}
-    common = common_arguments(parsed, unknown, text.get("format"), "text.format")
+    common = common_arguments(parsed, unread, text.get("format"), "text.format")
     warnings = list(common["warnings"])
     if parsed.truncation == "auto":
         warnings.append("truncation was ignored: an input that is too long is refused")

@@ -269,6 +269,41 @@ def test_a_body_may_begin_with_the_mark_that_windows_puts_before_texts() -> None
     assert decode_chat(b"\xef\xbb\xbf" + body) == decode_chat(body)
 
 
+HALF = {
+    r"cut \ud83d here": "cut \ufffd here",
+    r"\ude00": "\ufffd",
+    r"\uD83D\uD83D\uDE00 \\ud83d": "\ufffd\U0001f600 \\ud83d",
+    r"\\\ud83d\\": "\\\ufffd\\",
+    "\ud83d": "\ufffd",
+}
+
+
+@pytest.mark.parametrize(("written", "read"), HALF.items())
+def test_half_characters_are_replaced_with_a_warning(written: str, read: str) -> None:
+    said = f'{{"role": "user", "content": "{written}"}}'.encode(errors="surrogatepass")
+    used = f'{{"type": "tool_result", "content": "{written}"}}'.encode(errors="surrogatepass")
+    requests = [
+        decode_chat(b'{"messages": [%s]}' % said),
+        decode_messages(b'{"max_tokens": 5, "messages": [%s]}' % said),
+        decode_messages(
+            b'{"max_tokens": 5, "messages": [{"role": "user", "content": [%s]}]}' % used
+        ),
+        decode_responses(b'{"input": [%s]}' % said),
+    ]
+    for request in requests:
+        assert request.messages[-1]["content"] == read
+        [warning] = request.warnings
+        assert "U+FFFD" in warning
+    whole = r'{"messages": [{"role": "user", "content": "\ud83d\ude00"}]}'
+    assert decode_chat(whole.encode()).warnings == ()
+
+
+def test_bytes_that_are_no_text_are_refused() -> None:
+    for body in (b'{"messages": "\xff"}', b'{"messages": "\\ud83d', b"\\ud83d"):
+        with pytest.raises(Problem, match="not valid JSON"):
+            decode_chat(body)
+
+
 def test_seeds_may_be_any_number_and_minus_one_is_none() -> None:
     assert chat(seed=-2).options == {"seed": 2**64 - 2}
     assert chat(seed=7 + 2**32).options == {"seed": 7 + 2**32}
