@@ -1,13 +1,16 @@
 """Chat templates: finding and rendering them, and the forms of messages that they support."""
 
 import collections
+import contextlib
 import datetime
 import functools
+import hashlib
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.compiler
@@ -22,6 +25,7 @@ from dflash_jax.utils import interruption
 
 Message = dict[str, Any]
 LARGEST = 10_000_000  # most digits or items of a product or power
+SHORT = 9  # characters of ids that Mistral's templates take
 TIME_LIMIT = 10.0  # seconds per rendering; thousands of messages take less than one second
 
 
@@ -91,6 +95,61 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
             head = turn if place == 0 else {"role": turn.get("role"), "content": None}
             turns += [head | {"tool_calls": [call]}, *answers[place]]
     return turns
+
+
+def text_and_calls(message: Message) -> list[Message]:
+    """Return a turn with a text and calls as two turns; any other message alone."""
+    if not (calls_of(message) and message.get("content")):
+        return [message]
+    text = {key: value for key, value in message.items() if key != "tool_calls"}
+    calls = {"role": message.get("role"), "content": None, "tool_calls": message["tool_calls"]}
+    return [text, calls]
+
+
+class CallForm(NamedTuple):
+    """How a template takes calls.
+
+    Attributes:
+      content: of a turn without text: None, or "" if the template rejects or prints None.
+      as_text: arguments are JSON text, not objects.
+      short_ids: ids have nine characters, as Mistral's.
+    """
+
+    content: str | None
+    as_text: bool
+    short_ids: bool
+
+    def applied(self, message: Message) -> Message:
+        """Return a message with its calls, or the id of the call that it answers, in this form."""
+        if calls := calls_of(message):
+            message = message | {"tool_calls": [self._call(call) for call in calls]}
+        if self.short_ids and message.get("role") == "tool":
+            message = message | {"tool_call_id": short_id(message.get("tool_call_id"))}
+        return message
+
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = call.get("function")
+        if isinstance(function, dict) and "arguments" in function:
+            call = call | {"function": function | {"arguments": self._arguments(function)}}
+        return call | {"id": short_id(call.get("id"))} if self.short_ids else call
+
+    def _arguments(self, function: dict[str, Any]) -> Any:
+        """Return the arguments of a function as an object, or as text."""
+        given = function["arguments"]
+        if self.as_text:
+            return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        if isinstance(given, str):  # as OpenAI's API writes them
+            with contextlib.suppress(ValueError, RecursionError):
+                value = json.loads(given)
+                return value if isinstance(value, dict) else given
+        return given
+
+
+def short_id(call_id: Any) -> str:
+    """Return an id of nine letters and digits for a call: its own, or one that follows from it."""
+    text = str(call_id)
+    own = len(text) == SHORT and text.isascii() and text.isalnum()
+    return text if own else hashlib.sha256(text.encode(errors="replace")).hexdigest()[:SHORT]
 
 
 def rendered(template: str, variables: Mapping[str, Any]) -> str:
@@ -248,8 +307,13 @@ class ChatFormat:
                 ' {"role": "user", "content": "..."}'
             )
         plain = [self.plain(message) for message in messages]
-        if any(len(calls_of(message)) > 1 for message in plain) and self._takes_one_call:
+        most_calls = max((len(calls_of(message)) for message in plain), default=0)
+        if most_calls > 1 and self._takes_one_call:
             plain = [self.plain(message) for message in one_call_each(plain)]
+        if most_calls and self._drops_calls_after_text:
+            plain = [self.plain(turn) for message in plain for turn in text_and_calls(message)]
+        if most_calls or any(message.get("role") == "tool" for message in plain):
+            plain = [self._call_form.applied(message) for message in plain]
         return self._render(plain, **variables)
 
     def plain(self, message: Message) -> Message:
@@ -285,39 +349,59 @@ class ChatFormat:
         if thought and "message.thinking" in template:
             message = message | {"thinking": thought}
         if message.get("content") != "":
-            message = message | {"content": self._empty_content}
+            message = message | {"content": self._call_form.content}
         return message
 
     @functools.cached_property
-    def _empty_content(self) -> str | None:
-        """Content of a turn without text: None, or "" if the template rejects or prints None."""
+    def _call_form(self) -> CallForm:
+        """The first form of calls that the template shows as they are."""
+        forms = [
+            CallForm(content, as_text=as_text, short_ids=short_ids)
+            for short_ids, as_text, content in itertools.product(
+                (False, True), (False, True), (None, "")
+            )
+        ]
+        return min(forms, key=self._harm)
 
-        def harm(content: str | None) -> float:
-            text = self._with_calls(content, ["."])
-            return math.inf if text is None else text.count("None")
-
-        return "" if harm("") < harm(None) else None
+    def _harm(self, form: CallForm) -> float:
+        """Return how far the text of a call in a form is from what its author wanted."""
+        text = self._with_calls(form, [PROBE], answered=True)
+        if text is None:  # the template may know calls, and no results
+            text = self._with_calls(form, [PROBE])
+        if text is None:
+            return math.inf
+        written = str(call_of(PROBE, "")["function"]["arguments"])  # Python's notation
+        return 100 * (PROBE not in text) + 10 * text.count(written) + text.count("None")
 
     @functools.cached_property
     def _takes_one_call(self) -> bool:
         """Whether the template supports a turn with one call, but not one with two."""
         first, second = "first-value", "second-value"
         alone, both = (
-            self._with_calls(self._empty_content, values, answered=True) or ""
+            self._with_calls(self._call_form, values, answered=True) or ""
             for values in ([first], [first, second])
         )
         return first in alone and not (first in both and second in both)
 
+    @functools.cached_property
+    def _drops_calls_after_text(self) -> bool:
+        """Whether the template supports a turn of calls alone, but drops those after a text."""
+        alone, after = (
+            self._with_calls(form, [PROBE], answered=True) or ""
+            for form in (self._call_form, self._call_form._replace(content="."))
+        )
+        return PROBE in alone and PROBE not in after
+
     def _with_calls(
-        self, content: str | None, values: Sequence[str], *, answered: bool = False
+        self, form: CallForm, values: Sequence[str], *, answered: bool = False
     ) -> str | None:
         """Return a conversation that calls a tool with each value; None if rendering fails."""
-        calls = [call_of(value, f"call{i:05}") for i, value in enumerate(values)]
-        turn = {"role": "assistant", "content": content, "tool_calls": calls}
+        calls = [call_of(value, f"call_{i:019}") for i, value in enumerate(values)]
+        turn = {"role": "assistant", "content": form.content, "tool_calls": calls}
         answers = [{"role": "tool", "tool_call_id": c["id"], "content": "."} for c in calls]
         talk = [{"role": "user", "content": "."}, turn, *(answers if answered else ())]
         try:
-            return self._render(talk, tools=TOOLS)
+            return self._render([form.applied(message) for message in talk], tools=TOOLS)
         except RequestError:
             return None
 

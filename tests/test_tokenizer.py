@@ -204,6 +204,56 @@ def test_turns_of_several_calls_are_split_where_a_template_takes_one(
     assert read(core, {"chat_template": template}).render(talk) == expected
 
 
+def call_template(call: str, *, when: str = "m.tool_calls", ids: bool = False) -> str:
+    """Return a template that writes calls so, as DeepSeek's or Mistral's."""
+    nine = "{{ raise_exception('length 9') if (ID or '') | length != 9 }}{{ ID }}" if ids else ""
+    return (
+        "{% for m in messages %}"
+        f"{{% if {when} %}}{{% for c in m.tool_calls %}}{nine.replace('ID', 'c.id')}{call}"
+        "{% endfor %}{% else %}"
+        f"{{% if m.role == 'tool' %}}{nine.replace('ID', 'm.tool_call_id')}{{% endif %}}"
+        "{{ m.content }}{% endif %}-{% endfor %}"
+    )
+
+
+ARGUMENTS = "{{ c.function.name + c.function.arguments }}"
+AS_IT_IS = "{{ c.function.arguments }}"
+AS_JSON = "{{ c.function.arguments | tojson }}"
+EITHER_FORM = "{% if c.function.arguments is string %}text{% else %}" + AS_JSON + "{% endif %}"
+PAIRS = "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}{% endfor %}"
+TEXT_ONLY = "{% if c.function.arguments is string %}{{ c.function.arguments }}{% endif %}"
+WROTE = '{"city": "Köln"}'
+
+
+@pytest.mark.parametrize("given", [WROTE, json.loads(WROTE)])
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (call_template(ARGUMENTS), f"Hi-f{WROTE}-done-"),
+        (call_template(AS_IT_IS), f"Hi-{WROTE}-done-"),  # would write Python's notation
+        (call_template(TEXT_ONLY), f"Hi-{WROTE}-done-"),
+        (call_template(AS_JSON), f"Hi-{WROTE}-done-"),
+        (call_template(EITHER_FORM), f"Hi-{WROTE}-done-"),
+        (call_template(PAIRS), "Hi-city=Köln-done-"),
+        (call_template(AS_JSON, ids=True), f"Hi-74196fe72{WROTE}-74196fe72done-"),
+        (call_template(ARGUMENTS, ids=True), f"Hi-74196fe72f{WROTE}-74196fe72done-"),
+        (call_template(ARGUMENTS, when="m.content is none"), f"Hi-Look:-f{WROTE}-done-"),
+    ],
+)  # fmt: skip
+def test_calls_have_the_form_that_the_template_shows(
+    core: Path, template: str, expected: str, given: Any
+) -> None:
+    function = {"name": "f", "arguments": given}
+    call = {"type": "function", "id": "call_1", "function": function}
+    text = "Look:" if "Look:" in expected else None
+    turn = {"role": "assistant", "content": text, "tool_calls": [call]}
+    talk = [*TALK, turn, {"role": "tool", "tool_call_id": "call_1", "content": "done"}]
+    tokenizer = read(core, {"chat_template": template})
+    assert tokenizer.render(talk) == expected
+    short = json.loads(json.dumps(talk).replace("call_1", "abcDEF123"))
+    assert tokenizer.render(short) == expected.replace("74196fe72", "abcDEF123")
+
+
 @pytest.mark.parametrize("calls", [True, 7, [1, 2], {"a": 1, "b": 2}])
 def test_calls_that_are_none_are_for_the_template_to_judge(core: Path, calls: Any) -> None:
     tokenizer = read(core, {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"})
