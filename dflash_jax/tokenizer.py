@@ -14,7 +14,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from dflash_jax.chat_template import ChatFormat, Message, templates_of
 from dflash_jax.config.fields import has_file
-from dflash_jax.errors import CheckpointError, PromptTooLongError
+from dflash_jax.errors import CheckpointError, PromptTooLongError, RequestError
+from dflash_jax.spellings import Spellings
+from dflash_jax.tool_parsers import syntax_of
 from dflash_jax.utils import interruption
 
 # Encoding of texts of any length without blocking other threads.
@@ -28,6 +30,7 @@ from dflash_jax.utils import interruption
 LONG_TEXT = 20_000  # characters from which encoding releases the interpreter lock
 COMPOSED = 4  # most characters that NFC and NFKC combine: the longest decomposition in Unicode
 MOST_ALTERNATIVES = 256  # of a pattern; trying more at every "<" is too slow
+SAMPLE = 100  # characters of a text that show what a tokenizer puts around it
 SLICE = 2**16  # characters to split at white space at once, with the interpreter lock held
 LENGTHENING = {"Lowercase", "NFD", "NFKD", "ByteLevel", "Prepend"}  # normalizers
 KEEPING = {"ByteLevel", "Metaspace", "Digits", "Punctuation", "UnicodeScripts", "Split"}
@@ -196,6 +199,7 @@ FILES = (
     "chat_template.jinja",
     "chat_template.json",  # of multimodal processors
 )
+MARKED = frozenset({"documents", "tools"})  # variables of templates that others may have written
 MORE_TEMPLATES = "additional_chat_templates"  # a folder of named templates
 
 
@@ -264,8 +268,22 @@ class Tokenizer:
         return self.core.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, *, specials: bool = True) -> list[int]:
-        """Return the ids of a text; `specials` adds the tokenizer's start token, if it has one."""
-        return encode(self.core, well_formed(text), specials)
+        """Return the ids of a text, of which parts may be `marked`.
+
+        Args:
+          specials: add the tokenizer's start token, if it has one.
+        """
+        text = well_formed(text)
+        if not self._spellings.marks(text):
+            return encode(self.core, text, specials)
+        ids = self._spellings.encode(text, functools.partial(encode, specials=False))
+        if not specials:
+            return ids
+        begin = self._spellings.unmarked(text)[:SAMPLE]
+        bare = encode(self.core, begin, specials=False)
+        whole = encode(self.core, begin, specials=True)
+        at = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+        return [*whole[:at], *ids, *whole[at + len(bare) :]]
 
     def check_fits(self, text: str, max_tokens: int) -> None:
         """Check the length of a text without encoding it.
@@ -275,7 +293,7 @@ class Tokenizer:
         Raises:
           PromptTooLongError: the text has too many characters for `max_tokens` tokens.
         """
-        check_characters(self.core, well_formed(text), max_tokens)
+        check_characters(self.core, self._spellings.unmarked(well_formed(text)), max_tokens)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids without special tokens, except those of `showing`."""
@@ -331,9 +349,68 @@ class Tokenizer:
         known = self.core.get_added_tokens_decoder().items()
         return {i: token.content for i, token in known if token.special}
 
-    def chat(self, messages: Sequence[Message], /, **variables: Any) -> list[int]:
-        """Return the ids of a conversation before the assistant's next turn; see `render`."""
-        return self.encode(self.render(messages, **variables), specials=False)
+    @functools.cached_property
+    def _spellings(self) -> Spellings:
+        return Spellings(self.core)
+
+    def marked(self, value: Any) -> Any:
+        """Return texts, tools or other JSON values, in which special tokens are text.
+
+        `encode` does not take what is spelled like a special token for one, also in a larger text.
+        """
+        return self._spellings.marked(value)
+
+    def marked_messages(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages in which special tokens are text, see `marked`.
+
+        An assistant's text keeps those of its own thoughts and calls, which its output shows.
+        """
+        return [self._marked_message(message) for message in messages]
+
+    def _marked_message(self, message: Message) -> Message:
+        if not isinstance(message, dict) or message.get("role") != "assistant":
+            return self.marked(message)
+        kept = self._own_markup
+        return {
+            key: self._spellings.marked(value, kept if key == "content" else frozenset())
+            for key, value in message.items()
+        }
+
+    @functools.cached_property
+    def _own_markup(self) -> frozenset[str]:
+        """Special tokens of thoughts and calls, and those that the template looks for in a text.
+
+        Those that are around a message of the user are not among them.
+        """
+        source = (self.template or "") + (self.tool_template or "")
+        sought = [text for _, text in re.findall(r"split\((['\"])(.+?)\1", source)]
+        if (syntax := syntax_of(self.teaches)) is not None:
+            sought += [*syntax.opens, *syntax.closes]
+            if (thought := syntax.thought) is not None:
+                sought += [thought.opening, thought.closing]
+        try:
+            others = self.render([{"role": "user", "content": "."}], add_generation_prompt=False)
+        except RequestError:
+            others = ""
+        specials = self._special.values()
+        return frozenset(x for x in specials if x not in others and any(x in y for y in sought))
+
+    def chat(
+        self, messages: Sequence[Message], /, *, parse_special: bool = False, **variables: Any
+    ) -> list[int]:
+        """Return the ids of a conversation before the assistant's next turn; see `render`.
+
+        Args:
+          parse_special: what messages, tools and documents spell like special tokens is taken for
+            them, as if the template had written it.
+        """
+        render = self.render if parse_special else self.render_marked
+        return self.encode(render(messages, **variables), specials=False)
+
+    def render_marked(self, messages: Sequence[Message], /, **variables: Any) -> str:
+        """Return a conversation for `encode`, as `render` does, see `marked`."""
+        others = {name: self.marked(variables[name]) for name in MARKED.intersection(variables)}
+        return self.render(self.marked_messages(messages), **variables | others)
 
     def render(self, messages: Sequence[Message], /, **variables: Any) -> str:
         """Return a conversation in the chat template, up to the assistant's next turn.

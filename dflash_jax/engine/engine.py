@@ -321,6 +321,7 @@ class Engine:
         *,
         stream: Literal[False] = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        parse_special: bool = False,
         cancel: CancelCell | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Result: ...
@@ -333,6 +334,7 @@ class Engine:
         *,
         stream: Literal[True],
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        parse_special: bool = False,
         cancel: CancelCell | None = None,
         **options: Unpack[SamplingOptions],
     ) -> RequestHandle: ...
@@ -344,6 +346,7 @@ class Engine:
         *,
         stream: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        parse_special: bool = False,
         cancel: CancelCell | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Result | RequestHandle:
@@ -354,6 +357,8 @@ class Engine:
             of a single user message.
           stream: return the handle of `submit` instead of the result.
           chat_template_kwargs: variables of the template, such as {"enable_thinking": False}.
+          parse_special: take what messages and tools spell like special tokens, such as
+            "<|im_start|>", for these tokens. By default it is text, as its author may be anybody.
           params, cancel, options: as for `submit`. The template gets the `tools`, too; the text of
             the answer has their calls in the model's own syntax.
 
@@ -367,7 +372,8 @@ class Engine:
         if isinstance(messages, bytes) or not isinstance(messages, Iterable):
             raise RequestError(f"messages is {messages!r}; expected a list of messages, or a text")
         variables = {"tools": chat_tools(params.tools)} if params.tools else {}
-        prompt = self.chat_ids(messages, **variables, **(chat_template_kwargs or {}))
+        variables |= chat_template_kwargs or {}
+        prompt = self.chat_ids(messages, parse_special=parse_special, **variables)
         return (self.submit if stream else self.generate)(prompt, params, cancel=cancel)
 
     def check(
@@ -379,15 +385,18 @@ class Engine:
         """Raise RequestError if `submit` would; compile nothing and queue nothing."""
         self._requests(prompt, SamplingParams.of(params, options), 1)
 
-    def chat_ids(self, messages: Sequence[dict[str, Any]], **variables: Any) -> list[int]:
+    def chat_ids(
+        self, messages: Sequence[dict[str, Any]], *, parse_special: bool = False, **variables: Any
+    ) -> list[int]:
         """Return the prompt ids of a conversation, by the model's chat template.
 
-        Warns if `tools` are given and the template has no place for them.
+        Warns if `tools` are given and the template has no place for them. See `chat` for
+        `parse_special`.
 
         Raises:
           RequestError: there is no tokenizer, or the template refuses the messages.
         """
-        return vocabulary.chat_ids(self.tokenizer, messages, variables)
+        return vocabulary.chat_ids(self.tokenizer, messages, variables, parse_special)
 
     def warm_up(self, *variants: Variant | str) -> float:
         """Compile missing programs, one at a time while busy; return the seconds it took.

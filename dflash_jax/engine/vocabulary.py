@@ -67,14 +67,17 @@ def words_of(
 
 
 def chat_ids(
-    tokenizer: Tokenizer | None, messages: Sequence[Any], variables: Mapping[str, Any]
+    tokenizer: Tokenizer | None,
+    messages: Sequence[Any],
+    variables: Mapping[str, Any],
+    parse_special: bool = False,
 ) -> list[int]:
     """Return the prompt ids of a conversation; see `Engine.chat_ids`."""
     if tokenizer is None:
         raise RequestError("this model ships no tokenizer; give token ids instead of messages")
     if variables.get("tools") and (text := tools_warning(tokenizer.teaches)):
         warnings.warn(text, stacklevel=3)
-    return tokenizer.chat(messages, **variables)
+    return tokenizer.chat(messages, parse_special=parse_special, **variables)
 
 
 def calls_grammar(words: Words, tokenizer: Tokenizer) -> str:

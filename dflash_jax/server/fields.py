@@ -207,6 +207,7 @@ class CommonFields(_OptionFields, kw_only=True):
     recovery: bool | str | dict[str, Any] | None = None
     thinking_token_budget: int | None = None
     timeout: float | None = None
+    parse_special: bool | None = None
     return_token_ids: bool | None = None
     timings_per_token: bool | None = None
     return_metrics: bool | None = None
@@ -280,6 +281,7 @@ def common_arguments(
         "recovery": parse_recovery(body.recovery),
         "thinking_budget": positive_budget(body.thinking_token_budget),
         "timeout": body.timeout,
+        "parse_special": body.parse_special,
         "return_token_ids": bool(body.return_token_ids),
         "timings": bool(body.timings_per_token),
         "metrics": bool(body.return_metrics),

@@ -43,6 +43,7 @@ class TokenizeRequest(msgspec.Struct):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special: bool | None = None
     add_special_tokens: bool | None = None
+    parse_special: bool | None = None  # llama.cpp's
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None  # vLLM's
@@ -214,6 +215,7 @@ def _conversation_request(parsed: TokenizeRequest) -> GenerationRequest:
         api="chat",
         model=None,
         messages=parse_messages(parsed.messages or ()),
+        parse_special=parsed.parse_special,
         template_kwargs=template,
         continue_final_message=bool(parsed.continue_final_message),
     )
@@ -225,6 +227,8 @@ def _text_ids(parsed: TokenizeRequest, tokenizer: Tokenizer, max_length: int) ->
     if text is None:
         raise Problem("give content, prompt or messages", param="content")
     asked = [s for s in (parsed.add_special, parsed.add_special_tokens) if s is not None]
+    if parsed.parse_special is False:
+        text = tokenizer.marked(text)
     tokenizer.check_fits(text, max_length)
     return tokenizer.encode(text, specials=asked[0] if asked else parsed.content is None)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from dflash_jax.errors import RequestError
 from dflash_jax.server.fields import nearest_efforts
 from dflash_jax.server.protocol import NO_LIMIT, GenerationRequest, Message, Problem
-from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.tokenizer import MARKED, Tokenizer
 from dflash_jax.tool_parsers import tools_warning
 from dflash_jax.tool_parsers.syntax import Thought, as_json
 
@@ -308,8 +308,13 @@ def text_prompts(
       Problem: the model has no tokenizer, or no tokens for a suffix.
       PromptTooLongError: a text certainly has more than `max_length` tokens.
     """
-    given = (_given_ids(x, request.suffix, tokenizer, max_length) for x in request.prompts)
-    return [EncodedPrompt(ids) for ids in given]
+    suffix = request.suffix
+    prompts = request.prompts
+    if tokenizer is not None and request.parse_special is False:
+        suffix = tokenizer.marked(suffix)
+        prompts = [tokenizer.marked(prompt) for prompt in prompts]
+    ids = (_given_ids(prompt, suffix, tokenizer, max_length) for prompt in prompts)
+    return [EncodedPrompt(given) for given in ids]
 
 
 def _given_ids(
@@ -388,14 +393,20 @@ def _chat_prompt(
     thought: Thought | None,
     max_length: int,
 ) -> EncodedPrompt:
-    messages = [tokenizer.plain(message) for message in request.messages or ()]
+    given = [tokenizer.plain(message) for message in request.messages or ()]
     variables: dict[str, Any] = {"tools": request.tools or None} | request.template_kwargs
+    messages = given
+    if not request.parse_special:
+        messages = tokenizer.marked_messages(given)
+        for name in MARKED & variables.keys():
+            variables[name] = tokenizer.marked(variables[name])
     if request.continue_final_message:
-        return _continued_prompt(messages, tokenizer, variables, thought, max_length)
+        prompt = _continued_prompt(messages, tokenizer, variables, thought, max_length)
+        return dataclasses.replace(prompt, prefix=given[-1]["content"] or "")
     recalled: list[tuple[int, ...]] = []
     marked: list[Message] = []
-    for message in messages:
-        if message["role"] == "assistant" and (past := turns.lookup(message)) is not None:
+    for message, own in zip(messages, given, strict=True):
+        if own["role"] == "assistant" and (past := turns.lookup(own)) is not None:
             recalled.append(past)
             message = {"role": "assistant", "content": PLACEHOLDER}
         marked.append(message)
@@ -452,7 +463,7 @@ def _continued_prompt(
     tokenizer.check_fits(before, max_length)
     ids = tokenizer.encode(before, specials=False)
     inside = _inside(thought, before, text)
-    return EncodedPrompt(ids, inside, warnings=tuple(warnings), prefix=content)
+    return EncodedPrompt(ids, inside, warnings=tuple(warnings))
 
 
 def _inside(thought: Thought | None, prompt: str, continued: str) -> bool:

@@ -105,6 +105,8 @@ class GenerationRequest:
       options: arguments of `Engine.submit` that the client set.
       grammar: structured output: a kind ("json", "regex", "choice" or "grammar") and its value.
       grammar_field: name of the request field that the grammar comes from.
+      parse_special: what texts spell like special tokens is taken for them; None if it is in
+        `prompts` only, not in `messages` and `tools`.
       template_kwargs: variables of the chat template.
       recovery: recovery rules of this request; None takes the server's.
       thinking_budget: most tokens of reasoning before it is closed.
@@ -137,6 +139,7 @@ class GenerationRequest:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     grammar: tuple[str, Any] | None = None
     grammar_field: str | None = None
+    parse_special: bool | None = None
     template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     continue_final_message: bool = False
     recovery: Recovery | None = None

@@ -349,7 +349,7 @@ def rendered(example: Example, count: int, tokenizer: Tokenizer, **variables: An
     """Render the first messages of a conversation, followed by the start of an assistant turn."""
     messages, variables = example.messages[:count], example.variables() | variables
     try:
-        return tokenizer.render(messages, **variables)
+        return tokenizer.render_marked(messages, **variables)
     except RequestError as error:
         begins = json.dumps(messages[0], ensure_ascii=False)[:80]
         raise ConfigError(f"{error}; that is the conversation that begins {begins}") from error

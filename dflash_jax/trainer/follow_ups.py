@@ -120,7 +120,8 @@ def _group(
             if not answered or items[i][3]:
                 continue
             told = _continued(turn, tokenizer.decode(answer.token_ids), WORDS).messages
-            before = tokenizer.encode(tokenizer.render(told).partition(WORDS)[0], specials=False)
+            text, _, _ = tokenizer.render_marked(told).partition(WORDS)
+            before = tokenizer.encode(text, specials=False)
             prompt, params = maker.request(key, before)
             if len(prompt) + recipe.turn_tokens <= bucket.length:
                 asked[i] = prompt, params

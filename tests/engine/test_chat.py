@@ -61,7 +61,7 @@ def test_a_chat_passes_variables_to_the_template(
     seen: list[Any] = []
     monkeypatch.setattr(engine, "chat_ids", lambda *args, **kw: seen.append((args, kw)) or PROMPT)
     engine.chat(MESSAGES, max_tokens=2, chat_template_kwargs={"enable_thinking": False})
-    assert seen == [((MESSAGES,), {"enable_thinking": False})]
+    assert seen == [((MESSAGES,), {"enable_thinking": False, "parse_special": False})]
 
 
 def test_messages_that_are_none_are_refused(engine: Engine) -> None:
