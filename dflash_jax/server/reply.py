@@ -257,12 +257,17 @@ class Reply:
 
     def _apply(self, events: list[Event]) -> list[Event]:
         """Add events to the answer; return those up to the end of the only allowed call."""
+        events = list(events)
         for at, event in enumerate(events):
             match event:
                 case Content(text):
+                    text = self._separated("content", self.content, text)
+                    events[at] = Content(text)
                     self.content += text
                     self._append("content", text)
                 case Thinking(text):
+                    text = self._separated("reasoning", self.reasoning, text)
+                    events[at] = Thinking(text)
                     self.reasoning += text
                     self._append("reasoning", text)
                 case ToolCallStart(_, name):
@@ -277,6 +282,15 @@ class Reply:
                         self.satisfied, self.ended_by = True, "call"
                         return events[: at + 1]
         return events
+
+    def _separated(self, kind: Literal["reasoning", "content"], before: str, text: str) -> str:
+        """Return a text of chat completions, on a new line if a call or other text came between.
+
+        Other APIs have a part for each.
+        """
+        apart = before and self._parts[-1].kind != kind and self._request.api == "chat"
+        spaced = before[-1:].isspace() or text[:1].isspace()
+        return f"\n{text}" if apart and not spaced else text
 
     def _append(self, kind: Literal["reasoning", "content"], text: str) -> None:
         if not self._parts or self._parts[-1].kind != kind:
