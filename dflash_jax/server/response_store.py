@@ -166,6 +166,12 @@ class StoredResponse(NamedTuple):
         return sum(map(len, self.items)) + len(self.response)
 
 
+def _is_reference(item: Item) -> bool:
+    """Return whether an input item names a stored one: its type may be left out."""
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and {"id"} == item.keys() - {"type"})
+
+
 class ResponseStore:
     """The responses and conversations of one owner, in memory. Thread-safe.
 
@@ -260,7 +266,7 @@ class ResponseStore:
             referenced = {
                 at: self._referenced(str(item.get("id")), f"input[{at}]")
                 for at, item in enumerate(items)
-                if item.get("type") == "item_reference"
+                if _is_reference(item)
             }
         pulled = [*before, *referenced.values()]
         self._check_input(pulled, len(before) + len(items))

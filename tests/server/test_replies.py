@@ -1048,6 +1048,9 @@ def test_later_requests_refer_to_a_response_and_to_its_items(
     assert later(previous_response_id=answer["id"]) == whole
     refers = [{"type": "item_reference", "id": item["id"]} for item in answer["output"]]
     assert later(question, *refers) == whole
+    for kind in ({}, {"type": None}):  # the type may be left out
+        short = [{"id": item["id"]} | kind for item in answer["output"]]
+        assert later(question, *short) == whole
     more = answered(previous_response_id=answer["id"])
     assert more["previous_response_id"] == answer["id"]
     assert later(previous_response_id=more["id"])[0] == question
@@ -1058,7 +1061,7 @@ def test_later_requests_refer_to_a_response_and_to_its_items(
             later(previous_response_id=gone["id"])
         assert caught.value.code == "previous_response_not_found"
         with pytest.raises(Problem, match="not kept") as caught:
-            later({"type": "item_reference", "id": gone["output"][0]["id"]})
+            later({"id": gone["output"][0]["id"]})
         assert caught.value.param == "input[0]"
 
 
