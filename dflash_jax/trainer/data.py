@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,24 @@ def _conversation(fields: dict[str, Any]) -> Example:
         raise ValueError(f"tools are {str(tools)[:40]}, not a list of objects")
     if not isinstance(thinking, bool):
         raise ValueError(f"thinking is {str(thinking)[:40]}, not true or false")
-    return Example(tuple(map(_called, messages)), tuple(tools), thinking)
+    return Example(_with_one_system(map(_called, messages)), tuple(tools), thinking)
+
+
+def _with_one_system(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Return messages as the server gives them to templates.
+
+    The role `developer` is OpenAI's newer name of `system`; neighbours of that role become one.
+    """
+    result: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "developer":
+            message = message | {"role": "system"}
+        texts = [m.get("content") for m in (*result[-1:], message) if m["role"] == "system"]
+        if len(texts) == 2 and all(isinstance(text, str) for text in texts):
+            result[-1] = message | {"content": "\n\n".join(texts)}
+        else:
+            result.append(message)
+    return tuple(result)
 
 
 def _called(message: dict[str, Any]) -> dict[str, Any]:

@@ -147,6 +147,16 @@ def test_a_system_message_alone_asks_nothing(tokenizer, role):
         assert len(data.prompts([*alone, asking], tokenizer, SMOKE)) == 1
 
 
+@pytest.mark.parametrize("roles", [("developer",), ("system", "developer"), ("developer",) * 3])
+def test_instructions_of_a_developer_are_those_of_the_system(tokenizer, tmp_path, roles):
+    rules = [{"role": role, "content": f"Rule {i}."} for i, role in enumerate(roles)]
+    talk = [*rules, {"role": "user", "content": "One?"}, {"role": "assistant", "content": "Yes."}]
+    [example] = data.read(written(tmp_path, {"messages": talk}))
+    merged = {"role": "system", "content": "\n\n".join(rule["content"] for rule in rules)}
+    assert example.messages == (merged, *talk[-2:])
+    assert list(data.token_ids(example, tokenizer)) == tokenizer.chat([merged, *talk[-2:]])
+
+
 def test_a_conversation_that_the_template_refuses_is_named(tokenizer):
     odd = data.Example(messages=({"role": "wizard", "content": "Abracadabra"},))
     with pytest.raises(ConfigError, match=r"unknown role wizard.*begins .*Abracadabra"):
