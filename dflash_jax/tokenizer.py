@@ -225,10 +225,13 @@ class Tokenizer:
         """Return the tokenizer of a model directory, or None if it has none.
 
         Raises:
-          CheckpointError: a file cannot be read, or is a folder or a broken link.
+          CheckpointError: a file cannot be read, is a folder or a broken link, or a link to another
+            kind of file outside of the model.
         """
         more = directory.glob(f"{MORE_TEMPLATES}/*.jinja")
-        paths = filter(has_file, (*(directory / name for name in FILES), *more))
+        paths = [*filter(has_file, (*(directory / name for name in FILES), *more))]
+        for path in paths:
+            _check_link(path, directory.resolve())
         files = {path.relative_to(directory).as_posix(): path for path in paths}
         return cls.from_files(files, where=str(directory))
 
@@ -494,6 +497,20 @@ def well_formed(text: str) -> str:
     if text.isascii():
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def _check_link(path: Path, directory: Path) -> None:
+    """Refuse a file that is a link to another kind of file elsewhere, as servers show templates.
+
+    Links to the same kind of file, and those of Hugging Face's cache, are followed.
+    """
+    file = path.resolve()
+    cached = file.parent.name == "blobs" and file.parent.parent in directory.parents
+    if not (cached or file.suffix == path.suffix or file.is_relative_to(directory)):
+        raise CheckpointError(
+            f"{path} is a link to {file}, which is no {path.suffix} file; put a copy of the model's"
+            " file in its place"
+        )
 
 
 def _is_read(name: str) -> bool:

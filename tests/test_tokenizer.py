@@ -303,6 +303,38 @@ def test_damaged_settings_are_refused_by_name(core: Path, settings: Any) -> None
         read(core, settings)
 
 
+def test_a_link_to_a_file_that_is_no_template_is_refused(core: Path, tmp_path: Path) -> None:
+    """A server would show its text."""
+    model = tmp_path / "repo" / "snapshots" / "1"
+    model.mkdir(parents=True)
+    (model / "tokenizer.json").symlink_to(core)
+    secret = tmp_path / "shadow"
+    secret.write_text("root:secret")
+    template = model / "chat_template.jinja"
+    blob = tmp_path / "repo" / "blobs" / "0a1b"
+    blob.parent.mkdir()
+    other = tmp_path / "other.jinja"
+    for followed in (blob, other, model / "renamed"):
+        followed.write_text("{{ messages }}")
+        template.symlink_to(followed)
+        found = Tokenizer.from_directory(model)
+        assert found is not None
+        assert found.template == "{{ messages }}"
+        template.unlink()
+    outside = tmp_path / "blobs"
+    outside.symlink_to(tmp_path)
+    for link in (secret, Path("../../../shadow"), outside / "shadow"):
+        template.symlink_to(link)
+        with pytest.raises(CheckpointError, match=r"is a link to .*shadow, which is no \.jinja"):
+            Tokenizer.from_directory(model)
+        template.unlink()
+    more = model / "additional_chat_templates"
+    more.mkdir()
+    (more / "default.jinja").symlink_to(secret)
+    with pytest.raises(CheckpointError, match="is a link to"):
+        Tokenizer.from_directory(model)
+
+
 def test_invalid_bytes_do_not_end_a_stream() -> None:
     """Models with byte fallback, such as Gemma, may generate them."""
     pieces = ["▁", "h", "i", *(f"<0x{byte:02X}>" for byte in range(256))]
