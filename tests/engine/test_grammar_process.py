@@ -20,6 +20,7 @@ from dflash_jax.engine.structured.sources import alone
 from dflash_jax.errors import RequestError
 from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.utils import limited_process
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 
@@ -233,6 +234,7 @@ import json, sys, threading
 from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.loading import locate
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.utils import limited_process
 
 made = Grammars(Tokenizer.from_directory(locate("tiny", "target")), 2048, [2040])
 made.make({"regex": "a+"})
@@ -267,11 +269,17 @@ def test_the_process_ends_with_its_input_in_the_middle_of_a_grammar() -> None:
     """As if its parent was killed; and it never imports jax."""
     import llguidance
 
-    worker = trial_process.__file__
+    worker = limited_process.__file__
     tokenizer = Tokenizer.from_directory(locate("tiny", "target"))
     assert tokenizer is not None
-    setup = {"path": "", "tokenizer": tokenizer.core.to_str(), "vocab": 2048, "eos": [2040]}
-    setup |= {"memory": 2**29}
+    setup = {
+        "module": trial_process.__file__,
+        "setup": {"tokenizer": tokenizer.core.to_str(), "vocab": 2048, "eos": [2040]},
+        "path": [],
+        "memory": 2**29,
+        "stack": trial_process.STACK,
+        "niceness": 5,
+    }
     schema = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(ENDLESS["json"]))
     text = json.dumps(setup) + "\n" + json.dumps(schema) + "\n"
     command = [sys.executable, "-X", "importtime", "-P", worker]

@@ -5,26 +5,17 @@ grammar exceeds its time, and the next grammar starts another one.
 """
 
 import collections
-import contextlib
 import hashlib
-import json
-import signal
-import subprocess
 import sys
 import threading
-import time
-import weakref
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from dflash_jax.engine.structured import trial_process
 from dflash_jax.errors import RequestError
+from dflash_jax.utils.limited_process import MEMORY, ClosedError, LimitedProcess
 
 SECONDS = 30.0  # a grammar may take, by default
 SHORT = 1.0  # seconds of a short trial; only hostile grammars take longer
-ALREADY_DEAD = 1.0  # seconds within which a process that something else ended is noticed
-START_SECONDS = 120.0  # the process may take to read the tokenizer
 Part = tuple[str, str]  # a name for errors, and a grammar
 KEPT = 2048  # grammars whose verdict is remembered
 
@@ -40,9 +31,7 @@ class GrammarTrials:
       memory: bytes that a trial may take.
     """
 
-    def __init__(
-        self, tokenizer: str, vocab: int, eos: Sequence[int], memory: int = trial_process.MEMORY
-    ):
+    def __init__(self, tokenizer: str, vocab: int, eos: Sequence[int], memory: int = MEMORY):
         self._short = GrammarProcess(tokenizer, vocab, eos, memory)
         self._long = GrammarProcess(tokenizer, vocab, eos, memory)
         self._lock = threading.Lock()
@@ -136,19 +125,21 @@ class GrammarTrials:
                 self._verdicts.popitem(last=False)
 
 
-class GrammarProcess:
+class GrammarProcess(LimitedProcess):
     """A process that compiles grammars for one tokenizer; arguments as for `GrammarTrials`."""
 
     def __init__(self, tokenizer: str, vocab: int, eos: Sequence[int], memory: int):
         import llguidance
 
-        path = str(Path(llguidance.__file__).parents[1])
-        self._setup = {"path": path, "tokenizer": tokenizer, "vocab": vocab, "eos": list(eos)}
-        self._setup["memory"] = self._memory = memory
-        self._lock = threading.Lock()  # one grammar at a time
-        self._process: subprocess.Popen[bytes] | None = None
-        self._finalizer: Any = None
-        self._closed = 0  # times
+        super().__init__(
+            trial_process.__file__,
+            {"tokenizer": tokenizer, "vocab": vocab, "eos": list(eos)},
+            [llguidance.__file__],
+            memory=memory,
+            stack=trial_process.STACK,
+            niceness=5,  # running requests come first
+        )
+        self._memory = memory
 
     def attempt(self, grammar: str, seconds: float, parts: Sequence[Part] = ()) -> str | None:
         """Compile a grammar and its parts in the process; return why it is refused, or None.
@@ -157,107 +148,27 @@ class GrammarProcess:
           TimeoutError: it takes longer.
           RequestError: the process cannot start, or was closed meanwhile.
         """
-        with self._lock:
-            closed = self._closed
-            while True:
-                reused = self._runs()
-                if not reused:
-                    self._start()
-                begun = time.monotonic()
-                try:
-                    return self._exchange([grammar, *parts], seconds)
-                except EOFError as error:
-                    if closed != self._closed:
-                        raise RequestError(
-                            "the engine was closed while the structure was compiled; send it again"
-                        ) from error
-                    if reused and time.monotonic() - begun < ALREADY_DEAD:
-                        continue  # it may have been ended from outside: try again in a new one
-                    return (
-                        "the structure cannot be compiled: the process that tried to ended"
-                        f" ({error}), by its depth or by more than {self._memory >> 20} MiB of"
-                        " memory; nest fewer rules, references and repetitions in each other"
-                    )
-
-    def start(self) -> None:
-        """Start the process unless it runs; raises as `attempt` does."""
-        with self._lock:
-            if not self._runs():
-                self._start()
-
-    def close(self) -> None:
-        """End the process, in the middle of a grammar too; another `attempt` starts it again."""
-        self._closed += 1
-        if (process := self._process) is not None:
-            process.kill()  # without the lock, which is held while a grammar is compiled
-        if self._lock.acquire(blocking=False):
-            try:
-                self._end()
-            finally:
-                self._lock.release()
-
-    def _runs(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        try:
+            return self.ask([grammar, *parts], seconds)
+        except ClosedError as error:
+            raise RequestError(
+                "the engine was closed while the structure was compiled; send it again"
+            ) from error
+        except EOFError as error:
+            return (
+                "the structure cannot be compiled: the process that tried to ended"
+                f" ({error}), by its depth or by more than {self._memory >> 20} MiB of"
+                " memory; nest fewer rules, references and repetitions in each other"
+            )
 
     def _start(self) -> None:
-        """Start the process, in place of one that ended, and give it the tokenizer."""
-        self._end()
-        command = [sys.executable, "-P", trial_process.__file__]  # -P: imports none of our modules
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        try:  # in a session of its own, as Ctrl-C in a terminal must not reach it
-            process = subprocess.Popen(command, start_new_session=True, **pipes)
-            self._process, self._finalizer = process, weakref.finalize(self, _kill, process)
-            self._exchange(self._setup, START_SECONDS)
-        except (OSError, EOFError, TimeoutError) as error:
-            self._end()
+        try:
+            super()._start()
+        except OSError as error:
             raise RequestError(
                 f"the process that compiles structures cannot start ({error}); structured output"
                 f" needs {sys.executable!r} to be a Python that can import llguidance"
             ) from error
-
-    def _exchange(self, message: Any, seconds: float) -> Any:
-        """Return the answer to a message.
-
-        Raises:
-          TimeoutError: none came in time; the process is killed.
-          EOFError: the process ended; the message names its exit status or signal.
-        """
-        process, expired = self._process, threading.Event()
-        assert process is not None
-        assert process.stdin is not None
-        assert process.stdout is not None
-
-        def expire() -> None:
-            expired.set()
-            process.kill()
-
-        timer = threading.Timer(seconds, expire)
-        timer.daemon = True
-        timer.start()
-        answer = b""
-        try:
-            process.stdin.write(json.dumps(message).encode() + b"\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-            if not answer:
-                process.wait(1)  # for its exit status
-        except (BrokenPipeError, subprocess.TimeoutExpired):
-            pass
-        finally:
-            timer.cancel()
-            if not answer.endswith(b"\n") or expired.is_set():
-                self._end()  # also after an interrupt: its answer would be taken for the next one
-        if answer.endswith(b"\n"):
-            return json.loads(answer)
-        if expired.is_set():
-            raise TimeoutError(f"no answer within {seconds:g} s")
-        raise EOFError(_status(process.returncode))
-
-    def _end(self) -> None:
-        """End the process and wait for it."""
-        if self._finalizer is not None:
-            self._finalizer()
-        self._process = self._finalizer = None
 
 
 def _key(grammar: str) -> bytes:
@@ -269,18 +180,3 @@ def _too_slow(seconds: float) -> str:
         f"the structure took longer than {seconds:g} s to compile; simplify it, such as by fewer"
         " nested rules, repetitions or alternatives"
     )
-
-
-def _status(code: int) -> str:
-    """Name an exit status as `subprocess` reports it."""
-    names = {-number: number.name for number in signal.Signals}
-    return names.get(code, f"exit status {code}")
-
-
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # a message was not written
-                pipe.close()

@@ -1,20 +1,11 @@
-"""Compiles grammars; as a script, the process that tries a user's grammar before the engine does.
+"""Compiles grammars, also in the process that tries a user's grammar before the engine does.
 
-The process reads one JSON object a line: first the tokenizer, then grammars, each alone or
-in a list with its parts. It answers each with a line. It imports no other module of the package,
-and so no jax. It ends when its input ends, also in the middle of a grammar, so that it never
-survives the process that started it.
+A `LimitedProcess` loads this file alone, without the package.
 """
 
-import json
-import os
-import sys
-import threading
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-MEMORY = 512 * 2**20  # bytes a grammar may take, by default
 STACK = 2**20  # bytes; smaller than any thread's of the engine, so that no grammar overflows there
 REFUSED = "the structure is not understood: "
 EMPTY = "NoExtensionBias"  # llguidance's error where no text may follow
@@ -58,54 +49,19 @@ def reason(matcher: Any) -> str:
     return matcher.get_error().partition("\n<state>")[0]
 
 
-def main() -> None:
-    """Serve until the input ends."""
-    requests = sys.stdin.buffer
-    given = json.loads(requests.readline())
-    sys.path.append(given["path"])
+def prepare(setup: Mapping[str, Any]) -> Callable[[Any], str | None]:
+    """Return a function that tries a grammar, given alone or in a list with its parts."""
     import llguidance
 
     tokenizer = llguidance.LLTokenizer(
-        given["tokenizer"], n_vocab=given["vocab"], eos_token=given["eos"]
+        setup["tokenizer"], n_vocab=setup["vocab"], eos_token=setup["eos"]
     )
-    _limit_memory(given["memory"])
-    if hasattr(os, "nice"):
-        os.nice(5)  # running requests come first
-    threading.stack_size(STACK)
-    _reply(None)
-    for line in requests:  # a thread compiles, so that this one sees the end of the input
-        given = json.loads(line)
-        grammars = given if isinstance(given, list) else [given]
-        threading.Thread(target=_try, args=(tokenizer, *grammars), daemon=True).start()
-    os._exit(0)
 
+    def answer(given: Any) -> str | None:
+        grammar, *parts = given if isinstance(given, list) else [given]
+        try:
+            return tried(tokenizer, grammar, parts)
+        except Exception as failure:  # such as text that is not valid Unicode
+            return f"the structure is not understood: {failure}"
 
-def _try(tokenizer: Any, grammar: str, *parts: Sequence[str]) -> None:
-    try:
-        error = tried(tokenizer, grammar, parts)
-    except Exception as failure:  # such as text that is not valid Unicode
-        error = f"the structure is not understood: {failure}"
-    _reply(error)
-
-
-def _reply(error: str | None) -> None:
-    sys.stdout.write(json.dumps(error) + "\n")
-    sys.stdout.flush()
-
-
-def _limit_memory(most_added: int) -> None:
-    """Limit the growth of the address space, where the system supports that."""
-    try:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
-        size = pages * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + most_added, most))
-    except (ImportError, OSError, ValueError):
-        return
-
-
-if __name__ == "__main__":
-    main()
+    return answer
