@@ -2,29 +2,27 @@
 
 import collections
 import contextlib
-import datetime
 import functools
 import hashlib
 import itertools
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jinja2
-import jinja2.compiler
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.runtime
-import jinja2.sandbox
+import markupsafe
 
+from dflash_jax import rendering
 from dflash_jax.errors import InterruptedRequestError, RequestError
 from dflash_jax.utils import interruption
+from dflash_jax.utils.limited_process import MEMORY, ClosedError, LimitedProcess
 
 Message = dict[str, Any]
-LARGEST = 10_000_000  # most digits or items of a product or power
+KNOWN = Path(__file__).parent / "data" / "known_templates.txt"
+MOST_IDLE = 4  # processes that wait for the next template
 SHORT = 9  # characters of ids that Mistral's templates take
 TIME_LIMIT = 10.0  # seconds per rendering; thousands of messages take less than one second
 
@@ -155,118 +153,73 @@ def short_id(call_id: Any) -> str:
 def rendered(template: str, variables: Mapping[str, Any]) -> str:
     """Return the text of a template for the given variables.
 
+    A template that is not among the known ones is rendered in another process: no limit inside a
+    process holds against an operation that takes its memory, or the interpreter lock.
+
     Raises:
       RequestError: the template raised an error.
-      InterruptedRequestError: it took longer than TIME_LIMIT, or the request was cancelled.
+      InterruptedRequestError: it took longer than TIME_LIMIT or more memory than MEMORY, or the
+        request was cancelled.
     """
+    interruption.check()
+    if template_digest(template) in known_digests():
+        text, error = rendering.answer({"template": template, "variables": variables})
+    else:
+        text, error = _rendered_apart(template, variables)
+    interruption.check()
+    if error is not None:
+        raise RequestError(f"the chat template refused the messages: {error}")
+    return text
+
+
+def template_digest(template: str) -> str:
+    """Return the digest of a template, without white space around it, which copies differ in."""
+    return hashlib.sha256(template.strip().encode(errors="replace")).hexdigest()
+
+
+@functools.cache
+def known_digests() -> frozenset[str]:
+    """Return the digests of published templates, which are rendered in this process."""
+    lines = KNOWN.read_text(encoding="utf-8").splitlines()
+    return frozenset(line.split()[0] for line in lines if line and not line.startswith("#"))
+
+
+def _rendered_apart(template: str, variables: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the text of a template and its error, as `rendering.answer` does."""
     try:
-        with interruption.time_limit(TIME_LIMIT, "the chat template"):
-            return compiled(template).render(variables)
-    except InterruptedRequestError:
-        raise
-    except Exception as error:  # templates are arbitrary programs
-        raise RequestError(f"the chat template refused the messages: {error}") from error
-
-
-@functools.lru_cache(maxsize=32)
-def compiled(template: str) -> jinja2.Template:
-    """Return a compiled template; compiling takes longer than a short request."""
-    names = {"raise_exception": _raise_exception, "strftime_now": _now}
-    return _environment().from_string(template, globals=names)
-
-
-class _Checking(jinja2.compiler.CodeGenerator):
-    """Compile templates whose loops and macros check for an interruption in each iteration.
-
-    The sandbox limits each `range`, but nested ones multiply, and a thread cannot be killed.
-    """
-
-    def visit_For(self, node: jinja2.nodes.For, frame: jinja2.compiler.Frame) -> None:
-        node.body.insert(0, _check(node.lineno, self.environment))
-        super().visit_For(node, frame)
-
-    def macro_body(
-        self, node: jinja2.nodes.Macro | jinja2.nodes.CallBlock, frame: jinja2.compiler.Frame
-    ) -> tuple[jinja2.compiler.Frame, jinja2.compiler.MacroRef]:
-        node.body.insert(0, _check(node.lineno, self.environment))
-        return super().macro_body(node, frame)
-
-
-def _check(line: int, environment: jinja2.Environment) -> jinja2.nodes.Node:
-    """Return a statement that calls `interruption.check`."""
-    function = jinja2.nodes.EnvironmentAttribute("check_interruption")
-    call = jinja2.nodes.Call(function, [], [], None, None)
-    return jinja2.nodes.ExprStmt(call).set_lineno(line).set_environment(environment)
-
-
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    code_generator_class = _Checking
-    check_interruption = staticmethod(interruption.check)
-    intercepted_binops = frozenset(("*", "**"))
-
-    def call_binop(
-        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
-    ) -> Any:
-        """Return a product or power if it is small: a single operation cannot be interrupted."""
-        if (size := _size(operator, left, right)) > LARGEST:
-            raise jinja2.TemplateError(
-                f"{operator} would give {size} digits or items; at most {LARGEST} are allowed"
-            )
-        return super().call_binop(context, operator, left, right)
-
-
-def _size(operator: str, left: Any, right: Any) -> int:
-    """Return the approximate digits or items of a product or power; 0 for fractions."""
-    if isinstance(left, int) and isinstance(right, int):
-        product = operator == "*"
-        return left.bit_length() * (1 if product else abs(right)) + right.bit_length() * product
-    sized = [(a, b) for a, b in ((left, right), (right, left)) if isinstance(b, int)]
-    return max((len(a) * b for a, b in sized if isinstance(a, str | list | tuple)), default=0)
-
-
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Return the environment that chat templates are written for, as in transformers."""
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
+        process = _idle.pop()  # whichever is idle: they are all alike
+    except IndexError:
+        process = LimitedProcess(
+            rendering.__file__,
+            {},
+            [jinja2.__file__, markupsafe.__file__],
+            stack=rendering.STACK,
         )
+    try:
+        answer = process.ask({"template": template, "variables": variables}, TIME_LIMIT)
+    except TimeoutError:
+        raise InterruptedRequestError(
+            f"the chat template ran for more than {TIME_LIMIT:g} s and was stopped; send fewer or"
+            " shorter messages, or use a template without nested loops"
+        ) from None
+    except (EOFError, ClosedError) as error:
+        raise InterruptedRequestError(
+            f"the chat template ended the process that renders it ({error}), by its depth or by"
+            f" more than {MEMORY >> 20} MiB of memory; send fewer or shorter messages, or use"
+            " another template"
+        ) from None
+    except OSError as error:
+        raise RequestError(
+            f"the process that renders chat templates cannot start ({error}); it needs"
+            f" {sys.executable!r} to be a Python that can import jinja2"
+        ) from None
+    except TypeError as error:  # from Python: bodies of requests are JSON
+        raise RequestError(f"messages and variables have to be JSON values: {error}") from None
+    _idle.append(process)
+    return answer
 
-    environment.filters["tojson"] = tojson
-    return environment
 
-
-class _Generation(jinja2.ext.Extension):
-    """The tags `generation` and `endgeneration`, which mark text for training only."""
-
-    tags = {"generation"}  # noqa: RUF012  (as jinja2 types it)
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """Return the statements between the tags."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _now(form: str) -> str:
-    """Return the date or time in a format; prompts of gpt-oss and Llama 3 contain the date."""
-    return datetime.datetime.now().strftime(form)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+_idle: collections.deque[LimitedProcess] = collections.deque(maxlen=MOST_IDLE)
 
 
 # A model's chat template, and the forms of messages that it supports.

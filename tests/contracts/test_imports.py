@@ -75,6 +75,18 @@ def test_the_request_machine_knows_nothing_but_the_standard_library() -> None:
         assert not any(under(n, *banned) for n in names), path
 
 
+def test_what_limited_processes_load_knows_nothing_of_the_package() -> None:
+    others = {
+        "utils/limited_process.py": (),
+        "engine/structured/trial_process.py": ("llguidance",),
+        "rendering.py": ("jinja2",),
+    }
+    for name, known in others.items():
+        path = ROOT / "dflash_jax" / name
+        names = {n.split(".")[0] for n in imports(path)}
+        assert names <= {*sys.stdlib_module_names, *known}, path
+
+
 def test_what_clients_send_is_read_without_arrays_and_sockets() -> None:
     banned = ("jax", "numpy", "starlette", "uvicorn", "asyncio", "socket", "time")
     for name in ("protocol", "fields", "conversation"):
