@@ -256,9 +256,11 @@ def _without_half_characters(body: bytes) -> bytes:
         text = body.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:  # other bytes are no text of any kind
         return body
-    return _ESCAPES.sub(
-        lambda found: rb"\ufffd" if found[1] else found[0], well_formed(text).encode()
-    )
+    return _ESCAPES.sub(_whole, well_formed(text).encode())
+
+
+def _whole(escape: re.Match[bytes]) -> bytes:
+    return rb"\ufffd" if escape[1] else escape[0]
 
 
 def _too_deep(where: str, param: str | None = None) -> Problem:

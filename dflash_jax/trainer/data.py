@@ -148,9 +148,10 @@ def _with_one_system(messages: Iterable[dict[str, Any]]) -> tuple[dict[str, Any]
     for message in messages:
         if message["role"] == "developer":
             message = message | {"role": "system"}
-        texts = [m.get("content") for m in (*result[-1:], message) if m["role"] == "system"]
-        if len(texts) == 2 and all(isinstance(text, str) for text in texts):
-            result[-1] = message | {"content": "\n\n".join(texts)}
+        before = result[-1].get("content") if result and result[-1]["role"] == "system" else None
+        content = message.get("content")
+        if message["role"] == "system" and isinstance(before, str) and isinstance(content, str):
+            result[-1] = message | {"content": f"{before}\n\n{content}"}
         else:
             result.append(message)
     return tuple(result)
