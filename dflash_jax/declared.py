@@ -1,10 +1,11 @@
 """How the fields of a plan, of a request's options and of a server's are declared and checked."""
 
 import dataclasses
+import difflib
 import math
 import os
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, Literal, get_args, get_origin
 
@@ -59,6 +60,21 @@ class Field:
         elif str in get_args(kind):
             found, good = "a path", isinstance(value, str)
         return "" if good else self.expected or found
+
+
+def unknown_names(names: Iterable[str], known: Collection[str], what: str) -> str:
+    """Return what is wrong with the first name that is not known; "" if all are.
+
+    Args:
+      what: what a known name is, such as "field of a plan".
+    """
+    for name in names:
+        if name in known:
+            continue
+        close = difflib.get_close_matches(str(name), known, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+        return f"{name!r} is no {what}; {hint}"
+    return ""
 
 
 def documentation(summary: str, fields: Mapping[str, Field], end: str = "") -> str:

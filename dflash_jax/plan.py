@@ -10,9 +10,9 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from dflash_jax.declared import Field, documentation, plain_value, tuples
+from dflash_jax.declared import Field, documentation, plain_value, tuples, unknown_names
 from dflash_jax.errors import PlanError
 from dflash_jax.quant.formats import Stored
 from dflash_jax.show import plan_html, plan_text
@@ -268,6 +268,16 @@ class Plan:
         metavar="BYTES",
     )
 
+    if not TYPE_CHECKING:  # where the fields are the arguments
+
+        def __new__(cls, /, *values: Any, **fields: Any) -> Self:
+            """Check the names of fields, which Python would refuse in words of its own."""
+            if values:
+                raise PlanError(f"got {values!r} without names; expected fields by name")
+            if problem := unknown_names(fields, FIELDS, "field of a plan"):
+                raise PlanError(problem)
+            return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, plain_value(getattr(self, field.name)))
@@ -316,8 +326,6 @@ class Plan:
             raise PlanError(f"the plan is not JSON ({error}); write it by `to_json`") from error
         if not isinstance(fields, dict):
             raise PlanError(f"the plan is {fields!r}; expected one JSON object")
-        if extra := sorted(set(fields) - set(FIELDS)):
-            raise PlanError(f"unknown plan fields {extra}; known are {sorted(FIELDS)}")
         return cls(**fields | {"stored": tuples(fields.get("stored", ()))})
 
     @property

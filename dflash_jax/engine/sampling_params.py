@@ -4,7 +4,6 @@ Imported without JAX, so that a command or a server can check options before it 
 """
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import (
@@ -18,7 +17,7 @@ from typing import (
     get_type_hints,
 )
 
-from dflash_jax.declared import Field, documentation, plain_value
+from dflash_jax.declared import Field, documentation, plain_value, unknown_names
 from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.errors import RequestError
 from dflash_jax.plan import MAX_LOGPROBS
@@ -260,6 +259,13 @@ else:
 class SamplingParams(_Options):
     """Options of one request. `None` stands for "not given" in every field, as over HTTP."""
 
+    if not TYPE_CHECKING:  # where the options are the arguments
+
+        def __new__(cls, /, **options: Any) -> "SamplingParams":
+            """Check the names of options, which Python would refuse in words of its own."""
+            _check_names(options)
+            return super().__new__(cls)
+
     def _check(self) -> None:
         """Complete and check the values."""
         for name, info in OPTIONS.items():
@@ -333,11 +339,8 @@ SamplingParams.__doc__ = documentation(
 
 def _check_names(names: Iterable[str]) -> None:
     """Raise TypeError, as Python does, for names that are no options."""
-    for name in names:
-        if name not in OPTIONS:
-            close = difflib.get_close_matches(name, OPTIONS, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(OPTIONS)}"
-            raise TypeError(f"{name!r} is no argument of a request; {hint}")
+    if problem := unknown_names(names, OPTIONS, "argument of a request"):
+        raise TypeError(problem)
 
 
 def check(good: bool, name: str, value: Any, expected: str) -> None:

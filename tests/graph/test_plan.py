@@ -14,11 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dflash_jax as dj
 from dflash_jax import Plan
 from dflash_jax.cli import parser
 from dflash_jax.cli.options import WITHOUT_FLAG
 from dflash_jax.config import DrafterConfig, RopeConfig, TargetConfig
-from dflash_jax.errors import PlanError
+from dflash_jax.errors import ConfigError, PlanError
 from dflash_jax.graph.explain import stablehlo
 from dflash_jax.graph.keys import Step, Variant
 from dflash_jax.graph.memory import budget
@@ -126,8 +127,33 @@ def test_a_stored_plan_is_one_json_object(text: str) -> None:
 
 def test_unknown_fields_of_a_stored_plan_are_named() -> None:
     stored = json.dumps(json.loads(Plan().to_json()) | {"blocks": 4})
-    with pytest.raises(PlanError, match=r"unknown plan fields \['blocks'\]; known are \['act"):
+    with pytest.raises(PlanError, match="'blocks' is no field of a plan; did you mean 'block'"):
         Plan.from_json(stored)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("blocks", "'blocks' is no field of a plan; did you mean 'block'"),
+        ("max_lenght", "'max_lenght' is no field of a plan; did you mean 'max_length'"),
+        ("kv_cache_dtype", "did you mean 'kv_dtype'"),
+        ("colour", "'colour' is no field of a plan; known are rows, max_length, "),
+    ],
+)
+def test_misspelt_fields_are_named_with_the_nearest_one(name: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        Plan(**{name: 3})
+    with pytest.raises(PlanError, match=words):
+        dataclasses.replace(Plan(), **{name: 3})
+    with pytest.raises(PlanError, match=r"got \(4,\) without names; expected fields by name"):
+        Plan(4)  # pyrefly: ignore[bad-argument-count]
+
+
+def test_misspelt_options_of_recovery_and_of_requests_are_named_too() -> None:
+    with pytest.raises(ConfigError, match=r"'flor' is no field of a dj\.Recovery; .* 'floor'"):
+        dj.Recovery(flor=1)  # pyrefly: ignore[unexpected-keyword]
+    with pytest.raises(TypeError, match="'top_kk' is no argument of a request; did you mean 'top"):
+        dj.SamplingParams(top_kk=1)  # pyrefly: ignore[unexpected-keyword]
 
 
 # Another valid value of every field, and what else has to be chosen with it.

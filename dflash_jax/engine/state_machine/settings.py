@@ -4,8 +4,9 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from dflash_jax.declared import unknown_names
 from dflash_jax.errors import ConfigError
 
 BelowFloor = Literal["odds", "rescue", "replace", "compat"]
@@ -87,6 +88,17 @@ class Recovery:
     floor_in_thought: bool = False
     deadline_s: float | None = None
     log_directory: str | None = None
+
+    if not TYPE_CHECKING:  # where the fields are the arguments
+
+        def __new__(cls, /, *values: Any, **fields: Any) -> "Recovery":
+            """Check the names of fields, which Python would refuse in words of its own."""
+            known = cls.__dataclass_fields__
+            if values:
+                raise ConfigError(f"got {values!r} without names; expected fields by name")
+            if problem := unknown_names(fields, known, "field of a dj.Recovery"):
+                raise ConfigError(problem)
+            return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
