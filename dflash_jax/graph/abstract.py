@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 
 from dflash_jax.config import ALWAYS_FLOAT32, AUTO, LATE
 from dflash_jax.errors import PlanError
-from dflash_jax.graph.protocols import WEIGHTS, SharedLayers, WeightInfo
+from dflash_jax.graph.protocols import WEIGHTS, SharedLayers, WeightInfo, named_errors
 from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.graph.state import DecodeState, idle_rules
 from dflash_jax.graph.steps.drafting import RowDraftSampler
-from dflash_jax.graph.steps.pair import Pair, Params
+from dflash_jax.graph.steps.pair import Pair, Params, expect_output
 from dflash_jax.kernels.caches import (
     ConvCache,
     LayerCache,
@@ -169,14 +169,16 @@ class PlannedPair:
     def empty_state(self) -> DecodeState:
         """Return a state with every row at position 0."""
         plan, drafter = self.plan, ()
-        target = tuple(self.pair.target.empty_caches(PlanCacheMaker(plan)))
+        with named_errors(self.pair.target, "empty_caches"):
+            target = tuple(self.pair.target.empty_caches(PlanCacheMaker(plan)))
         if self.pair.drafter is not None:
             # Rings of a drafter alone, unless asked for, are not worth the wider calls that they
             # would rule out.
             alone = not plan.draft_window and self.any_width and _keeps_all(target, plan.slots)
             rings = plan.rings and not alone
             caches = drafter_caches(self.pair, dataclasses.replace(plan, rings=rings))
-            drafter = self.pair.proposer.empty(caches)
+            with named_errors(self.pair.drafter, "empty"):
+                drafter = self.pair.proposer.empty(caches)
         return DecodeState(
             target=target,
             drafter=drafter,
@@ -311,11 +313,15 @@ def _initial(target: Any, drafter: Any, key: jax.Array) -> dict[str, Any]:
     model = target if drafter is None else drafter
     if not isinstance(model, nn.Module):
         init = getattr(model, "init", None)
-        return {} if init is None else {"params": init(key)}
+        if init is None:
+            return {}
+        with named_errors(model, "init"):
+            return {"params": init(key)}
     tokens, start = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32)
     if drafter is None:
-        caches = target.empty_caches(PlanCacheMaker(LEAST))
-        return dict(model.init(key, tokens, caches, start, method=_all_of_target))
+        with named_errors(model, "init"):
+            caches = target.empty_caches(PlanCacheMaker(LEAST))
+            return dict(model.init(key, tokens, caches, start, method=_all_of_target))
     c = target.config
     state = drafter.empty(drafter_caches(Pair(target, drafter), LEAST))
     taps = [jnp.zeros((1, 1, c.hidden_size), jnp.float32)] * len(drafter.taps)
@@ -327,12 +333,16 @@ def _initial(target: Any, drafter: Any, key: jax.Array) -> dict[str, Any]:
         idle_rules(LEAST), start, start, 1, sampled=False, vocab_size=c.vocab_size, kernels="xla"
     )
     given = (state, tokens, taps, start, shared, sampler)
-    return dict(model.init(key, *given, method=_all_of_drafter))
+    with named_errors(model, "init"):
+        return dict(model.init(key, *given, method=_all_of_drafter))
 
 
 def _all_of_target(module: Any, tokens: Any, caches: Any, start: Any) -> Any:
     """Run every method that may declare parameters."""
-    return module.embed(tokens), module.logits(module(tokens, caches, start).hidden)
+    embedded = module.embed(tokens)
+    out = module(tokens, caches, start)
+    expect_output(module, out, (*tokens.shape, len(caches)))
+    return embedded, module.logits(out.hidden)
 
 
 def _all_of_drafter(

@@ -25,8 +25,8 @@ import tokenizers
 from dflash_jax.errors import CheckpointError, PlanError, install_hint
 from dflash_jax.graph.abstract import by_path
 from dflash_jax.graph.build import compile_programs
-from dflash_jax.graph.graph import Graph, GraphPrograms
-from dflash_jax.graph.keys import ProgramKey, Variant
+from dflash_jax.graph.graph import Graph, GraphPrograms, keys_of
+from dflash_jax.graph.keys import ProgramKey
 from dflash_jax.graph.programs import STATES, Program
 from dflash_jax.graph.protocols import Draft
 from dflash_jax.graph.settings import isolated_jax_config
@@ -86,7 +86,7 @@ def export(
         raise PlanError("programs of several devices cannot be exported; plan for one device")
     _check_package()
     programs = graph.programs()
-    keys = list(programs) if names is None else [graph._key(name) for name in names]
+    keys = list(programs) if names is None else keys_of(names, programs, "this graph")
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": __version__,
@@ -243,13 +243,8 @@ class ExportedGraph:
 
     def compile(self, names: Collection[str] | None = None) -> GraphPrograms:
         """Compile programs, as `Graph.compile` does; by default all of the file."""
-        known = {str(key): key for key in self._programs}
-        keys = []
-        for name in known if names is None else names:
-            key = known.get(name) or known.get(f"{name}[{Variant.GREEDY}]")
-            if key is None:
-                raise PlanError(f"no program {name!r}; the file has {', '.join(known)}")
-            keys.append(key)
+        known = self._programs
+        keys = list(known) if names is None else keys_of(names, known, "the file")
         return GraphPrograms(self, compile_programs(self._programs[key] for key in keys))
 
 

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from dflash_jax.declared import unknown_names
 from dflash_jax.errors import PlanError, RequestError
 from dflash_jax.graph.abstract import PlannedPair, by_path, init_params, path_name
 from dflash_jax.graph.build import Executable, compile_programs, lower, prefill_widths
+from dflash_jax.graph.contract import check_members, check_shapes
 from dflash_jax.graph.explain import Explanation, explain, explain_here
 from dflash_jax.graph.keys import STEP_VARIANTS, ProgramKey, Step, Variant
 from dflash_jax.graph.memory import DEVICES, Budget, budget
@@ -73,12 +75,14 @@ class Graph(PlannedPair):
             plan = dataclasses.replace(plan, mesh=tuple(mesh.shape[name] for name in AXES))
         if device and device not in DEVICES:
             raise PlanError(f"device is {device!r}; expected one of {', '.join(DEVICES)}")
+        check_members(pair)
         if device and not isinstance(plan, ResolvedPlan):
             found = DEVICES[device]
             plan = resolve(plan, pair, platform=found.platform, memory=found.memory)
         elif not isinstance(plan, ResolvedPlan):
             plan = resolve_here(plan, pair)
         super().__init__(pair, plan, mesh)
+        check_shapes(self)
         object.__setattr__(self, "_device", device)
 
     def __eq__(self, other: object) -> bool:
@@ -223,7 +227,9 @@ class Graph(PlannedPair):
         Raises:
           PlanError: there is no such program, or it has parts on two devices.
         """
-        program = self.programs()[self._key(name)]
+        known = self.programs()
+        [key] = keys_of([name], known, "this graph")
+        program = known[key]
         if program.call is not None:
             raise PlanError(f"{name} runs on two devices; lower the parts of `graph.programs()`")
         return lower(program)
@@ -237,7 +243,8 @@ class Graph(PlannedPair):
         Raises:
           PlanError: there is no such program, or one would copy its donated state.
         """
-        keys, known = [self._key(name) for name in names], self.programs()
+        known = self.programs()
+        keys = keys_of(names, known, "this graph")
         return GraphPrograms(self, compile_programs(known[key] for key in keys))
 
     def export(
@@ -272,12 +279,30 @@ class Graph(PlannedPair):
         options: dict[str, Any] = {"tokenizer": tokenizer, "overwrite": overwrite}
         export(self, path, names=names, params=params, **options)
 
-    def _key(self, name: str) -> ProgramKey:
-        known = {str(key): key for key in self.programs()}
-        for full in (name, f"{name}[{Variant.GREEDY}]"):
-            if full in known:
-                return known[full]
-        raise PlanError(f"no program {name!r}; this graph has {', '.join(known)}")
+
+def keys_of(
+    names: Collection[str], programs: Collection[ProgramKey], place: str
+) -> list[ProgramKey]:
+    """Return the keys of named programs; a name without a variant is that of the greedy one.
+
+    Args:
+      place: what has the programs, for errors.
+
+    Raises:
+      PlanError: there is no such program, or `names` is one name.
+    """
+    if isinstance(names, str):
+        raise PlanError(f"names is {names!r}; expected a list of names, such as [{names!r}]")
+    known = {str(key): key for key in programs}
+    for key in programs:
+        if key.variant == Variant.GREEDY and not key.block:
+            known[str(key.step)] = key
+    keys = []
+    for name in names:
+        if problem := unknown_names([name], known, f"program of {place}"):
+            raise PlanError(problem)
+        keys.append(known[name])
+    return keys
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,9 @@ Letters: B rows, T tokens of a call, D width, V vocabulary, R = T - 1 drafted pl
 tokens that a place chooses from.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import flax.linen as nn
@@ -24,6 +25,7 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from dflash_jax.errors import DFlashError, PlanError
 from dflash_jax.kernels.caches import (
     ConvCache,
     LayerCache,
@@ -348,18 +350,38 @@ def with_kernels(model: Any, kernels: str) -> Any:
     return model.clone(kernels=kernels)
 
 
+@contextlib.contextmanager
+def named_errors(model: Any, member: str) -> Iterator[None]:
+    """Raise what a member of a module raises as a PlanError that names the member."""
+    try:
+        yield
+    except (DFlashError, jax.errors.JaxRuntimeError):  # the latter are of the device
+        raise
+    except Exception as error:
+        first = str(error).partition("\n")[0]
+        takes = "" if isinstance(model, nn.Module) else ", parameters first in a plain object"
+        raise PlanError(
+            f"{type(model).__name__}.{member} fails: {type(error).__name__}: {first}; expected the"
+            f" arguments and results that docs/graph.md lists{takes}"
+        ) from error
+
+
 def call(model: Any, params: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
     """Run a method of a Linen module by `apply`, or of a plain object with its parameters first."""
-    if isinstance(model, nn.Module):
-        return model.apply({"params": params}, *args, method=method, **kwargs)
-    function = getattr(model, method or "__call__")
-    return function(params, *args, **kwargs)
+    name = method or "__call__"
+    with named_errors(model, getattr(name, "__name__", name)):
+        if isinstance(model, nn.Module):
+            return model.apply({"params": params}, *args, method=method, **kwargs)
+        return getattr(model, name)(params, *args, **kwargs)
 
 
 def commit(drafter: Any, state: Any, num_committed: Int[Array, " B"]) -> Any:
     """Return a drafter's state once it is known how many observed tokens count."""
     method = getattr(drafter, "commit", None)
-    return state if method is None else method(state, num_committed)
+    if method is None:
+        return state
+    with named_errors(drafter, "commit"):
+        return method(state, num_committed)
 
 
 def take(drafter: Any, state: Any, row: Any, start: Any, length: int) -> Any:

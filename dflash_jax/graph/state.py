@@ -15,6 +15,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from dflash_jax.errors import PlanError
 from dflash_jax.kernels.caches import Update
 from dflash_jax.plan import ResolvedPlan
 
@@ -290,6 +291,45 @@ def _row_step(draft_columns: int, row: list[int], call_odds: float | None = None
     return RowStep(tokens, next_best, bool(finite), draft_finite, num_drafts, call_odds, **more)
 
 
+def described(x: Any) -> str:
+    """Return dtypes and shapes of arrays of a tree, or what anything else is, for errors."""
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"{x.dtype}{[*x.shape]}"
+    if isinstance(x, tuple | list):
+        return f"({', '.join(map(described, x))})"
+    return "None" if x is None else f"a {type(x).__name__}"
+
+
+def expect_state(state: Any, before: Any, source: str, maker: str) -> None:
+    """Check that a state has the structure, shapes and dtypes that it was made with.
+
+    Args:
+      source: the member that returned it.
+      maker: the member that made the state before.
+
+    Raises:
+      PlanError: it has others.
+    """
+    if jax.tree.structure(state) != jax.tree.structure(before):
+        raise PlanError(
+            f"{source} returned {described(state)} as the state; expected {described(before)}, as"
+            f" {maker} made it"
+        )
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(state),
+        jax.tree_util.tree_leaves_with_path(before),
+        strict=True,
+    )
+    for (path, x), (_, wanted) in pairs:
+        if described(x) != described(wanted):
+            place = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise PlanError(
+                f"{source} returned {described(x)} as the state{f' at {place}' if place else ''};"
+                f" expected {described(wanted)}, as {maker} made it: a step keeps shapes and"
+                " dtypes, so cast what is written"
+            )
+
+
 def restart_rows(state: DecodeState, rows: Bool[Array, " B"]) -> DecodeState:
     """Return a state in which some rows start at position 0, whatever they held before."""
     return dataclasses.replace(
@@ -314,8 +354,14 @@ def commit(
       num_committed: tokens to keep, 0..T. With 0 the row stays as it was, anchor included.
       anchor: the next anchor of rows with num_committed > 0.
     """
+    caches = []
+    for update in target:
+        caches.append(update.commit(num_committed))
+        before = state.target[len(caches) - 1 : len(caches)]
+        source = f"{type(update).__name__}.commit of layer {len(caches) - 1}"
+        expect_state(tuple(caches[-1:]), before, source, "empty_caches")
     return DecodeState(
-        target=tuple(update.commit(num_committed) for update in target),
+        target=tuple(caches),
         drafter=drafter,
         position=state.position + num_committed,
         anchor=jnp.where(num_committed > 0, anchor, state.anchor),

@@ -198,9 +198,13 @@ def test_graphs_say_what_they_cannot_do(bigram: tuple[GraphPrograms, Any]) -> No
         graph.place_params({"target": cut})
     with pytest.raises(PlanError, match="target/down is missing"):
         graph.place_params({"target": {}})
-    with pytest.raises(PlanError, match=r"no program 'verify'; this graph has .*plain"):
+    with pytest.raises(PlanError, match=r"'verify' is no program of this graph; known are .*plain"):
         graph.lower("verify")
-    with pytest.raises(PlanError, match="no program 'speculative'"):
+    with pytest.raises(PlanError, match=r"names is 'plain'; expected a list of names.*\['plain'\]"):
+        graph.compile("plain")
+    with pytest.raises(PlanError, match=r"'plane' is no program .*; did you mean 'plain'"):
+        graph.compile(["plane"])
+    with pytest.raises(PlanError, match="'speculative' is no program of this graph"):
         Graph(dj.Pair(Own()), PLAN).compile()
     slots = graph.plan.stop_slots
     with pytest.raises(RequestError, match=f"{slots + 1} stop tokens; give at most {slots}"):

@@ -80,7 +80,8 @@ def prefill(
     more: Any = {"call_odds": odds, "tops": _tops(pair, None, raw)}
     out = pack_output(token[:, None], num_tokens, best, finite, zero, **more)
     out = dataclasses.replace(out, logprobs=logprobs)
-    state = commit(state, target, pair.committed(drafter, num_fed), num_fed, token)
+    drafter = pair.committed(state.drafter, drafter, num_fed)
+    state = commit(state, target, drafter, num_fed, token)
     return state, logits_state and logits_state.count(out), out
 
 
@@ -148,7 +149,7 @@ def verify_block(
         out = pack_output(tokens, num_committed, best, finite, num_drafts, **more)
         out = dataclasses.replace(out, logprobs=logprobs)
     with jax.named_scope("commit"):
-        drafter = pair.committed(drafter, num_committed)
+        drafter = pair.committed(state.drafter, drafter, num_committed)
         state = commit(state, target, drafter, num_committed, anchor)
     return logits, state, logits_state and logits_state.count(out), out
 
@@ -229,7 +230,7 @@ def forced_tokens(
       target's pass whole: with the caches alone, its last layer would compile differently.
     """
     target, drafter, hidden = forward(pair, params, state, inputs.tokens, chunked=not pair.exact)
-    drafter = pair.committed(drafter, inputs.num_fed)
+    drafter = pair.committed(state.drafter, drafter, inputs.num_fed)
     finite = jnp.isfinite(hidden).all(axis=(1, 2))
     return commit(state, target, drafter, inputs.num_fed, inputs.anchor), None, finite
 
@@ -273,7 +274,7 @@ def update_drafter(
     start = jnp.where(inputs.fresh, 0, state.position)
     drafter = pair.observe(params, state.drafter, inputs.observed, start)
     state, num_committed = dataclasses.replace(state, position=start), inputs.position - start
-    drafter = pair.committed(drafter, num_committed)
+    drafter = pair.committed(state.drafter, drafter, num_committed)
     return commit(state, (), drafter, num_committed, inputs.anchor), None, None
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from dflash_jax.errors import PlanError
 from dflash_jax.graph.protocols import Draft, DraftChoice
-from dflash_jax.graph.state import DecodeState, RowRules
+from dflash_jax.graph.state import DecodeState, RowRules, described, expect_state
 from dflash_jax.graph.steps import sampling
 from dflash_jax.graph.steps.acceptance import frozen
 from dflash_jax.graph.steps.inputs import DecodeInputs
@@ -34,7 +34,14 @@ def draft(
     )
     given = (state.drafter, state.anchor, state.position, pair.shared(params), sampler)
     with jax.named_scope("draft"):
-        drafted, drafter = pair.drafter_call(params, *given, method="propose")
+        result = pair.drafter_call(params, *given, method="propose")
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Draft):
+            raise PlanError(
+                f"{type(pair.drafter).__name__}.propose returned {described(result)}; expected a"
+                " tuple of a dj.graph.Draft, which the sampler makes, and the drafter's state"
+            )
+        drafted, drafter = result
+        expect_state(drafter, state.drafter, f"{type(pair.drafter).__name__}.propose", "empty")
         drafted = _verifiable(pair, drafted, state.anchor, inputs.rules)
     return dataclasses.replace(state, drafter=drafter), None, drafted
 
@@ -52,6 +59,13 @@ def _verifiable(pair: Pair, drafted: Draft, anchor: Int[Array, " B"], rules: Row
             f" {jnp.shape(drafted.block)}; expected {(rows, pair.block)}: the anchor and"
             f" {places} drafts of each row"
         )
+    for name in ("finite", "num_drafts"):
+        value = getattr(drafted, name)
+        if value is not None and jnp.shape(value) not in ((), (rows,)):
+            raise PlanError(
+                f"{type(pair.drafter).__name__}.propose returned a draft whose {name} has the"
+                f" shape {jnp.shape(value)}; expected {(rows,)}, or None"
+            )
     drafts = jnp.clip(drafted.block[:, 1:].astype(jnp.int32), 0, vocab - 1)
     finite = jnp.ones(rows, bool) if drafted.finite is None else drafted.finite
     count = places if drafted.num_drafts is None else drafted.num_drafts

@@ -81,8 +81,9 @@ def plain_multi_step(
     state = _with(state, (jnp.int32(0), kept))
     step, options = functools.partial(_keeping, single), {"max_steps": max_steps}
     state, _, out = multi_step(step, params, state, None, inputs, **options, sizes=sizes)
-    drafter = pair.observe(params, drafter, state.drafter[1], start)
-    return _with(state, pair.committed(drafter, state.position - start)), None, out
+    observed = pair.observe(params, drafter, state.drafter[1], start)
+    drafter = pair.committed(drafter, observed, state.position - start)
+    return _with(state, drafter), None, out
 
 
 def _keeping(

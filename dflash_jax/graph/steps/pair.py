@@ -2,18 +2,21 @@
 
 import dataclasses
 import functools
+import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import LATE
+from dflash_jax.errors import PlanError
 from dflash_jax.graph import protocols
 from dflash_jax.graph.copying import Copying, with_copies
 from dflash_jax.graph.ngram import NGram
 from dflash_jax.graph.protocols import SharedLayers
-from dflash_jax.graph.state import DecodeState, Logits, OutputSizes
+from dflash_jax.graph.state import DecodeState, Logits, OutputSizes, described, expect_state
 from dflash_jax.kernels.caches import Update
 
 Params = dict[str, Any]
@@ -50,7 +53,19 @@ class Pair:
     acceptance: protocols.Acceptance | None = None  # in place of equality; in inexact plans only
 
     def __post_init__(self) -> None:
-        """Set the kernels of the modules."""
+        """Set the kernels of the modules.
+
+        Raises:
+          PlanError: a module is one of Flax NNX.
+        """
+        nnx = sys.modules.get("flax.nnx")
+        for role in ("target", "drafter"):
+            if nnx is not None and isinstance(getattr(self, role), nnx.Module):
+                raise PlanError(
+                    f"the {role} is the NNX module {type(getattr(self, role)).__name__}; expected a"
+                    " Linen module, or an object whose methods take parameters first: wrap it in"
+                    " one by nnx.split and nnx.merge, as docs/graph.md shows"
+                )
         for role in ("target", "drafter"):
             model = protocols.with_kernels(getattr(self, role), self.kernels)
             object.__setattr__(self, role, model)
@@ -108,9 +123,19 @@ class Pair:
         arguments = (state, observed.tokens, observed.taps, start)
         return self.drafter_call(params, *arguments, method="observe")
 
-    def committed(self, state: Any, num_committed: Int[Array, " B"]) -> Any:
-        """Return the drafter's state after the first of the tokens that it observed last."""
-        return state if self.keeps_taps else protocols.commit(self.proposer, state, num_committed)
+    def committed(self, before: Any, observed: Any, num_committed: Int[Array, " B"]) -> Any:
+        """Return the drafter's state after the first of the tokens that it observed last.
+
+        Args:
+          before: its state before it observed them.
+        """
+        if self.keeps_taps:
+            return observed
+        state = protocols.commit(self.proposer, observed, num_committed)
+        plain = getattr(self.proposer, "commit", None) is None
+        member = "observe" if plain else "commit"
+        expect_state(state, before, f"{type(self.drafter).__name__}.{member}", "empty")
+        return state
 
 
 def forward(
@@ -130,6 +155,7 @@ def forward(
     with jax.named_scope("target"):
         where = {"taps": pair.taps, "taps_at": pair.taps_at, "chunked": chunked}
         out = pair.target_call(params, tokens, state.target, start, **where)
+    expect_output(pair.target, out, (*tokens.shape, len(state.target)), pair.taps)
     out = jax.lax.optimization_barrier(out)
     observed = Observed(tokens, out.taps)
     if pair.keeps_taps:
@@ -143,4 +169,63 @@ def logits_of(pair: Pair, params: Params, hidden: Float[Array, "B T D"]) -> Logi
     The barrier keeps XLA from fusing the last sum of the head's product with its readers, which
     differ between programs.
     """
-    return jax.lax.optimization_barrier(pair.target_call(params, hidden, method="logits"))
+    logits = pair.target_call(params, hidden, method="logits")
+    shape = (*hidden.shape[:2], pair.target.config.vocab_size)
+    expect_floats(pair.target, "logits", logits, shape, "B, T, config.vocab_size")
+    return jax.lax.optimization_barrier(logits)
+
+
+def expect_output(
+    target: Any, out: Any, sizes: tuple[int, int, int], asked: tuple[int, ...] = ()
+) -> None:
+    """Check the result of a target's forward pass.
+
+    Args:
+      sizes: numbers of rows, tokens and caches that it was given.
+      asked: taps that it was asked for.
+
+    Raises:
+      PlanError: it is no `TargetOutput`, or its arrays have other shapes.
+    """
+    rows, tokens, caches = sizes
+    name = f"{type(target).__name__}.__call__"
+    parts = [getattr(out, part, None) for part in ("hidden", "taps", "caches")]
+    if any(part is None for part in parts) or not isinstance(out.taps, tuple | list):
+        raise PlanError(
+            f"{name} returned {described(out)}; expected a dj.graph.TargetOutput(hidden, taps,"
+            " caches)"
+        )
+    if len(out.taps) != len(asked):
+        raise PlanError(
+            f"{name} returned {len(out.taps)} taps; expected {len(asked)}, the hidden states"
+            f" {asked} that it was asked for"
+        )
+    wanted = (rows, tokens, target.config.hidden_size)
+    expect_floats(target, "__call__ as hidden", out.hidden, wanted, "B, T, config.hidden_size")
+    for tap, x in zip(asked, out.taps, strict=True):
+        expect_floats(target, f"__call__ for tap {tap}", x, wanted, "B, T, config.hidden_size")
+    if len(out.caches) != caches:
+        raise PlanError(
+            f"{name} returned {len(out.caches)} updates; expected one for each of the {caches}"
+            " caches"
+        )
+    for i, update in enumerate(out.caches):
+        if not callable(getattr(update, "commit", None)):
+            raise PlanError(
+                f"{name} returned {described(update)} as the update of cache {i}; expected a"
+                " dj.graph.LayerCache, or a pytree with commit(num_committed)"
+            )
+
+
+def expect_floats(model: Any, member: str, x: Any, shape: tuple[int, ...], letters: str) -> None:
+    """Check that a member returned floats of a shape.
+
+    Raises:
+      PlanError: it did not.
+    """
+    floats = jnp.issubdtype(getattr(x, "dtype", jnp.int32), jnp.floating)
+    if not floats or x.shape != shape:
+        raise PlanError(
+            f"{type(model).__name__}.{member} returned {described(x)}; expected floats"
+            f" {[*shape]} [{letters}]"
+        )
