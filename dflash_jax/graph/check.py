@@ -1,5 +1,6 @@
 """Bitwise checks of what losslessness needs of a target."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -13,10 +14,17 @@ from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.graph.steps.pair import Pair, Params
 from dflash_jax.plan import Plan
 
+# A difference of so many units in the last place of the largest number counts as rounding, up to
+# this share of it.
+ROUNDINGS, LARGEST = 256, 0.02
+
 
 @isolated_jax_config()
 def check(pair: Pair, params: Params | None = None, *, seed: int = 0) -> list[str]:
     """Return the obligations of a target that do not hold, each as a sentence; [] if all hold.
+
+    A sentence names the first layer or tap that differs, the token, the size of the difference, and
+    whether rounding explains it, which breaks an obligation as well, but is mended otherwise.
 
     Random tokens are run in two rows, in blocks of four, in every way in which a decode step may
     run them, and hidden states are compared bit by bit. Then texts are decoded with and without the
@@ -48,72 +56,155 @@ class _Target:
         rng = np.random.default_rng(seed)
         self.tokens, self.others = rng.integers(0, graph.config.vocab_size, (2, rows, 32), np.int32)
         self.empty = graph.init_state().target
-        self._run = jit(functools.partial(_forward, graph.pair))
+        every = tuple(range(graph.config.num_layers + 1))
+        # As steps run it, and with the output of every layer, to tell where a difference begins.
+        self._run = jit(functools.partial(_forward, graph.pair, graph.pair.taps))
+        self._run_all = jit(functools.partial(_forward, graph.pair, every))
 
     def problems(self) -> list[str]:
         """Return the obligations that do not hold."""
-        width, tokens, others, found = self.width, self.tokens, self.others, []
-        expected = self.hidden([width] * 4)
-        if not np.isfinite(expected).all():
+        width, others = self.width, self.others
+        whole = _Way([width] * 4)
+        if not all(np.isfinite(x).all() for x in self.states(whole)):
             return ["the hidden states are not finite"]
+        found = []
 
-        def compare(hidden: np.ndarray, problem: str, rows: Any = slice(None)) -> None:
-            if not np.array_equal(hidden[rows], expected[rows, : hidden.shape[1]]):
-                found.append(problem)
+        def compare(way: _Way, problem: str, remedy: str, rows: Any = slice(None)) -> None:
+            told = any(sentence.startswith(problem) for sentence in found)
+            if not told and (place := self.difference(whole, way, rows)):
+                found.append(f"{problem}: {place}; {remedy}")
 
-        compare(self.hidden([width] * 4), "two runs of the same tokens differ")
+        compare(whole, "two runs of the same tokens differ", "use no random numbers")
+        for commits in ([1], [width - 1], [width, 2]):
+            compare(
+                _Way(commits, after=others),
+                "a token's bits depend on later tokens of its block",
+                "mask them",
+            )
         compare(
-            self.hidden([1, 2, 3, 1, 3, 1, 2, 3], after=others),
-            "a token's bits depend on later tokens of its block, on where the block begins, or on"
-            " slots past the row's position; mask them, and return an update of recurrent states",
+            _Way([width, 0, width, width], after=others),
+            "a token's bits depend on slots past the row's position, or on tokens that were not"
+            " committed",
+            "read slots through a mask, and return an update of recurrent states, whose commit of"
+            " 0 tokens changes nothing",
         )
-        mixed = np.stack([tokens[0], others[1]])
+        cuts = [1, 2, 3, 1, 3, 1, 2, 3]
         compare(
-            self.hidden([width] * 4, tokens=mixed),
+            _Way(cuts),
+            "a token's bits depend on where the block begins",
+            "compute every place of a block alike; docs/graph.md says how, under Obligations",
+        )
+        if not found:
+            compare(
+                _Way(cuts, after=others),
+                "a token's bits depend on tokens that were not committed",
+                "mask them, and return an update of recurrent states",
+            )
+        mixed = np.stack([self.tokens[0], others[1]])
+        compare(
+            _Way([width] * 4, tokens=mixed),
             "a row's bits depend on the tokens of other rows",
-            rows=[0],
+            "use no sums over rows",
+            rows=slice(0, 1),
         )
         if getattr(self.graph.pair.target, "any_width", False):
             compare(
-                self.hidden([1] * 12, width=1),
+                _Way([1] * 12, width=1),
                 "a token's bits depend on the width of its call, although the target has any_width",
+                "remove any_width",
             )
         return found
 
-    def hidden(
-        self,
-        commits: list[int],
-        *,
-        width: int = 0,
-        tokens: np.ndarray | None = None,
-        after: np.ndarray | None = None,
-    ) -> np.ndarray:
-        """Return hidden states [B, sum(commits), D] of tokens that are run in blocks.
+    def difference(self, way: "_Way", other: "_Way", rows: slice) -> str:
+        """Return where and by how much states of one way differ from those of another, or ""."""
+        first = self._first_difference(self._run, self.graph.pair.taps, (way, other), rows)
+        if not first:
+            return ""
+        # With every layer as an output XLA may round otherwise, so that there is no difference.
+        every = tuple(range(self.graph.config.num_layers + 1))
+        return self._first_difference(self._run_all, every, (way, other), rows) or first
 
-        Args:
-          commits: how many tokens of each block are kept.
-          after: what follows the kept tokens in a block; by default the tokens themselves.
-        """
-        tokens, width = self.tokens if tokens is None else tokens, width or self.width
-        caches, position, kept = self.empty, 0, []
-        for count in commits:
+    def _first_difference(
+        self, run: Any, taps: tuple[int, ...], ways: tuple["_Way", "_Way"], rows: slice
+    ) -> str:
+        one, other = (self.states(way, run) for way in ways)
+        names = (*map(_layer, taps), "the hidden state")
+        for name, x, y in zip(names, one, other, strict=True):
+            x = x[rows, : y.shape[1]]
+            if not np.array_equal(x, y[rows]):
+                return _described(name, x, y[rows])
+        return ""
+
+    def states(self, way: "_Way", run: Any = None) -> list[np.ndarray]:
+        """Return taps and hidden states [B, sum(commits), D] of tokens that are run in blocks."""
+        tokens = self.tokens if way.tokens is None else way.tokens
+        width = way.width or self.width
+        caches = self.empty
+        position = 0
+        kept = []
+        for count in way.commits:
             block = tokens[:, position : position + width].copy()
-            if after is not None:
-                block[:, count:] = after[:, position + count : position + width]
-            start, committed = (np.full(len(tokens), n, np.int32) for n in (position, count))
-            hidden, caches = self._run(self.params, block, caches, start, committed)
-            kept.append(np.asarray(hidden)[:, :count])
+            if way.after is not None:
+                block[:, count:] = way.after[:, position + count : position + width]
+            start = np.full(len(tokens), position, np.int32)
+            committed = np.full(len(tokens), count, np.int32)
+            states, caches = (run or self._run)(self.params, block, caches, start, committed)
+            kept.append([np.asarray(x)[:, :count] for x in states])
             position += count
-        return np.concatenate(kept, axis=1)
+        return [np.concatenate(parts, axis=1) for parts in zip(*kept, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """A way to run tokens in blocks.
+
+    Attributes:
+      commits: how many tokens of each block are kept.
+      width: tokens of a block; 0 for the plan's.
+      tokens: other tokens than the target's own.
+      after: what follows the kept tokens in a block; by default the tokens themselves.
+    """
+
+    commits: list[int]
+    width: int = 0
+    tokens: np.ndarray | None = None
+    after: np.ndarray | None = None
+
+
+def _layer(tap: int) -> str:
+    return f"the output of layer {tap - 1}" if tap else "the input of layer 0"
+
+
+def _described(name: str, x: np.ndarray, y: np.ndarray) -> str:
+    """Return where states [B, T, D] differ, by how much, and whether rounding explains it."""
+    exact = np.float64
+    distance = np.abs(x.astype(exact) - y.astype(exact))
+    row, token, _ = np.argwhere(distance > 0)[0]
+    size = distance.max()
+    scale = np.abs(x.astype(exact)).max()
+    eps = float(jnp.finfo(x.dtype).eps)
+    small = size <= min(ROUNDINGS * eps, LARGEST) * scale
+    kind = "by rounding only" if small else "by more than rounding"
+    return (
+        f"{name} differs first at token {token} of row {row}, at most by {size:.1e} where numbers"
+        f" reach {scale:.1e}, {kind}"
+    )
 
 
 def _forward(
-    pair: Pair, params: Params, block: Any, caches: Any, start: Any, num_committed: Any
-) -> tuple[Any, Any]:
-    where = {"taps": pair.taps, "taps_at": pair.taps_at, "chunked": False}
-    out = pair.target_call(params, block, caches, start, **where)
-    hidden = jnp.concatenate([out.hidden, *out.taps], axis=-1)
-    return hidden, tuple(update.commit(num_committed) for update in out.caches)
+    pair: Pair,
+    taps: tuple[int, ...],
+    params: Params,
+    block: Any,
+    caches: Any,
+    start: Any,
+    num_committed: Any,
+) -> tuple[tuple[Any, ...], Any]:
+    """Run a block behind the barriers of `steps.pair.forward`, and commit the first tokens."""
+    block, start = jax.lax.optimization_barrier((block, start))
+    where = {"taps": taps, "taps_at": pair.taps_at, "chunked": False}
+    out = jax.lax.optimization_barrier(pair.target_call(params, block, caches, start, **where))
+    return (*out.taps, out.hidden), tuple(update.commit(num_committed) for update in out.caches)
 
 
 def _decoded(graph: Graph, params: Params, seed: int) -> list[str]:
