@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import dflash_jax
+from dflash_jax.utils.python_command import python_command
 
 TOKEN = "DFLASH_HOSTS_TOKEN"  # environment variable of a worker
 LOOPBACK = "127.0.0.1"
@@ -58,7 +59,7 @@ def start_module(
     root = str(Path(dflash_jax.__file__).parents[1])
     paths = filter(None, [root, os.environ.get("PYTHONPATH")])
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", *words],
+        python_command("-m", *words),
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | variables,
         stdin=subprocess.DEVNULL,
         start_new_session=True,

@@ -33,7 +33,7 @@ from dflash_jax.hosts.channel import (
     relay,
     tunnel,
 )
-from dflash_jax.hosts.launch import LOOPBACK, TOKEN
+from dflash_jax.hosts.launch import LOOPBACK, TOKEN, start_module
 from dflash_jax.trainer import exchange
 from dflash_jax.trainer.exchange import AGAIN, STOPPED, TrainingHosts
 from dflash_jax.trainer.loop import TrainingStopped
@@ -163,7 +163,7 @@ def _ended_by(error: BaseException) -> tuple[str, int]:
         case DFlashError() | OSError():
             return f"{type(error).__name__}: {error}", 1
         case KeyboardInterrupt():
-            return "interrupted", INTERRUPTED
+            return f"interrupted; the state that was saved last is kept{AGAIN}", INTERRUPTED
         case Terminated():
             return "terminated", TERMINATED
     traceback.print_exception(error)
@@ -319,12 +319,8 @@ def _process(
     """
     name, port = options.address
     words = [*command, "--host", str(host), "--coordinator", joined_address(name, port)]
-    with subprocess.Popen(
-        [sys.executable, "-m", "dflash_jax", *words],
-        env=os.environ | {TOKEN: options.token},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
+    with start_module(
+        ("dflash_jax", *words), {TOKEN: options.token}, stdout=subprocess.DEVNULL
     ) as process:
         try:
             yield process

@@ -119,7 +119,10 @@ class LimitedProcess:
     def _start(self) -> None:
         """Start the process, in place of one that ended, and give it the setup."""
         self._end()
-        command = [sys.executable, "-P", __file__]  # -P: imports none of our modules
+        # As a script, this file imports no other module of the package.
+        from dflash_jax.utils.python_command import python_command
+
+        command = python_command(__file__)
         try:  # in a session of its own, as Ctrl-C in a terminal must not reach it
             process = subprocess.Popen(
                 command,

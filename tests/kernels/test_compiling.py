@@ -1,5 +1,6 @@
 """Compiling the native kernels: what a compiler that fails, hangs or is killed leaves."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -82,6 +83,21 @@ def test_a_compiler_that_does_not_exist_is_named() -> None:
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(NativeError, match=message):
         run(tmp_path, text)
+
+
+def test_a_full_disk_is_named_in_place_of_an_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = {"folder": 1 << 40}
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(
+        compiling.shutil, "disk_usage", lambda place: usage._replace(free=free["folder"])
+    )
+    with pytest.raises(NativeError, match="exit code 3"):
+        run(tmp_path, "exit 3")
+    free["folder"] = 3 << 20
+    with pytest.raises(NativeError, match="working has only 3 MiB free; expected 32: free some"):
+        run(tmp_path, "exit 3")
 
 
 def test_a_compiler_that_is_killed_takes_its_children_with_it(tmp_path: Path) -> None:

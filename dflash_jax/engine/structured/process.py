@@ -6,7 +6,6 @@ grammar exceeds its time, and the next grammar starts another one.
 
 import collections
 import hashlib
-import sys
 import threading
 from collections.abc import Sequence
 
@@ -167,7 +166,7 @@ class GrammarProcess(LimitedProcess):
         except OSError as error:
             raise RequestError(
                 f"the process that compiles structures cannot start ({error}); structured output"
-                f" needs {sys.executable!r} to be a Python that can import llguidance"
+                " needs a Python that can import llguidance"
             ) from error
 
 

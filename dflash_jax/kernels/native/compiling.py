@@ -12,19 +12,20 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dflash_jax.errors import NativeError
+from dflash_jax.utils.python_command import python_command
 
 HERE = Path(__file__).parent
 SOURCES = tuple(sorted(HERE.glob("*.cc")))
 HEADERS = tuple(sorted(HERE.glob("*.h")))
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-DNDEBUG")
 PATIENCE = 300.0  # seconds after which compiling is given up
+NEEDED = 32 << 20  # bytes that compiling may write; with less, a failure is that of a full disk
 WORKING = ".compiling-"  # prefix of a folder in which a library is compiled
 # Runs a command, and ends it with all its processes when standard input ends, as it does when the
 # process that has its other end is killed.
@@ -95,7 +96,7 @@ def find_compiler() -> tuple[str, ...]:
         if found := shutil.which(name):
             return (found,)
     if importlib.util.find_spec("ziglang"):
-        return (sys.executable, "-m", "ziglang", "c++")
+        return tuple(python_command("-m", "ziglang", "c++"))
     raise NativeError(
         "there is no C++ compiler for the native kernels; install one, such as the system's g++, or"
         " pip install ziglang"
@@ -169,7 +170,7 @@ def _run(commands: list[list[str]], folder: Path, end: float) -> None:
         for command, log, process in zip(commands, logs, running, strict=True):
             if code := process.wait(max(end - time.monotonic(), 0)):
                 raise NativeError(
-                    f"{command[0]} cannot compile the native kernels: {_failure(log, code)}"
+                    f"{command[0]} cannot compile the native kernels: {_failure(log, code, folder)}"
                 )
     except subprocess.TimeoutExpired as error:
         raise NativeError(
@@ -186,7 +187,14 @@ def _run(commands: list[list[str]], folder: Path, end: float) -> None:
                 process.stdin.close()
 
 
-def _failure(log: Path, code: int) -> str:
+def _failure(log: Path, code: int, folder: Path) -> str:
+    for place in (folder, Path(tempfile.gettempdir())):  # compilers write to both
+        free = shutil.disk_usage(place).free
+        if free < NEEDED:
+            return (
+                f"{place} has only {free >> 20} MiB free; expected {NEEDED >> 20}: free some, or"
+                " choose another place by XDG_CACHE_HOME and TMPDIR"
+            )
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     found = [line for line in lines if "error" in line] or lines
     text = found[0][:300] if found else f"exit code {code}"
