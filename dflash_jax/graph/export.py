@@ -4,6 +4,9 @@ The file is a ZIP archive without compression, whose checksums reveal damage. `m
 the plan, shapes and the tokenizer, `programs/` StableHLO of `jax.export`, and `params/` the
 weights, if they were given. Classes of models do not occur in it: parameters are named by their
 paths, and the caches of a state are tuples of arrays.
+
+A file may come from a stranger: what is read is bounded by its size, compared with what its
+manifest declares, and refused by name. Programs may call nothing but StableHLO and `CALLS`.
 """
 
 import dataclasses
@@ -11,6 +14,8 @@ import functools
 import importlib
 import json
 import os
+import re
+import subprocess
 import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -22,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import tokenizers
 
-from dflash_jax.errors import CheckpointError, PlanError, install_hint
+from dflash_jax.errors import CheckpointError, DFlashError, PlanError, install_hint
 from dflash_jax.graph.abstract import by_path
 from dflash_jax.graph.build import compile_programs
 from dflash_jax.graph.graph import Graph, GraphPrograms, keys_of
@@ -39,10 +44,22 @@ from dflash_jax.plan import ResolvedPlan
 from dflash_jax.quant.layouts import StructuredWeight
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.atomic import new_path
+from dflash_jax.utils.python_command import python_command
 from dflash_jax.version import __version__
 
 FORMAT = 1
-UNREADABLE = (EOFError, ValueError, TypeError, AttributeError, RuntimeError)
+# Code of XLA that programs call by name: on a CPU the triangular system of recurrent layers, on a
+# GPU random numbers, if JAX is asked for its kernel. Others take pointers of the file's choice.
+TRIANGULAR = "lapack_strsm_ffi"
+CALLS = (TRIANGULAR, "cu_threefry2x32_ffi", "hip_threefry2x32_ffi")
+CALL = re.compile(r"custom_call @([\w.$]+)\(.* : \((.*)\) -> (\S+)")
+CHECKING = """
+import sys
+from dflash_jax.graph.export import problem_of
+print(problem_of(sys.argv[1]))
+"""
+PATIENCE = 120  # seconds for that
+CALLING = re.compile(r"custom_call|stablehlo\.(infeed|outfeed|send|recv)\b")
 MANIFEST = "manifest.json"
 CLASSES = (
     *(DecodeState, RowRules, Logprobs, StepOutput, Draft, LogitsState, Segment),
@@ -133,11 +150,26 @@ def load_exported(path: str | os.PathLike[str]) -> "ExportedGraph":
     _check_package()
     try:
         with zipfile.ZipFile(path) as archive:
+            _check_members(archive, Path(path).stat().st_size)
             return _read(archive, str(path))
-    except (OSError, zipfile.BadZipFile, LookupError, *UNREADABLE) as error:
+    except DFlashError:
+        raise
+    except Exception as error:  # whatever libraries raise for bytes that they cannot read
         raise CheckpointError(
             f"{path} is missing or no whole file of Graph.export ({error}); export it again"
         ) from error
+
+
+def _check_members(archive: zipfile.ZipFile, size: int) -> None:
+    """Check that members of an archive are stored as they are, and are no larger than the file."""
+    members = archive.infolist()
+    for member in members:
+        if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
+            raise ValueError(f"{member.filename} is compressed")
+    if len({member.filename for member in members}) < len(members):
+        raise ValueError("a member occurs twice")
+    if sum(member.file_size for member in members) > size:
+        raise ValueError("members overlap")
 
 
 def _read(archive: zipfile.ZipFile, path: str) -> "ExportedGraph":
@@ -145,7 +177,7 @@ def _read(archive: zipfile.ZipFile, path: str) -> "ExportedGraph":
         manifest = json.loads(archive.read(MANIFEST))
         written = f"dflash_jax {manifest['version']} with jax {manifest['jax']}"
         alike = manifest["format"] == FORMAT and manifest["interface"] == INTERFACE
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} has no usable manifest ({error}); export again") from error
     if not alike:
         raise CheckpointError(
@@ -158,27 +190,115 @@ def _read(archive: zipfile.ZipFile, path: str) -> "ExportedGraph":
             f"{path} is for {manifest['platform']}, and JAX runs on {platform} here; export it on"
             " such a device"
         )
+    _check_programs(path)
+    plan = ResolvedPlan.from_json(manifest["plan"])
     exported = {}
     for i, name in enumerate(manifest["programs"]):
         key = ProgramKey.parse(name)
         try:
             made = jax.export.deserialize(bytearray(archive.read(f"programs/{i}")))
-        except (AssertionError, *UNREADABLE) as error:
+        except Exception as error:
             raise CheckpointError(
                 f"{path} was written by {written}, and jax {jax.__version__} cannot read its"
                 f" programs ({error}); export it again"
             ) from error
-        avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in made.in_avals]
-        arguments, _ = jax.tree.unflatten(made.in_tree, avals)
-        exported[key] = Program(key, made.call, arguments, STATES)
+        exported[key] = _program(key, made, manifest, plan)
     stored = {}
     for i, (name, (shape, dtype)) in enumerate(manifest["params"].items()):
         if manifest["stored"]:
             data = np.frombuffer(archive.read(f"params/{i}"), jnp.dtype(dtype))
             stored[name] = data.reshape(shape)
     vocab, ends = manifest["config"]
-    config, plan = ExportedConfig(vocab, tuple(ends)), ResolvedPlan.from_json(manifest["plan"])
+    if not all(type(number) is int and number >= 0 for number in (vocab, *ends)):
+        raise ValueError(f"the config is {manifest['config']!r}")
+    config = ExportedConfig(vocab, tuple(ends))
     return ExportedGraph(plan, config, exported, manifest, stored if manifest["stored"] else None)
+
+
+def _program(
+    key: ProgramKey, made: jax.export.Exported, manifest: Mapping[str, Any], plan: ResolvedPlan
+) -> Program:
+    """Return a program of a file whose arguments are those that its manifest declares."""
+    avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in made.in_avals]
+    arguments, options = jax.tree.unflatten(made.in_tree, avals)
+    params, state, *_ = arguments
+    if options or len(arguments) != 4:
+        raise ValueError(f"the program {key} has other arguments than programs have")
+    if params is not None and {name: _kind(x) for name, x in params.items()} != {
+        name: (list(shape), dtype) for name, (shape, dtype) in manifest["params"].items()
+    }:
+        raise ValueError(f"the program {key} has other parameters than the manifest")
+    kinds = [(list(shape), dtype) for shape, dtype in manifest["state"]]
+    if kinds[-1] != ([plan.rows], "int32") or sum(manifest["caches"]) != len(kinds) - 2:
+        raise ValueError("the state has other arrays than the plan")
+    if state is not None and list(map(_kind, jax.tree.leaves(state))) != kinds:
+        raise ValueError(f"the program {key} has another state than the manifest")
+    return Program(key, made.call, arguments, STATES)
+
+
+def _check_programs(path: str) -> None:
+    """Check the programs of a file in a process of its own, which may end while it reads them.
+
+    The reader of StableHLO was not made for strangers' bytes: some end the process.
+    """
+    root = str(Path(__file__).parents[2])
+    paths = filter(None, [root, os.environ.get("PYTHONPATH")])
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
+    command = python_command("-c", CHECKING, path)
+    try:
+        done = subprocess.run(
+            command, env=os.environ | variables, capture_output=True, text=True, timeout=PATIENCE
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CheckpointError(
+            f"the programs of {path} could not be read in {PATIENCE} s; export it again"
+        ) from error
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2][:200]
+        raise CheckpointError(
+            f"jax {jax.__version__} cannot read the programs of {path} (exit status"
+            f" {done.returncode}: {last}); export it again"
+        )
+    if problem := done.stdout.strip():
+        raise CheckpointError(
+            f"{path} contains {problem}, which Graph.export never writes; get the file from"
+            " somebody you trust"
+        )
+
+
+def problem_of(path: str) -> str:
+    """Return what a file's programs contain that none of `export` does; "" if nothing."""
+    _register()
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.namelist():
+            if member.startswith("programs/"):
+                made = jax.export.deserialize(bytearray(archive.read(member)))
+                if problem := forbidden(made.mlir_module()):
+                    return f"{problem} in {member}"
+    return ""
+
+
+def forbidden(module: str) -> str:
+    """Return what a program's text contains that none of `export` does; "" if nothing."""
+    for line in module.splitlines():
+        if not CALLING.search(line):
+            continue
+        call = CALL.search(line)
+        if call is None or call[1] not in CALLS:
+            return f"a call of {call[1] if call else line.strip()[:60]!r}"
+        if call[1] == TRIANGULAR and not _fits_triangular(call[2], call[3]):
+            return f"a call of {TRIANGULAR} by shapes that do not fit"
+    return ""
+
+
+def _fits_triangular(operands: str, result: str) -> bool:
+    """Return whether types are those of a x = b with square matrices a; LAPACK checks none."""
+    types = re.fullmatch(r"tensor<([\dx]*)xf32>, (tensor<([\dx]*)xf32>)", operands)
+    if types is None or result != types[2]:
+        return False
+    *batch, rows, columns = types[1].split("x")
+    *others, height, _ = types[3].split("x")
+    return batch == others and rows == columns == height
 
 
 class ExportedGraph:
@@ -245,7 +365,15 @@ class ExportedGraph:
         """Compile programs, as `Graph.compile` does; by default all of the file."""
         known = self._programs
         keys = list(known) if names is None else keys_of(names, known, "the file")
-        return GraphPrograms(self, compile_programs(self._programs[key] for key in keys))
+        try:
+            compiled = compile_programs(self._programs[key] for key in keys)
+        except DFlashError:
+            raise
+        except Exception as error:
+            raise CheckpointError(
+                f"the programs of the file cannot be compiled ({error}); export it again"
+            ) from error
+        return GraphPrograms(self, compiled)
 
 
 def _check_package() -> None:

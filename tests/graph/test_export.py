@@ -1,5 +1,6 @@
 """Programs in one file, which run without the code of their models."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -183,6 +184,104 @@ def test_damaged_and_missing_files_are_refused(copy: Path, tmp_path: Path) -> No
         dj.load_exported(tmp_path / "none")
     with pytest.raises(dj.CheckpointError, match="missing or no whole file"):
         dj.load_exported(tmp_path)
+
+
+def rewritten(path: Path, compression: int = zipfile.ZIP_STORED, **files: bytes) -> None:
+    """Write an archive again, with other contents of some members."""
+    with zipfile.ZipFile(path) as archive:
+        contents = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, content in contents.items():
+            archive.writestr(name, files.get(name.replace("/", "_").split(".")[0], content))
+
+
+def test_members_that_grow_are_refused_before_they_are_read(copy: Path) -> None:
+    rewritten(copy, zipfile.ZIP_DEFLATED, manifest=b" " * (1 << 26) + b"{}")
+    assert copy.stat().st_size < 1 << 24
+    with pytest.raises(dj.CheckpointError, match=r"whole file .*manifest.json is compressed"):
+        dj.load_exported(copy)
+
+
+def test_members_that_share_bytes_or_occur_twice_are_refused(copy: Path) -> None:
+    with zipfile.ZipFile(copy, "a") as archive:
+        archive.filelist.append(archive.getinfo("manifest.json"))
+        archive._didModify = True  # pyrefly: ignore[missing-attribute]
+    with pytest.raises(dj.CheckpointError, match=r"whole file .*a member occurs twice"):
+        dj.load_exported(copy)
+
+
+def hostile(target: str, **attributes: Any) -> bytes:
+    """Return a program that calls code of XLA by name."""
+
+    def run(x: jax.Array) -> Any:
+        return jax.ffi.ffi_call(target, x, has_side_effect=True)(x, **attributes)
+
+    checks = [jax.export.DisabledSafetyCheck.custom_call(target)]
+    made = jax.export.export(jax.jit(run), disabled_checks=checks)(
+        jax.ShapeDtypeStruct((4, 4), "f4")
+    )
+    return bytes(made.serialize())
+
+
+@pytest.mark.parametrize("target", ["xla_ffi_python_cpu_callback", "x", "lapack_spotrf_ffi", "a b"])
+def test_programs_that_call_code_by_name_are_refused(copy: Path, target: str) -> None:
+    rewritten(copy, programs_0=hostile(target, index=np.uint64(0x4141414141414141)))
+    words = "copy contains a call of .* in programs/0, which Graph.export never writes; get the"
+    with pytest.raises(dj.CheckpointError, match=words):
+        dj.load_exported(copy)
+
+
+def test_triangular_systems_are_allowed_in_shapes_that_fit_only() -> None:
+    def solved(a: Any, b: Any) -> Any:
+        return jax.lax.linalg.triangular_solve(a, b, left_side=True, lower=True)
+
+    shapes = (jax.ShapeDtypeStruct((2, n, m), "f4") for n, m in ((4, 4), (4, 7)))
+    text = jax.export.export(jax.jit(solved))(*shapes).mlir_module()
+    assert export.TRIANGULAR in text
+    assert export.forbidden(text) == ""
+    small = text.replace(
+        "(tensor<2x4x4xf32>, tensor<2x4x7xf32>) ->", "(tensor<4x4xf32>, tensor<2x4x7xf32>) ->"
+    )
+    assert small != text
+    assert "shapes that do not fit" in export.forbidden(small)
+    assert "infeed" in export.forbidden('%0 = "stablehlo.infeed"(%1)')
+
+
+def test_no_mutation_of_a_file_raises_anything_but_a_named_error(copy: Path) -> None:
+    """Contents are changed with checksums that fit, as an attacker would."""
+    whole = copy.read_bytes()
+    rng = np.random.default_rng(0)
+    with zipfile.ZipFile(copy) as archive:
+        parts = {name: archive.read(name) for name in ("manifest.json", "programs/0")}
+    for name, content in parts.items():
+        for _ in range(8 if name == "programs/0" else 40):
+            at, length = int(rng.integers(len(content))), int(rng.integers(1, 9))
+            changed = content[:at] + rng.bytes(length) + content[at + length :]
+            copy.write_bytes(whole)
+            rewritten(copy, **{name.replace("/", "_").split(".")[0]: changed})
+            with contextlib.suppress(dj.errors.DFlashError):
+                dj.load_exported(copy)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"state": [[[1 << 40], "float32"]]},
+        {"caches": [99, 0]},
+        {"params": {"x": [[1 << 40], "float32"]}},
+        {"config": ["many", []]},
+        {"config": [96, [None]]},
+        {"tokenizer": ["{}", None, None, {}]},
+        {"plan": "{}"},
+        {"plan": "[" * 100_000},
+    ],
+)
+def test_manifests_that_do_not_fit_the_programs_are_refused(
+    copy: Path, changes: dict[str, Any]
+) -> None:
+    change_manifest(copy, **changes)
+    with pytest.raises(dj.errors.DFlashError):
+        dj.load_exported(copy)
 
 
 def test_programs_that_a_newer_jax_wrote_are_refused(
