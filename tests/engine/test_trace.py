@@ -75,6 +75,7 @@ def test_sources_and_rejected_drafts_are_those_of_the_script(engine: Engine) -> 
     assert result.token_ids == plain
     check(engine, result)
     first, *rounds = result.trace
+    assert [x.prefill for x in result.trace] == [True, *[False] * len(rounds)]
     assert (first.tokens, first.sources, first.proposed) == ((plain[0],), ("target",), 0)
     assert [x.accepted for x in rounds[:8]] == pattern * 2
     place = len(PROMPT) + 1

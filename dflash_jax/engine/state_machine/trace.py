@@ -51,6 +51,7 @@ class RoundTrace:
         `ids` and `probs` [drafts, N], by the logits that it chose from. None without drafting.
       target_top: the same of the target [drafts + 1, N], before any logits processing: place i
         follows the first i drafts.
+      prefill: whether it is the prefill of a prompt, which `Stats.rounds` does not count.
     """
 
     tokens: tuple[int, ...]
@@ -65,6 +66,7 @@ class RoundTrace:
     drafts: tuple[int, ...] = ()
     draft_top: Any = dataclasses.field(default=None, compare=False)
     target_top: Any = dataclasses.field(default=None, compare=False)
+    prefill: bool = False
 
     def shortened(self, count: int) -> "RoundTrace":
         """Return the round with its first `count` tokens only."""
@@ -117,6 +119,7 @@ class TraceRecorder:
                 self._restore(retracted, new)
             case Prefilled(token) if new:
                 self._add(Stepped((token,)), new, drafts, time, tops)
+                self._rounds[-1] = dataclasses.replace(self._rounds[-1], prefill=True)
             case Stepped() if new:
                 self._add(event, new, drafts, time, tops, copied=copied)
 
