@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import dflash_jax
-from dflash_jax.utils.command import default_signals
+from dflash_jax.utils.command import default_signals, exit_code
 
 LOADING = ("generate", "chat", "serve", "explain", "bench", "verify", "replay", "probe", "train")
 COMMANDS = (*LOADING, "inspect", "convert", "compare", "export", "native", "completion")
@@ -88,6 +88,16 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
         dflash_jax.laod  # noqa: B018
     assert not hasattr(dflash_jax, "_private")
     assert {"load", "Plan", "Recovery"} <= set(dir(dflash_jax))
+
+
+def test_an_interrupt_that_says_what_was_saved_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stopped() -> int:
+        raise KeyboardInterrupt("training stopped at step 3 of 9; state saved")
+
+    assert exit_code("dflash-jax", stopped) == 130
+    assert capsys.readouterr().err.strip().endswith("step 3 of 9; state saved")
 
 
 # In import order; the command is interrupted once each is imported.

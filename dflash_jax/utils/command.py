@@ -44,8 +44,9 @@ def exit_code(name: str, run: Callable[[], int]) -> int:
     except (DFlashError, OSError) as error:
         sys.stderr.write(f"{name}: {type(error).__name__}: {error}\n")
         return 1
-    except KeyboardInterrupt:
-        sys.stderr.write(f"\n{name}: interrupted\n")
+    except KeyboardInterrupt as interrupt:
+        # Training says what it saved.
+        sys.stderr.write(f"\n{name}: {str(interrupt) or 'interrupted'}\n")
         return INTERRUPTED
     except Terminated:
         sys.stderr.write(f"\n{name}: terminated\n")
