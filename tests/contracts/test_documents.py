@@ -13,6 +13,7 @@ import dflash_jax as dj
 from benchmarks import acceptance, accuracy, collectives, compile_for, llama_cpp
 from dflash_jax import server
 from dflash_jax.cli import parser
+from dflash_jax.trainer.recipes import Recipe, Schedule
 from recipes.smollm2 import comparison
 from recipes.smollm2.__main__ import DRAFTERS
 
@@ -207,3 +208,11 @@ def test_every_file_of_the_server_has_its_place_in_the_order_of_reading() -> Non
     said = set(re.findall(r"`(\w+)`", server.__doc__ or ""))
     files = {path.stem for path in (ROOT / "dflash_jax" / "server").glob("[!_]*.py")}
     assert files <= said
+
+
+def test_every_setting_of_a_recipe_is_documented() -> None:
+    text = DOCUMENTS["docs/training.md"].partition("## Settings of a recipe")[2].partition("##")[0]
+    named = set(re.findall(r"`(\w+)`", "".join(row.split(" | ")[0] for row in text.splitlines())))
+    settings = {field.name for field in dataclasses.fields(Recipe)} - {"name", "schedule"}
+    settings |= {field.name for field in dataclasses.fields(Schedule)}
+    assert named == settings
