@@ -215,7 +215,7 @@ def test_a_pair_that_keeps_its_obligations_passes_the_check() -> None:
     ("fault", "words"),
     [
         ("rows", [r"other rows: the output of layer 0 differs first at token 0 of row 0, at most"]),
-        ("slots", ["later tokens of its block: ", "slots past the row's position, or on tokens"]),
+        ("slots", ["later tokens of its block: ", "where the block begins: .*more than rounding"]),
         ("later tokens", [r"later tokens of its block: the output of layer 0 .* than rounding; m"]),
     ],
 )
