@@ -256,8 +256,8 @@ def _check_programs(path: str) -> None:
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2][:200]
         raise CheckpointError(
-            f"jax {jax.__version__} cannot read the programs of {path} (exit status"
-            f" {done.returncode}: {last}); export it again"
+            f"{path} is missing or no whole file of Graph.export (jax {jax.__version__} ended with"
+            f" {done.returncode} while it read the programs: {last}); export it again"
         )
     if problem := done.stdout.strip():
         raise CheckpointError(
