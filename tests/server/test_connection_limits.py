@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from dflash_jax.server import http_connection
+from dflash_jax.server import http_connection, run
 from dflash_jax.server.http_connection import (
     MOST_CHUNKS,
     MOST_LINES,
@@ -52,7 +52,8 @@ async def listening(app: App, most: int = 100) -> AsyncIterator[Listening]:
     config.load()
     states = {"server_state": BoundedConnections(most), "app_state": {}}
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(config, **states), "127.0.0.1", 0)
+    [bound] = run._bind("127.0.0.1", 0)
+    server = await loop.create_server(lambda: Connection(config, **states), sock=bound)
     async with server:
         yield Listening(server.sockets[0].getsockname()[1], states["server_state"])
 
@@ -71,6 +72,20 @@ async def answer(scope: Any, receive: Any, send: Any) -> None:
 
 def error_of(text: bytes) -> dict[str, Any]:
     return json.loads(text.rpartition(b"\r\n\r\n")[2])["error"]
+
+
+def test_a_response_is_sent_without_waiting_for_acknowledgements() -> None:
+    async def connect() -> list[int]:
+        async with listening(answer) as server:
+            _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            while not server.all.connections:
+                await asyncio.sleep(0.001)
+            accepted = [each.transport.get_extra_info("socket") for each in server.all.connections]
+            found = [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in accepted]
+            writer.close()
+            return found
+
+    assert asyncio.run(connect()) == [1]
 
 
 @pytest.fixture
