@@ -137,13 +137,12 @@ class Scheduler:
         self._prefilled_last = bool(loaded) and not (self._prefilled_last and decoding)
         wanted = map(variant_of, self.running)
         variant = max(wanted, key=STEP_VARIANTS.index, default=Variant.GREEDY)
-        rules, served = self.rules(decoding), loaded if self._prefilled_last else decoding
-        epochs = {row: x.epoch for row, x in served.items()}
         if self._prefilled_last:
+            epochs = {row: x.epoch for row, x in loaded.items()}
             # Rows that decode wait for one chunk of each prompt, and prompts for one another.
             max_prefill_tokens = 0 if decoding else self._widest // len(loaded)
             fed = {"prefill": True, "max_prefill_tokens": max_prefill_tokens}
-            return SchedulerOutput(variant, rules, loaded, epochs, **fed)
+            return SchedulerOutput(variant, self.rules(decoding), loaded, epochs, **fed)
         if not decoding or self._may_all_end(decoding, in_flight):
             return None
         drafting = frozenset(row for row, x in decoding.items() if x.settings.speculates)
@@ -153,7 +152,8 @@ class Scheduler:
         drafted = [decoding[row].drafting for row in drafting] if allowed[1:] else []
         block = choose_block(drafted, allowed)
         more = {"drafting": drafting, "num_steps": steps, "block": block}
-        return SchedulerOutput(variant, rules, decoding, epochs, **more)
+        epochs = {row: x.epoch for row, x in decoding.items()}
+        return SchedulerOutput(variant, self.rules(decoding), decoding, epochs, **more)
 
     def rules(self, decoding: Container[int] = ()) -> RowRules:
         """Return the rules of all rows, on the device; rows that do not decode have limit 0."""
@@ -222,7 +222,7 @@ def make_rules(
             host[name][row] = getattr(params, name)
         if params.temperature > 0:
             host["temperature"][row] = max(params.temperature, MIN_TEMPERATURE)
-        host["seed"][row] = divmod(request.seed, 2**32)
+            host["seed"][row] = divmod(request.seed, 2**32)  # greedy rows draw nothing
         host["choices"][row, : len(settings.choices)] = settings.choices
         if plan.call_odds:
             host["opening"][row] = settings.opening
