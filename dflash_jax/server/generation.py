@@ -17,7 +17,14 @@ from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.errors import RequestError, StructureError
 from dflash_jax.graph.keys import Variant
 from dflash_jax.server import errors
-from dflash_jax.server.background import LONG_PROMPT, Client, by_size, in_thread
+from dflash_jax.server.background import (
+    LONG_PROMPT,
+    SHORT_TEXT,
+    Client,
+    at_once,
+    by_size,
+    in_thread,
+)
 from dflash_jax.server.conversation import parse_tool_calls
 from dflash_jax.server.engine_thread import Job
 from dflash_jax.server.prompt import (
@@ -318,12 +325,17 @@ class Generation:
 
 
 async def prepare(model: ServedModel, request: GenerationRequest) -> list[EncodedPrompt]:
-    """Return the prompts of a request, built in a thread since they may take seconds."""
+    """Return the prompts of a request, built in a thread unless they are short texts.
+
+    Long ones may take seconds, and so may a chat template.
+    """
     engine = model.engine
     tokenizer, most = engine.tokenizer, engine.plan.max_length
     if request.messages is None:
-        size = sum(len(given) for given in request.prompts if isinstance(given, str))
+        size = len(request.suffix) + sum(map(len, request.prompts))
         make = functools.partial(text_prompts, request, tokenizer, most)
+        if size <= SHORT_TEXT:
+            return at_once(make, param=request.source)
         return await in_thread(make, long=size > LONG_PROMPT, param=request.source)
     thought = model.syntax.thought if model.syntax else None
     size = sum(map(message_size, request.messages)) + 200 * len(request.tools)

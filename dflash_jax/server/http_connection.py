@@ -483,7 +483,15 @@ class JsonPieces(StreamingResponse):
     media_type = "application/json"
 
     def __init__(self, pieces: Sequence[bytes]):
-        super().__init__(_blocks(pieces), headers={"content-length": str(sum(map(len, pieces)))})
+        self._size = sum(map(len, pieces))
+        super().__init__(_blocks(pieces), headers={"content-length": str(self._size)})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the text; only for a long one, watch at the same time whether the client leaves."""
+        if self._size <= BLOCK:
+            await self.stream_response(send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 async def _blocks(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:

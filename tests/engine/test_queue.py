@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,21 @@ def test_a_full_queue_refuses_requests_and_continues(short: Engine) -> None:
     while short.core.busy:
         short.advance()
     assert all(handle.finish_reason is not None for handle in handles)
+
+
+def test_a_request_like_the_last_one_sends_no_rules_to_the_device(short: Engine) -> None:
+    scheduler = short.core.scheduler
+    put, sent = scheduler._put, []
+
+    def counted(column: Any) -> Any:
+        sent.append(column)
+        return put(column)
+
+    scheduler._put = counted
+    for prompt in ([1, 2, 3], [4, 5]):
+        sent.clear()
+        short.generate(prompt, max_tokens=1)
+    assert sent == []
 
 
 def test_a_list_of_prompts_may_be_longer_than_the_queue(short: Engine, tiny: Engine) -> None:

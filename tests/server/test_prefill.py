@@ -1,6 +1,9 @@
 """Answers that a client began: the output continues their text, or their reasoning."""
 
+import asyncio
 import json
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -9,9 +12,10 @@ import pytest
 from dflash_jax.engine.vocabulary import opens_thought
 from dflash_jax.loading import locate
 from dflash_jax.server.anthropic import decode_messages
-from dflash_jax.server.completions import decode_chat
+from dflash_jax.server.completions import decode_chat, decode_completion
+from dflash_jax.server.generation import prepare
 from dflash_jax.server.prompt import EncodedPrompt, ToolTurnCache, chat_prompt
-from dflash_jax.server.protocol import GenerationRequest
+from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.tool_parsers import SYNTAXES
@@ -98,3 +102,30 @@ def test_tokens_of_a_continued_thought_are_counted_as_reasoning(live: LiveServer
     assert answer["choices"][0]["message"]["content"] == ""
     answer = httpx.post(messages, json=body, timeout=120).json()
     assert [block["type"] for block in answer["content"]] == ["thinking"]
+
+
+def test_a_short_text_is_encoded_without_a_change_of_threads(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    encode = tokenizer.encode
+
+    def noted(*arguments: Any, **more: Any) -> list[int]:
+        threads.append(threading.current_thread())
+        return encode(*arguments, **more)
+
+    monkeypatch.setattr(tokenizer, "encode", noted)
+    engine = SimpleNamespace(tokenizer=tokenizer, plan=SimpleNamespace(max_length=4096))
+    model: Any = SimpleNamespace(engine=engine)
+    for prompt in ("Hi", "Hi " * 2000):
+        request = decode_completion(json.dumps({"prompt": prompt}).encode())
+        [encoded] = asyncio.run(prepare(model, request))
+        assert encoded.ids == encode(prompt)
+    short, long = threads
+    assert short is threading.main_thread()
+    assert long is not short
+    request = decode_completion(json.dumps({"prompt": "Hi, " * 100}).encode())
+    engine.plan.max_length = 1
+    with pytest.raises(Problem, match="prompt is too long") as caught:
+        asyncio.run(prepare(model, request))
+    assert caught.value.code == "context_length_exceeded"
