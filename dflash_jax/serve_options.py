@@ -85,6 +85,12 @@ class ServeOptions:
         " 4 and at most 32 MiB)",
         minimum=1, metavar="BYTES",
     )
+    max_bodies: int | None = serve_field(
+        None,
+        "limit of all request bodies together that are held at a time (default: 256 MiB, or four"
+        " times --max-body if that is more)",
+        minimum=1, metavar="BYTES",
+    )
     hosts: int = serve_field(
         1,
         "one model over N worker processes, whose devices --mesh splits it over (by default"
@@ -152,6 +158,10 @@ class ServeOptions:
             if expected := info.mismatch(value, kind):
                 raise RequestError(f"{flag(name)} is {value!r}; expected {expected}")
         _ = self.aliases
+        if None not in (self.max_body, self.max_bodies) and self.max_bodies < self.max_body:
+            raise RequestError(
+                f"--max-bodies is {self.max_bodies}; expected at least --max-body, {self.max_body}"
+            )
         self._check_hosts()
 
     @classmethod

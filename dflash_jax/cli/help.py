@@ -29,8 +29,8 @@ HIDDEN = {
     "generate": ("prompt_ids", "raw", "json", *_RARE_SAMPLING, *_rare_model_options()),
     "chat": (*_RARE_SAMPLING, *_rare_model_options()),
     "serve": (
-        *("queue", "timeout", "drain", "max_body", "max_tokens", "temperature", "recovery"),
-        *("allowed_host", "cors_origin", "metrics", "quiet", "warm", "compile_wait"),
+        *("queue", "timeout", "drain", "max_body", "max_bodies", "max_tokens", "temperature"),
+        *("recovery", "allowed_host", "cors_origin", "metrics", "quiet", "warm", "compile_wait"),
         *("grammar_timeout", "hosts", "ray"),
         *_rare_model_options("rows"),
     ),

@@ -56,6 +56,7 @@ def configuration(
         warm=options.warm,
         api_keys=_keys(options.api_key_file),
         max_body=options.max_body,
+        max_bodies=options.max_bodies,
         timeout=options.timeout if options.timeout > 0 else None,
         compile_wait=options.compile_wait,
         metrics=options.metrics,

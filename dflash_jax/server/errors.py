@@ -11,6 +11,7 @@ from dflash_jax.server.protocol import Problem
 
 LONGEST_RETRY = 60  # seconds; clients ignore a longer Retry-After
 LOADING_RETRY_S = 5
+BODIES_RETRY_S = 2  # seconds in which bodies of others may have been handled
 HOSTS_RETRY_S = 10  # seconds in which the workers of several hosts may start again
 GRAMMAR_RETRY_S = 30  # seconds within which a slow grammar is compiled or refused
 # Options of the engine whose request fields have the same name.
@@ -32,6 +33,17 @@ def queue_full() -> Problem:
 def too_busy() -> Problem:
     """Return the error of a connection for which there is no room."""
     return Problem("too many connections; try again", status=503, code="too_busy", retry_s=1)
+
+
+def bodies_full(most: int) -> Problem:
+    """Return the error of a request whose body has no room beside those of others."""
+    return Problem(
+        f"the bodies of all requests together are larger than {most} bytes, the most this server"
+        " holds at a time, and this was the largest that had not come to its end; try again",
+        status=503,
+        code="bodies_full",
+        retry_s=BODIES_RETRY_S,
+    )
 
 
 def shutting_down() -> Problem:

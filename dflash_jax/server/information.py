@@ -192,7 +192,9 @@ class InfoRoutes:
         return Response(self._metrics.text(self._models), media_type=kind)
 
     async def _props(self, raw_request: Request) -> Response:
-        limits = {"max_body": self._middleware.max_body, "timeout": self._config.timeout}
+        checks = self._middleware
+        limits = {"max_body": checks.max_body, "max_bodies": checks.max_bodies}
+        limits["timeout"] = self._config.timeout
         endpoints = sorted(route.path for route in raw_request.app.routes)
         fields = {
             "schema": 2,

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dflash_jax.server.access import ANY, AllowedHosts, is_json, is_own_page
 from dflash_jax.server.background import POOLS
+from dflash_jax.server.body_budget import BodyBudget, HeldBody
 from dflash_jax.server.errors import shutting_down
 from dflash_jax.server.fields import check_path
 from dflash_jax.server.http_connection import ClientDisconnected, json_response
@@ -30,6 +31,8 @@ MOST_HEADERS = 64 * 1024
 # schemas contain names and punctuation that the template does not render.
 BYTES_PER_TOKEN = 64
 LEAST_BODY, MOST_BODY = 4 * 2**20, 32 * 2**20  # bounds in bytes of the derived body limit
+# The derived limit of all bodies together: bytes, and the number of bodies of the largest size.
+ALL_BODIES, LARGEST_BODIES = 256 * 2**20, 4
 # After requests with larger bodies, malloc returns free memory to the system.
 LARGE, GIVE_BACK_S = 2**20, 1.0  # bytes; seconds after the response, and between two calls
 
@@ -43,17 +46,24 @@ class Middleware:
 
     def __init__(self, config: ServerConfig, metrics: Metrics, models: ServedModels):
         self._config, self._metrics, self._models = config, metrics, models
+        self._bodies = BodyBudget(lambda: self.max_bodies)
         self.draining = False
         self._trim_scheduled = False
 
     @property
     def max_body(self) -> int:
-        """Return the limit of request bodies in bytes."""
+        """Return the limit of a request's body in bytes."""
         if self._config.max_body is not None:
             return self._config.max_body
         engines = [engine for model in self._models if (engine := model.worker.engine)]
         longest = max((engine.plan.max_length for engine in engines), default=0)
-        return min(max(BYTES_PER_TOKEN * longest, LEAST_BODY), MOST_BODY)
+        derived = min(max(BYTES_PER_TOKEN * longest, LEAST_BODY), MOST_BODY)
+        return min(derived, self._config.max_bodies or derived)
+
+    @property
+    def max_bodies(self) -> int:
+        """Return the limit of all bodies together that are held at a time, in bytes."""
+        return self._config.max_bodies or max(ALL_BODIES, LARGEST_BODIES * self.max_body)
 
     def wrap_app(self, app: ASGIApp, hosts: AllowedHosts) -> ASGIApp:
         """Return the application with the checks that apply to every path."""
@@ -78,6 +88,7 @@ class Middleware:
         async def answer(request: Request) -> Response:
             request.state.id = request_id = new_id("req_")
             request.state.owner = 0
+            request.state.body = HeldBody()
             try:
                 if (
                     sum(len(name) + len(value) for name, value in request.headers.raw)
@@ -98,7 +109,8 @@ class Middleware:
                 problem = Problem(f"internal error: {type(error).__name__}", status=500)
                 return self._refuse(problem, request_id)
             finally:
-                if getattr(request.state, "body_size", 0) > LARGE and not self._trim_scheduled:
+                self._bodies.release(request.state.body)
+                if request.state.body.size > LARGE and not self._trim_scheduled:
                     self._trim_scheduled = True
                     asyncio.get_running_loop().call_later(GIVE_BACK_S, self._trim_memory)
 
@@ -126,7 +138,7 @@ class Middleware:
 
         Raises:
           Problem: 413, it is too large; 415, it is compressed, or possibly sent by a web page of
-            another site.
+            another site; 503, those of others leave no room for it.
           ClientDisconnected: the client left before the end of the body.
         """
         self._check_origin(request)
@@ -143,18 +155,19 @@ class Middleware:
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > most:
             raise too_large
-        body = bytearray()
-        while True:
-            message = await request.receive()
-            if message["type"] == "http.disconnect":
-                self._metrics.cancelled("disconnect", "body")
-                raise ClientDisconnected
-            body += message.get("body", b"")
-            request.state.body_size = len(body)
-            if len(body) > most:
-                raise too_large
-            if not message.get("more_body", False):
-                return bytes(body)
+        body, held = bytearray(), request.state.body
+        async with self._bodies.reading(held):
+            while True:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    self._metrics.cancelled("disconnect", "body")
+                    raise ClientDisconnected
+                self._bodies.add(held, len(message.get("body", b"")))
+                body += message.get("body", b"")
+                if len(body) > most:
+                    raise too_large
+                if not message.get("more_body", False):
+                    return bytes(body)
 
     def _trim_memory(self) -> None:
         """Return free memory to the system, in a thread since it takes tens of milliseconds."""

@@ -36,6 +36,8 @@ class ServerConfig:
       api_keys: accepted keys; if empty, no key is needed.
       max_body: limit of request bodies in bytes; None derives it from the longest context of the
         models.
+      max_bodies: limit of all bodies together that are held at a time, in bytes; None takes
+        256 MiB, or four times `max_body` if that is more.
       timeout: seconds after which outputs end with the tokens generated so far; requests may set a
         shorter one.
       compile_wait: seconds after which a request that is not streamed is refused if its programs
@@ -59,6 +61,7 @@ class ServerConfig:
     warm: Warm = "none"
     api_keys: tuple[str, ...] = ()
     max_body: int | None = None
+    max_bodies: int | None = None
     timeout: float | None = 600.0
     compile_wait: float = 50.0
     keepalive: float = 15.0
