@@ -116,6 +116,11 @@ class ServeOptions:
     api_key_file: str | None = serve_field(
         None, f"file with one API key per line; or set {KEYS} to keys separated by commas",
     )
+    share_prefixes: bool = serve_field(
+        False,
+        "let requests of all API keys use one prefix cache; by default each key has its own, since"
+        " the number of cached tokens tells what others have sent",
+    )
     allowed_host: Texts = serve_field(
         (),
         "additional name to accept in Host headers (repeatable). Loopback names and --host are"

@@ -30,8 +30,8 @@ HIDDEN = {
     "chat": (*_RARE_SAMPLING, *_rare_model_options()),
     "serve": (
         *("queue", "timeout", "drain", "max_body", "max_bodies", "max_tokens", "temperature"),
-        *("recovery", "allowed_host", "cors_origin", "metrics", "quiet", "warm", "compile_wait"),
-        *("grammar_timeout", "hosts", "ray"),
+        *("recovery", "share_prefixes", "allowed_host", "cors_origin", "metrics", "quiet"),
+        *("warm", "compile_wait", "grammar_timeout", "hosts", "ray"),
         *_rare_model_options("rows"),
     ),
     "explain": ("params", "stablehlo", "hlo", *_rare_model_options("rows", "dtype")),

@@ -21,6 +21,7 @@ from dflash_jax.engine.break_even import BreakEvenMeter
 from dflash_jax.engine.events import EventLog
 from dflash_jax.engine.model_runner import InFlightStep, ModelRunner, prompt_logprobs
 from dflash_jax.engine.prefix.cache import PrefixCache
+from dflash_jax.engine.request import Request
 from dflash_jax.engine.result import Stats
 from dflash_jax.engine.running_request import RunningRequest, StepDetails
 from dflash_jax.engine.scheduler import Scheduler, SchedulerOutput, variants_of
@@ -48,8 +49,8 @@ class RowUpdates:
     """What the device, the scheduler and the prefix cache must do after a step, in this order."""
 
     finished: list[RunningRequest] = dataclasses.field(default_factory=list)
-    # Prompts of which nothing in the prefix cache may be used again.
-    invalidated: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    # Requests of whose prompts nothing in the prefix cache may be used again.
+    invalidated: list[Request] = dataclasses.field(default_factory=list)
     cleared: list[int] = dataclasses.field(default_factory=list)  # rows of non-finite numbers
     forced: dict[int, ForcedTokens] = dataclasses.field(default_factory=dict)  # by row
 
@@ -154,9 +155,9 @@ class EngineCore:
         """Update the scheduler, the prefix cache and the device after a step was processed."""
         for sequence in updates.finished:
             self._release(sequence)
-        for prompt in updates.invalidated:
+        for request in updates.invalidated:
             if self.runner.prefixes:
-                self.runner.prefixes.forget(prompt)
+                self.runner.prefixes.forget(request.prompt, salt=request.params.cache_salt)
         if updates.cleared:
             self.runner.clear_rows(updates.cleared)
         if updates.forced:
@@ -385,7 +386,7 @@ class OutputProcessor:
         if not result.finite and prefill and not sequence.row_cleared:
             sequence.row_cleared = True  # it may have held another request's numbers
             updates.cleared.append(row)
-            updates.invalidated.append(sequence.request.prompt)
+            updates.invalidated.append(sequence.request)
             sequence.restart(use_cache=False)
             return
         if row in step.work.drafting:
@@ -417,7 +418,7 @@ class OutputProcessor:
         if not result.finite:
             updates.cleared.append(row)
         if not result.finite or effects.restart is Restart.FRESH:
-            updates.invalidated.append(sequence.request.prompt)
+            updates.invalidated.append(sequence.request)
 
     def retry_calls(self, running: Sequence[RunningRequest]) -> list[RunningRequest]:
         """Restart requests whose call grammar is ready; return those that end without one."""

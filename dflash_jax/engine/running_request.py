@@ -104,7 +104,9 @@ class RunningRequest:
         self.state = controller.State(drafting=drafting)
         self.row: int | None = None  # given by the scheduler; kept after the end
         self.epoch = 0  # how often the prompt was started over; results of earlier ones are dropped
-        self.cursor = PromptCursor(request.prompt, use_cache=request.params.prompt_logprobs is None)
+        params = request.params
+        scores = params.prompt_logprobs is not None
+        self.cursor = PromptCursor(request.prompt, params.cache_salt, use_cache=not scores)
         self.output = OutputBuffer(request, tokenizer, grammar)  # what the caller was given
         self.prompt_logprobs: list[TokenLogprob] = []
         self.call_grammar: Future[Grammar] | None = None  # of a call to decode again, in the making

@@ -208,6 +208,10 @@ class SamplingOptions(TypedDict, total=False):
             minimum=1, maximum=MAX_INT,
         ),
     ]
+    cache_salt: Annotated[
+        str | None,
+        option("", "only prompts of requests with the same salt share cached prefixes"),
+    ]
     recovery: Annotated[
         Recovery | None,
         option(
@@ -283,6 +287,8 @@ class SamplingParams(_Options):
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         stop = _items("stop", stop, "a text or several texts")
         _check_stops(stop)
+        salt = "" if self.cache_salt is None else self.cache_salt
+        check(isinstance(salt, str), "cache_salt", salt, "a text")
         recovery = OFF if self.recovery is None else self.recovery
         check(isinstance(recovery, Recovery), "recovery", recovery, "None, or a dj.Recovery(...)")
         least, most = self.min_tokens, self.max_tokens
@@ -294,6 +300,7 @@ class SamplingParams(_Options):
                 " where it ends; drop one of them"
             )
         object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
+        object.__setattr__(self, "cache_salt", salt)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(map(int, ends)))
         object.__setattr__(self, "recovery", recovery)

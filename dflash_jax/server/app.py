@@ -142,7 +142,9 @@ class Server:
         async def handler(raw_request: Request) -> Response:
             body = await self._middleware.body(raw_request)
             self._middleware.check_open()
-            reading = self._parse(reader(raw_request), body, stored=stored)
+            reading = self._parse(
+                reader(raw_request), body, stored=stored, cache_salt=raw_request.state.cache_salt
+            )
             try:
                 parsed = await unless_disconnected(reading, raw_request.receive)
             except ClientDisconnected:
@@ -174,7 +176,12 @@ class Server:
         return handler
 
     async def _parse(
-        self, read: Callable[[bytes], GenerationRequest], body: bytes, *, stored: bool
+        self,
+        read: Callable[[bytes], GenerationRequest],
+        body: bytes,
+        *,
+        stored: bool,
+        cache_salt: str,
     ) -> tuple[ServedModel, GenerationRequest, list[EncodedPrompt], list[SamplingParams]]:
         request = await read_body(read, body, stored=stored)
         if self._config.metrics:
@@ -186,7 +193,7 @@ class Server:
         prompts = await prepare(model, request)
 
         def options() -> list[SamplingParams]:
-            return [sampling_params(model, request, prompt) for prompt in prompts]
+            return [sampling_params(model, request, prompt, cache_salt) for prompt in prompts]
 
         return model, request, prompts, await by_size(len(body), options)
 

@@ -55,6 +55,7 @@ def configuration(
         drain=options.drain,
         warm=options.warm,
         api_keys=_keys(options.api_key_file),
+        share_prefixes=options.share_prefixes,
         max_body=options.max_body,
         max_bodies=options.max_bodies,
         timeout=options.timeout if options.timeout > 0 else None,

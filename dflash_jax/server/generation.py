@@ -50,11 +50,12 @@ MOST_GRAMMAR = 2**18  # characters; larger grammars would block other requests f
 
 
 def sampling_params(
-    model: ServedModel, request: GenerationRequest, prompt: EncodedPrompt
+    model: ServedModel, request: GenerationRequest, prompt: EncodedPrompt, cache_salt: str = ""
 ) -> SamplingParams:
     """Return the options of a request for the engine. Takes time if the request is large."""
     defaults, engine = model.defaults, model.engine
     options: dict[str, Any] = {"temperature": defaults.temperature} | request.options
+    options["cache_salt"] = cache_salt
     if request.stop:
         options["stop"] = request.stop
     if request.return_token_sources:

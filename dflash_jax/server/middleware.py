@@ -1,6 +1,7 @@
 """Checks around every route (hosts, API keys, limits), and conversion of errors to responses."""
 
 import asyncio
+import hashlib
 import hmac
 import logging
 import threading
@@ -88,6 +89,7 @@ class Middleware:
         async def answer(request: Request) -> Response:
             request.state.id = request_id = new_id("req_")
             request.state.owner = 0
+            request.state.cache_salt = ""
             request.state.body = HeldBody()
             try:
                 if (
@@ -96,7 +98,9 @@ class Middleware:
                 ):
                     raise Problem(f"the headers are larger than {MOST_HEADERS} bytes", status=431)
                 if needs_key and self._config.api_keys:
-                    request.state.owner = self._owner(request)
+                    request.state.owner = owner = self._owner(request)
+                    if not self._config.share_prefixes:
+                        request.state.cache_salt = _cache_salt(self._config.api_keys[owner])
                 return _with_request_id(await handler(request), request_id)
             except Problem as problem:
                 if problem.status >= 500 and request.scope["path"] not in OPEN_PATHS:
@@ -237,6 +241,11 @@ def _check_framing(headers: Headers, version: str) -> None:
     Otherwise the rest of the body could be taken for another client's request (smuggling).
     """
     if "transfer-encoding" in headers and ("content-length" in headers or version < "1.1"):
+def _cache_salt(key: str) -> str:
+    """Return what separates a key's prefixes from those of others, also on disk and later."""
+    return hashlib.sha256(b"prefixes of the key " + key.encode()).hexdigest()
+
+
         other = "a Content-Length header" if "content-length" in headers else f"HTTP/{version}"
         raise Problem(
             f"a Transfer-Encoding header and {other} contradict each other; send one length",

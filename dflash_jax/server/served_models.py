@@ -34,6 +34,8 @@ class ServerConfig:
       drain: seconds after SIGTERM in which running requests may finish.
       warm: programs to compile before the server is ready, see `Worker`.
       api_keys: accepted keys; if empty, no key is needed.
+      share_prefixes: let requests of all keys use one prefix cache; otherwise a key's requests use
+        prefixes of that key's requests only, and cannot find out those of others.
       max_body: limit of request bodies in bytes; None derives it from the longest context of the
         models.
       max_bodies: limit of all bodies together that are held at a time, in bytes; None takes
@@ -60,6 +62,7 @@ class ServerConfig:
     drain: float = 30.0
     warm: Warm = "none"
     api_keys: tuple[str, ...] = ()
+    share_prefixes: bool = False
     max_body: int | None = None
     max_bodies: int | None = None
     timeout: float | None = 600.0

@@ -43,6 +43,31 @@ def test_the_longest_cached_prefix_is_found_on_the_chunk_grid() -> None:
     assert found(tree, [1]) == 0
 
 
+def test_prefixes_of_one_salt_are_not_found_under_another() -> None:
+    tree = cache(capacity=3, chunk=2)
+    first = tree.add(tree.root_of("a"), [1, 2], "a", position=2)
+    for salt, node in (("a", first), ("b", None), ("", None)):
+        assert tree.find(tree.root_of(salt), [1, 2, 3], 0) is node
+    tree.forget([1, 2], salt="b")
+    assert tree.segments == 1
+    tree.forget([1, 2], salt="a")
+    assert tree.segments == 0
+    tree.add(tree.root_of("a"), [1, 2], "a", position=2)
+    tree.clear()
+    assert tree.find(tree.root_of("a"), [1, 2, 3], 0) is None
+
+
+def test_salts_without_prefixes_take_no_memory() -> None:
+    tree = cache(capacity=3)
+    kept = tree.add(tree.root_of("kept"), [1], "a", position=1)
+    old = tree.root_of("old")
+    for number in range(100):
+        tree.root_of(str(number))
+    assert len(tree._salted) <= 5
+    assert tree.find(tree.root_of("kept"), [1, 2], 0) is kept
+    assert tree.add(old, [1], "a", position=1) is None
+
+
 def test_the_last_chunk_of_a_prompt_is_always_fed() -> None:
     """P26: the first output token comes from the last chunk, as without a cache."""
     tree = cache(chunk=2)

@@ -19,7 +19,7 @@ import dflash_jax.engine.prefix.disk as prefix_disk
 from dflash_jax import Plan
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.prefix.disk import PrefixDisk
-from dflash_jax.errors import PlanError
+from dflash_jax.errors import PlanError, RequestError
 from dflash_jax.graph import Graph
 from dflash_jax.models import build_graph
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_hybrid, tiny_target
@@ -83,6 +83,21 @@ def test_prefixes_are_restored_after_eviction_and_restart(
     assert disk(engine).counters.read >= 6
     assert engine.core.prefix_cache
     assert engine.core.prefix_cache.counters.evictions >= 6
+
+
+def test_prefixes_of_one_salt_serve_no_other_in_memory_or_on_disk(
+    tiny: Engine, truth: list[int], tmp_path: Path
+) -> None:
+    salts = ("a", "b", "", "a", "\ud800")
+    for cached in ([0, 0, 0, 48, 0], [48, 48, 48, 48, 48]):  # the second from disk
+        engine = opened(tiny, tmp_path)
+        for salt, count in zip(salts, cached, strict=True):
+            result = engine.generate(PROMPT, cache_salt=salt, **SAMPLED)
+            assert (result.token_ids, result.stats.cached_tokens) == (truth, count), salt
+        engine.close()
+    assert len(entries(tmp_path)) == 12
+    with pytest.raises(RequestError, match="cache_salt is 3; expected a text"):
+        tiny.generate(PROMPT, cache_salt=3)  # type: ignore[arg-type]
 
 
 def test_a_failing_disk_costs_the_prefixes_but_no_request(

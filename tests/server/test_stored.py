@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.audit.server import CHAT, RESPONSES
+from benchmarks.audit.server import CHAT, COMPLETIONS, RESPONSES
 from dflash_jax.engine.engine import Engine
 from dflash_jax.server import app, information, response_store
 from dflash_jax.server.protocol import Problem
@@ -39,6 +39,26 @@ def keyed(random_tiny: Engine) -> Iterator[LiveServer]:
 
 def client(live: LiveServer, key: str) -> httpx.Client:
     return httpx.Client(base_url=live.url, headers={"x-api-key": key}, timeout=60)
+
+
+def cached_tokens(client: httpx.Client, prompt: list[int]) -> int:
+    """Complete a prompt; return how many of its tokens were cached."""
+    answer = client.post(COMPLETIONS, json={"prompt": prompt, "max_tokens": 1})
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_a_key_cannot_find_out_what_another_one_sent(
+    keyed: LiveServer, random_tiny: Engine
+) -> None:
+    secret, keys = list(range(100, 300)), ("first", "second")
+    with client(keyed, "first") as first, client(keyed, "second") as second:
+        found = [cached_tokens(each, secret) for each in (first, second, first, second)]
+    assert found == [0, 0, 192, 192]
+    config = ServerConfig(port=0, drain=5, api_keys=keys, share_prefixes=True)
+    sharing = run_server(lambda: twin(random_tiny), config)
+    with client(sharing, "first") as first, client(sharing, "second") as second:
+        assert [cached_tokens(each, secret) for each in (first, second)] == [0, 192]
+    sharing.stop()
 
 
 def test_a_key_cannot_see_continue_or_delete_what_another_one_stored(keyed: LiveServer) -> None:

@@ -3,7 +3,7 @@
 A node is one chunk of token ids, and a path from the root a prefix that ends on the chunk grid. A
 node holds the chunk's segment (`decode.snapshot`): target keys and values, recurrent states, the
 drafter's context. Logits are not kept: the last chunk of a prompt is always fed, and decides the
-first token. The least recently used leaf is evicted.
+first token. The least recently used leaf is evicted. Every salt has a tree of its own.
 """
 
 import collections
@@ -43,6 +43,7 @@ class PromptCursor:
     """
 
     prompt: tuple[int, ...]
+    salt: str = ""  # only prompts of the same salt share chunks
     use_cache: bool = True  # whether chunks may come from the prefix cache
     num_fed: int = 0  # tokens of the prompt in the row's caches, restored ones included
     num_cached: int = 0  # tokens that were restored from the prefix cache
@@ -56,7 +57,7 @@ class PromptCursor:
     def restarted(self, *, use_cache: bool) -> "PromptCursor":
         """Return a cursor at the beginning of the same prompt."""
         known = {"added": self.added, "loading": self.loading}
-        return PromptCursor(self.prompt, use_cache=use_cache, **known)
+        return PromptCursor(self.prompt, self.salt, use_cache=use_cache, **known)
 
 
 @dataclasses.dataclass
@@ -78,7 +79,8 @@ class PrefixCache:
         self.chunk, self.segment_bytes = chunk, segment_bytes
         self.capacity = budget // segment_bytes
         self.counters = CacheCounters()
-        self.root = Node((), None)
+        self.root = Node((), None)  # of the tree without a salt
+        self._salted: dict[str, Node] = {}  # roots of others, by salt
         self._recent: collections.OrderedDict[Node, None] = collections.OrderedDict()
 
     @property
@@ -90,6 +92,16 @@ class PrefixCache:
     def segments(self) -> int:
         """Segments held."""
         return len(self._recent)
+
+    def root_of(self, salt: str) -> Node:
+        """Return the root of the tree of a salt, or of the one without."""
+        if not salt:
+            return self.root
+        if salt not in self._salted:
+            if len(self._salted) > self.capacity:  # more than can have segments
+                self._drop_empty_trees()
+            self._salted[salt] = Node((), None)
+        return self._salted[salt]
 
     def find(self, node: Node | None, prompt: Sequence[int], fed: int) -> Node | None:
         """Return the node of the prompt's next chunk after `node`, and mark it as used.
@@ -128,9 +140,9 @@ class PrefixCache:
         self._touch(node.children[ids])
         return node.children[ids]
 
-    def forget(self, prompt: Sequence[int]) -> None:
+    def forget(self, prompt: Sequence[int], *, salt: str = "") -> None:
         """Remove all prefixes of a prompt, and everything that continues them."""
-        if found := self.root.children.get(tuple(prompt[: self.chunk])):
+        if found := self.root_of(salt).children.get(tuple(prompt[: self.chunk])):
             self.drop(found)
 
     def drop(self, node: Node) -> None:
@@ -149,7 +161,14 @@ class PrefixCache:
         for node in self._recent:
             node.kept, node.segment = False, None
         self._recent.clear()
-        self.root.children.clear()
+        for root in (self.root, *self._salted.values()):
+            root.children.clear()
+
+    def _drop_empty_trees(self) -> None:
+        for salt, root in list(self._salted.items()):
+            if not root.children:
+                root.kept = False
+                del self._salted[salt]
 
     def _touch(self, node: Node) -> None:
         """Mark a prefix as used; its end is evicted first."""

@@ -220,28 +220,28 @@ class PrefixDisk:
         self._forgetting: concurrent.futures.Future[None] | None = None
 
     def read(
-        self, ids: Sequence[int], start: int, most: int
+        self, ids: Sequence[int], start: int, most: int, *, salt: str = ""
     ) -> "concurrent.futures.Future[list[tuple[int, Arrays]]] | None":
         """Begin to read up to `most` segments of a prompt from `start` on, with their positions.
 
         Return None if there is nothing to read, so that no row waits for it.
         """
         ids, end = tuple(ids), start + self._chunk
-        if end >= len(ids) or not is_folder(self._place(ids[:end])):
+        if end >= len(ids) or not is_folder(self._place(ids[:end], salt)):
             return None
-        return self._reader.submit(self._read, ids, start, most)
+        return self._reader.submit(self._read, ids, start, most, salt)
 
-    def keep(self, ids: Sequence[int], segments: Mapping[int, Any]) -> None:
+    def keep(self, ids: Sequence[int], segments: Mapping[int, Any], *, salt: str = "") -> None:
         """Begin to write the missing segments of a prompt, by the position each ends at."""
         if self._backlog >= BACKLOG:
             self.counters.skipped += 1
             return
         self._backlog += 1
-        self._writer.submit(self._write, tuple(ids), dict(segments))
+        self._writer.submit(self._write, tuple(ids), dict(segments), salt)
 
-    def forget(self, ids: Sequence[int], *, after: int = 0) -> None:
+    def forget(self, ids: Sequence[int], *, after: int = 0, salt: str = "") -> None:
         """Begin to remove the entries of a prompt that end past `after`."""
-        self._forgetting = self._writer.submit(self._drop, tuple(ids), after)
+        self._forgetting = self._writer.submit(self._drop, tuple(ids), after, salt)
 
     def flush(self) -> None:
         """Wait until everything is written."""
@@ -249,14 +249,16 @@ class PrefixDisk:
 
     # -- the threads --------------------------------------------------------------------------
 
-    def _read(self, ids: tuple[int, ...], start: int, most: int) -> list[tuple[int, Arrays]]:
+    def _read(
+        self, ids: tuple[int, ...], start: int, most: int, salt: str
+    ) -> list[tuple[int, Arrays]]:
         found: list[tuple[int, Arrays]] = []
         before, used = FIRST, []
         try:
             if self._forgetting is not None:
                 self._forgetting.result()
             for end in range(self._chunk, len(ids), self._chunk):
-                place = self._place(ids[:end])
+                place = self._place(ids[:end], salt)
                 about = self._about(place, ids[end - self._chunk : end], before)
                 arrays = self._arrays(place, about) if about and end > start else []
                 if about is None or arrays is None or len(found) == most:
@@ -270,11 +272,11 @@ class PrefixDisk:
             log.warning("a prefix was not read from %s: %s", self._home, _brief(error))
         return found
 
-    def _write(self, ids: tuple[int, ...], segments: dict[int, Any]) -> None:
+    def _write(self, ids: tuple[int, ...], segments: dict[int, Any], salt: str) -> None:
         before, used = FIRST, []
         try:
             for end in range(self._chunk, max(segments) + 1, self._chunk):
-                place, chunk = self._place(ids[:end]), ids[end - self._chunk : end]
+                place, chunk = self._place(ids[:end], salt), ids[end - self._chunk : end]
                 about = self._about(place, chunk, before)
                 if about is None and end not in segments:
                     break  # entries after a gap would never be found
@@ -308,13 +310,14 @@ class PrefixDisk:
         self._bytes, self._since = self._bytes + size, self._since + size
         return token
 
-    def _drop(self, ids: tuple[int, ...], after: int) -> None:
+    def _drop(self, ids: tuple[int, ...], after: int, salt: str) -> None:
         for end in range(after + self._chunk, len(ids) + 1, self._chunk):
-            remove(self._place(ids[:end]))
+            remove(self._place(ids[:end], salt))
 
-    def _place(self, prefix: tuple[int, ...]) -> Path:
-        key = hashlib.sha256(np.asarray(prefix, np.int64).tobytes()).hexdigest()
-        return self._home / key[:32]
+    def _place(self, prefix: tuple[int, ...], salt: str) -> Path:
+        salted = hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest() if salt else b""
+        key = hashlib.sha256(salted + np.asarray(prefix, np.int64).tobytes())
+        return self._home / key.hexdigest()[:32]
 
     def _about(self, place: Path, chunk: tuple[int, ...], before: str) -> dict[str, Any] | None:
         """Return the description of an entry; None if it is not valid, and remove it then."""

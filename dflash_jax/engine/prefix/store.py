@@ -55,18 +55,20 @@ class PrefixStore:
     def prefetch(self, cursor: PromptCursor) -> None:
         """Begin to read chunks of a prompt that are on disk only; its row waits for them."""
         if self.disk is not None and cursor.use_cache:
-            known = self._last_node(cursor.prompt).length
-            cursor.loading = self.disk.read(cursor.prompt, known, self.cache.capacity)
+            known = self._last_node(cursor).length
+            cursor.loading = self.disk.read(
+                cursor.prompt, known, self.cache.capacity, salt=cursor.salt
+            )
 
     def restore(
         self, run: Programs, state: DecodeState, row: int, cursor: PromptCursor
     ) -> DecodeState:
         """Return the state with all cached chunks that continue the row's prompt."""
         if cursor.loading is not None:
-            self._add_loaded(cursor.prompt, cursor.loading.result())
+            self._add_loaded(cursor, cursor.loading.result())
             cursor.loading = None
         cache, fresh = self.cache, cursor.num_fed == 0
-        cursor.node = cache.root if fresh else cursor.node
+        cursor.node = cache.root_of(cursor.salt) if fresh else cursor.node
         while cursor.use_cache and (node := cache.find(cursor.node, cursor.prompt, cursor.num_fed)):
             try:
                 self.check(node.segment, cursor.num_fed)
@@ -101,12 +103,12 @@ class PrefixStore:
             if cursor.node and not known:
                 cursor.added.append(cursor.node)
 
-    def forget(self, prompt: Ids, *, after: int = 0) -> None:
+    def forget(self, prompt: Ids, *, salt: str = "", after: int = 0) -> None:
         """Remove the chunks of a prompt past a position, and all that continue them."""
         if not after:
-            self.cache.forget(prompt)
+            self.cache.forget(prompt, salt=salt)
         if self.disk is not None:
-            self.disk.forget(prompt, after=after)
+            self.disk.forget(prompt, after=after, salt=salt)
 
     def release(self, cursor: PromptCursor, *, tainted: bool) -> None:
         """Write what an ended request added to disk; remove it if its end casts doubt on it."""
@@ -116,20 +118,22 @@ class PrefixStore:
             for node in added:
                 if node.kept:
                     self.cache.drop(node)
-            self.forget(cursor.prompt, after=added[0].length - self.cache.chunk)
+            after = added[0].length - self.cache.chunk
+            self.forget(cursor.prompt, salt=cursor.salt, after=after)
         elif added and self.disk is not None:
-            self.disk.keep(cursor.prompt, {x.length: x.segment for x in added[-1].path()})
+            segments = {x.length: x.segment for x in added[-1].path()}
+            self.disk.keep(cursor.prompt, segments, salt=cursor.salt)
 
-    def _last_node(self, prompt: Ids) -> Node:
+    def _last_node(self, cursor: PromptCursor) -> Node:
         """Return the node of the last chunk of a prompt that memory holds without a gap."""
-        node = self.cache.root
-        while found := self.cache.find(node, prompt, node.length):
+        node = self.cache.root_of(cursor.salt)
+        while found := self.cache.find(node, cursor.prompt, node.length):
             node = found
         return node
 
-    def _add_loaded(self, prompt: Ids, found: list[tuple[int, list[np.ndarray]]]) -> None:
+    def _add_loaded(self, cursor: PromptCursor, found: list[tuple[int, list[np.ndarray]]]) -> None:
         """Add segments that were read from disk to memory, continuing what is there."""
-        node, expected = self._last_node(prompt), self._expected
+        node, expected = self._last_node(cursor), self._expected
         for start, arrays in found:
             if start < node.length:  # another row has fed it meanwhile
                 continue
@@ -138,7 +142,7 @@ class PrefixStore:
             segment = jax.tree.unflatten(jax.tree.structure(expected), arrays)
             placed = jax.tree.map(lambda x, e: jax.device_put(x, e.sharding), segment, expected)
             end = start + self.cache.chunk
-            added = self.cache.add(node, prompt[start:end], placed, position=end)
+            added = self.cache.add(node, cursor.prompt[start:end], placed, position=end)
             if added is None:
                 return
             node = added
