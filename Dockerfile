@@ -1,4 +1,4 @@
-# Server on a CPU: docker build -t dflash-jax . && docker run -p 8000:8000 dflash-jax
+# Server on a CPU: docker build -t dflash-jax . && docker run -p 127.0.0.1:8000:8000 dflash-jax
 # The native kernels are compiled with the image, for CPUs with AVX2, AVX-VNNI and AVX-512.
 FROM python:3.12-slim AS build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*

@@ -114,7 +114,9 @@ class ServeOptions:
         " DFLASH_DEGENERATE_RUN_TOKENS, if one of these variables is set",
     )
     api_key_file: str | None = serve_field(
-        None, f"file with one API key per line; or set {KEYS} to keys separated by commas",
+        None,
+        f"file with one API key per line, and comments after #; or set {KEYS} to keys separated"
+        " by commas",
     )
     share_prefixes: bool = serve_field(
         False,

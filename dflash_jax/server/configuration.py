@@ -3,15 +3,19 @@
 import dataclasses
 import functools
 import os
+import re
+import stat
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dflash_jax.errors import RequestError
 from dflash_jax.serve_options import KEYS, ServeOptions
 
+KEY = re.compile(r"[!-~]+")
+COMMENT = re.compile(r"(^|\s)#.*")  # in a file of keys
 LONGEST = 4096  # default capacity of conversations; more would be slower on a CPU
 
 
@@ -47,6 +51,7 @@ def configuration(
     from dflash_jax.graph import cache
     from dflash_jax.server.served_models import ServerConfig
 
+    keys = api_keys(options.api_key_file)
     pairs = _pairs(options, launcher)
     plain, with_tools = _recovery(options)
     config = ServerConfig(
@@ -54,7 +59,7 @@ def configuration(
         port=options.port,
         drain=options.drain,
         warm=options.warm,
-        api_keys=_keys(options.api_key_file),
+        api_keys=keys,
         share_prefixes=options.share_prefixes,
         max_body=options.max_body,
         max_bodies=options.max_bodies,
@@ -172,14 +177,52 @@ def _recovery(options: ServeOptions) -> tuple[Any, Any]:
     return chosen["tools"] if from_environment == OFF else (from_environment, from_environment)
 
 
-def _keys(file: str | None) -> tuple[str, ...]:
-    lines = os.environ.get(KEYS, "").split(",")
+def api_keys(file: str | None) -> tuple[str, ...]:
+    """Return the keys of the environment and of a file, which has comments after "#".
+
+    Raises:
+      RequestError: either was given but holds no key, or a key that no client can send.
+    """
+    keys: list[str] = []
+    if (text := os.environ.get(KEYS)) is not None:
+        keys += _usable_keys(text.split(","), KEYS)
+        if not keys:
+            raise RequestError(
+                f"{KEYS} is {text!r}, which holds no key; give one or several separated by commas,"
+                " or unset it to serve without a key"
+            )
     if file is not None:
         try:
-            lines += Path(file).read_text(encoding="utf-8").splitlines()
+            lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise RequestError(f"--api-key-file {file} cannot be read: {error}") from error
-    keys = tuple(key.strip() for key in lines if key.strip())
-    if file is not None and not keys:
-        raise RequestError(f"--api-key-file {file} holds no key; write one a line")
-    return keys
+        lines = [COMMENT.sub("", line) for line in lines]
+        named = _usable_keys(lines, f"--api-key-file {file}")
+        if not named:
+            raise RequestError(f"--api-key-file {file} holds no key; write one a line")
+        _warn_of_readers(file)
+        keys += named
+    return tuple(dict.fromkeys(keys))
+
+
+def _usable_keys(texts: Sequence[str], source: str) -> list[str]:
+    """Return the keys among texts, of which some may be empty."""
+    keys = [text.strip() for text in texts]
+    for place, key in enumerate(keys, 1):
+        if key and not KEY.fullmatch(key):
+            raise RequestError(
+                f"{source}: key {place} has spaces or other characters that no client can send;"
+                " expected letters, digits and punctuation of ASCII"
+            )
+    return [key for key in keys if key]
+
+
+def _warn_of_readers(file: str) -> None:
+    """Warn of a key file that other users of the machine may read or change."""
+    status = Path(file).stat()
+    others = stat.S_IMODE(status.st_mode) & 0o066
+    if os.name == "posix" and stat.S_ISREG(status.st_mode) and others:
+        report(
+            f"warning: other users can {'change' if others & 0o022 else 'read'} the keys in {file},"
+            f" whose mode is {stat.S_IMODE(status.st_mode):04o}; run chmod 600 {file}"
+        )
