@@ -127,10 +127,10 @@ class Middleware:
                 Response(status_code=204, headers=error.headers), new_id("req_")
             )
         path = request.scope["path"]
-        message = f"{request.method} {path} does not exist"
+        message = f"{request.method[:40]} {path[:200]} does not exist"
         unknown = Problem(message, status=error.status_code, code="unknown_url")
         try:
-            check_path(path)
+            check_path(path[:200])
         except Problem as problem:
             unknown = problem
         refusal = self._refuse(unknown, new_id("req_"))
@@ -148,7 +148,7 @@ class Middleware:
         self._check_origin(request)
         coding = request.headers.get("content-encoding", "identity").strip().lower()
         if coding not in ("identity", ""):
-            raise Problem(f"content-encoding {coding!r}; send the body as it is", status=415)
+            raise Problem(f"content-encoding {coding[:100]!r}; send the body as it is", status=415)
         most = self.max_body
         too_large = Problem(
             f"the body is larger than {most} bytes, the most this server reads; send less, or start"

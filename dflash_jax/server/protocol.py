@@ -26,6 +26,9 @@ SLICE = 2**16  # bytes scanned per step: the interpreter lock is held during a s
 NO_LIMIT = -1  # value of max_tokens, as in vLLM and llama.cpp
 
 
+MOST_MESSAGE = 4096  # characters of an error; it may quote what the client sent
+
+
 class Problem(Exception):
     """An error response: an HTTP status and an error object.
 
@@ -46,6 +49,7 @@ class Problem(Exception):
         retry_s: int | None = None,
         details: dict[str, Any] | None = None,
     ):
+        message = message[:MOST_MESSAGE]
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_s, self.details = retry_s, details
