@@ -117,6 +117,44 @@ def test_a_failing_disk_costs_the_prefixes_but_no_request(
     engine.close()
 
 
+@pytest.fixture
+def read_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder as on a read-only disk, for root as well, who may write where modes forbid it."""
+    access = os.access
+
+    def refuse(*given: Any, **options: Any) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def denied(path: Any, mode: int) -> bool:
+        return access(path, mode) and not (mode & os.W_OK and str(path).startswith(str(folder)))
+
+    for name in ("chmod", "mkdir", "unlink", "rmdir", "utime", "rename", "replace"):
+        monkeypatch.setattr(os, name, refuse)
+    monkeypatch.setattr(os, "access", denied)
+    return folder
+
+
+def test_prefixes_are_read_from_a_read_only_disk_and_none_is_added(
+    tiny: Engine, truth: list[int], read_only: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = opened(tiny, read_only)
+    result = engine.generate(PROMPT, **SAMPLED)
+    assert (result.token_ids, result.stats.cached_tokens) == (truth, 3 * CHUNK)
+    for _ in range(3):
+        engine.generate(OTHER, **SAMPLED)
+        engine.core.prefix_cache.clear()  # type: ignore[union-attr]
+    notices = [x for x in caplog.messages if "cannot be written to: prefixes are read" in x]
+    assert len(notices) == 1
+    engine.core.runner.prefixes.forget(tuple(PROMPT))  # type: ignore[union-attr]
+    disk(engine).flush()
+    forgotten = engine.generate(PROMPT, **SAMPLED)
+    assert (forgotten.token_ids, forgotten.stats.cached_tokens) == (truth, 0)
+    engine.close()
+    assert len(entries(read_only)) == 3
+    with pytest.raises(PlanError, match=r"Read-only file system\), and holds no prefixes of this"):
+        opened(tiny, read_only / "other")
+
+
 def test_p28_p30_damaged_or_forged_entries_are_misses_and_removed(
     tiny: Engine, truth: list[int], folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

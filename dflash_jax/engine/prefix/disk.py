@@ -5,7 +5,8 @@
 
 An entry is one chunk of a prefix. It names the entry it continues, so replacing an entry
 invalidates everything that continued the old one. Entries appear atomically; one that is damaged,
-or foreign, is a miss and is removed. Threads do all the work: no step waits for a disk.
+or foreign, is a miss and is removed. Threads do all the work: no step waits for a disk. Where the
+folder cannot be written to, its entries are read all the same, and none is added.
 """
 
 import concurrent.futures
@@ -218,6 +219,9 @@ class PrefixDisk:
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "prefixes-out")
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "prefixes-in")
         self._forgetting: concurrent.futures.Future[None] | None = None
+        self._lost: set[Path] = set()  # entries that could not be removed
+        self._writable = True
+        self._check_writable()
 
     def read(
         self, ids: Sequence[int], start: int, most: int, *, salt: str = ""
@@ -233,6 +237,8 @@ class PrefixDisk:
 
     def keep(self, ids: Sequence[int], segments: Mapping[int, Any], *, salt: str = "") -> None:
         """Begin to write the missing segments of a prompt, by the position each ends at."""
+        if not self._writable:
+            return
         if self._backlog >= BACKLOG:
             self.counters.skipped += 1
             return
@@ -287,6 +293,7 @@ class PrefixDisk:
         except Exception as error:  # no failure may end the thread
             self.counters.failed += 1
             log.warning("a prefix was not written to %s: %s", self._home, _brief(error))
+            self._check_writable()
         finally:
             self._backlog -= 1
 
@@ -312,15 +319,31 @@ class PrefixDisk:
 
     def _drop(self, ids: tuple[int, ...], after: int, salt: str) -> None:
         for end in range(after + self._chunk, len(ids) + 1, self._chunk):
-            remove(self._place(ids[:end], salt))
+            self._remove(self._place(ids[:end], salt))
 
-    def _place(self, prefix: tuple[int, ...], salt: str) -> Path:
+    def _remove(self, place: Path) -> None:
+        """Remove an entry; one that stays, as on a read-only disk, is not read any more."""
+        remove(place)
+        if mode_of(place):
+            self._lost.add(place)
+
+    def _check_writable(self) -> None:
+        """Write nothing from now on if the folder is there and cannot be written to."""
+        if is_folder(self._home) and not os.access(self._home, os.W_OK):
+            self._writable = False
+            log.warning(
+                "%s cannot be written to: prefixes are read from it, and none is added", self._home
+            )
+
+    def _place(self, prefix: tuple[int, ...], salt: str = "") -> Path:
         salted = hashlib.sha256(salt.encode("utf-8", "surrogatepass")).digest() if salt else b""
         key = hashlib.sha256(salted + np.asarray(prefix, np.int64).tobytes())
         return self._home / key.hexdigest()[:32]
 
     def _about(self, place: Path, chunk: tuple[int, ...], before: str) -> dict[str, Any] | None:
         """Return the description of an entry; None if it is not valid, and remove it then."""
+        if place in self._lost:
+            return None
         if not is_folder(place):
             if mode_of(place):  # a file or a link where an entry belongs
                 self._spoil(place)
@@ -346,7 +369,7 @@ class PrefixDisk:
 
     def _spoil(self, place: Path) -> None:
         self.counters.spoiled += 1
-        remove(place)
+        self._remove(place)
 
     def _touch(self, places: list[Path]) -> None:
         """Mark entries as used; the last is evicted first."""
@@ -389,7 +412,7 @@ def _private(folder: Path, name: str) -> Path:
     """
     try:
         home = prepare(folder / name)
-        if is_own(home):
+        if is_own(home) and os.access(home, os.W_OK):
             home.chmod(home.stat().st_mode & 0o700)
     except UnsafeFolderError as error:
         raise PlanError(
@@ -398,8 +421,8 @@ def _private(folder: Path, name: str) -> Path:
         ) from error
     except OSError as error:
         raise PlanError(
-            f"prefix_folder {folder} cannot be made ({error.strerror or error}); give a folder that"
-            " can be written to"
+            f"prefix_folder {folder} cannot be made ({error.strerror or error}), and holds no"
+            " prefixes of this model; give a folder that can be written to"
         ) from error
     return home
 
