@@ -275,7 +275,8 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         """Wait for the next request, or close the connection of a client that sends nothing."""
         super().on_response_complete()
-        self._enter_phase(begun=False)
+        rest, _ = self.conn.trailing_data  # the beginning of a pipelined request
+        self._enter_phase(begun=bool(rest or self._unparsed))
         if self._half_closed and self.cycle.response_complete:
             self.transport.close()
 
@@ -401,7 +402,8 @@ def _send_at_once(transport: asyncio.Transport) -> None:
     """
     connection = transport.get_extra_info("socket")
     if connection is not None and connection.family in (socket.AF_INET, socket.AF_INET6):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # the client has closed the connection
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 # Requests and responses of clients that may disconnect at any time.

@@ -181,6 +181,18 @@ def test_headers_and_bodies_that_do_not_come_end_the_connection(
         assert error_of(came)["code"] == code
 
 
+@pytest.mark.parametrize("rest", [b"G", b"GET / HTTP/1.1\r\nHost:"])
+def test_half_a_pipelined_request_has_the_time_of_headers(fast: None, rest: bytes) -> None:
+    async def wait() -> bytes:
+        async with listening(answer) as server:
+            return await server.ask(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + rest)
+
+    first, second = asyncio.run(wait()).split(b"HTTP/1.1 ")[1:]
+    assert first.startswith(b"200 ")
+    assert second.startswith(b"408 ")
+    assert error_of(second)["code"] == "timeout"
+
+
 def test_bytes_that_come_slowly_do_not_extend_the_time_of_headers(fast: None) -> None:
     async def drip() -> bytes:
         async with listening(answer) as server:
