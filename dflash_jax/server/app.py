@@ -134,12 +134,18 @@ class Server:
         self._middleware.draining = True
         asyncio.get_running_loop().call_later(seconds, self._end_running)
 
+    @property
+    def busy(self) -> bool:
+        """Whether requests that generate are running."""
+        return bool(self._running)
+
     def _end_running(self) -> None:
         for generation in list(self._running):
             generation.cancel("shutdown")
 
     def _generation_handler(self, reader: Reader, *, stored: bool = False) -> Handler:
         async def handler(raw_request: Request) -> Response:
+            self._middleware.check_open()
             body = await self._middleware.body(raw_request)
             self._middleware.check_open()
             reading = self._parse(

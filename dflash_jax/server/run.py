@@ -27,13 +27,15 @@ from dflash_jax.server.served_models import ServedModel, ServerConfig
 
 log = logging.getLogger("dflash_jax.server")
 
+GRACE_S = 5  # seconds in which requests end after they were told to
 ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # a resolved address family that is disabled
 
 
 class _DrainingServer(uvicorn.Server):
     """Drains on the first signal, then ends normally.
 
-    A second signal ends running requests with an error, and a third one the server at once.
+    It listens while requests are running, so that new ones can read that it drains. A second signal
+    ends running requests with an error, and a third one the server at once.
     """
 
     def __init__(self, config: uvicorn.Config, routes: Server, drain: float):
@@ -49,12 +51,20 @@ class _DrainingServer(uvicorn.Server):
             each.listen(http_connection.QUEUED)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for running requests; refuse those whose body has not come."""
-        for connection in list(self._connections.receiving):
-            connection.refuse(shutting_down())
-        end = asyncio.get_running_loop().call_later(self._drain, self._connections.evict_unread)
+        """Wait for running requests; refuse new ones, and those whose body has not come."""
+        loop = asyncio.get_running_loop()
+        last = loop.time() + self._drain + GRACE_S
+        end = loop.call_later(self._drain, self._connections.evict_unread)
+        self._refuse_unfinished()
+        while self._routes.busy and not self.force_exit and loop.time() < last:
+            await asyncio.sleep(0.02)
+        self._refuse_unfinished()
         await super().shutdown(sockets)
         end.cancel()
+
+    def _refuse_unfinished(self) -> None:
+        for connection in list(self._connections.receiving):
+            connection.refuse(shutting_down())
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -128,7 +138,7 @@ async def serve(
         timeout_keep_alive=75,  # longer than clients reuse idle connections
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=round(listening.drain) + 5,
+        timeout_graceful_shutdown=round(listening.drain) + GRACE_S,
     )
     runner = _DrainingServer(config, server, listening.drain)
     watch = asyncio.ensure_future(_watch(runner, workers))

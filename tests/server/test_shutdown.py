@@ -88,6 +88,42 @@ def test_what_a_shutdown_cuts_ends_with_an_error_and_not_as_an_answer(slow: Live
     assert not slow.thread.is_alive()
 
 
+def test_while_a_request_runs_out_new_ones_read_that_the_server_drains(random_tiny: Engine) -> None:
+    engine = twin(random_tiny)
+    live = run_server(lambda: engine, ServerConfig(port=0, drain=600))
+    advance, release = engine.advance, threading.Event()
+
+    def held() -> None:
+        advance()
+        release.wait(0.1)
+
+    engine.advance = held  # type: ignore[method-assign]
+    body = BODIES[COMPLETIONS] | LONG | {"stream": True}
+    with (
+        httpx.Client(base_url=live.url, timeout=60) as kept,
+        httpx.stream("POST", live.url + COMPLETIONS, json=body, timeout=60) as stream,
+    ):
+        assert kept.get("/ready").status_code == 200
+        lines = stream.iter_lines()
+        next(lines)
+        live.running.stop()
+        while kept.get("/ready").status_code == 200:
+            time.sleep(0.01)
+        for ask in (kept, httpx):
+            path = "" if ask is kept else live.url
+            assert ask.get(path + "/health").status_code == 200
+            assert ask.get(path + "/ready").json()["error"]["code"] == "draining"
+            answer = ask.post(path + CHAT, json=BODIES[CHAT], timeout=60)
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "draining"
+            assert answer.headers["retry-after"] == "5"
+        live.running.stop()
+        assert '"code":"draining"' in "\n".join(lines)
+    release.set()
+    live.thread.join(30)
+    assert not live.thread.is_alive()
+
+
 def test_a_second_signal_ends_streams_at_once_with_an_error(random_tiny: Engine) -> None:
     live = run_server(lambda: twin(random_tiny), ServerConfig(port=0, drain=600))
     body = BODIES[COMPLETIONS] | LONG | {"stream": True}
