@@ -154,7 +154,7 @@ class Server:
             try:
                 parsed = await unless_disconnected(reading, raw_request.receive)
             except ClientDisconnected:
-                self._metrics.cancelled("disconnect", "tokenisation")
+                self._middleware.count_cancelled(raw_request.state.id, "disconnect", "tokenisation")
                 raise
             self._middleware.check_open()  # again: reading may take seconds
             model, request, prompts, options = parsed
@@ -218,7 +218,7 @@ class Server:
             self._running.discard(generation)
             await events.aclose()
             if generation.cancelled:
-                self._metrics.cancelled(*generation.cancelled)
+                self._middleware.count_cancelled(generation.request_id, *generation.cancelled)
 
     async def _chunks(
         self, generation: Generation, writer: ResponseWriter, events: AsyncGenerator[ReplyEvents]
@@ -237,8 +237,7 @@ class Server:
             self._record(generation, writer.id)
         except Problem as problem:
             self._metrics.failed(problem.status)
-            if problem.status >= 500:
-                log_error(generation.request_id, problem)
+            log_error(generation.request_id, problem)
             yield writer.error(problem)
         finally:
             await events.aclose()

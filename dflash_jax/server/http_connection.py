@@ -350,6 +350,8 @@ class Connection(H11Protocol):
         """Answer with an error object unless a response has started, and read nothing more."""
         self._refused = True
         self._unparsed.clear()
+        client = self.client[0] if self.client else "unknown"
+        log.warning("client %s refused with %d: %s", client, problem.status, problem.message)
         if self.cycle is not None:  # its application must not answer, too
             self.cycle.disconnected = True
             self.cycle.message_event.set()

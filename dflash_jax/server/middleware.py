@@ -76,7 +76,7 @@ class Middleware:
                     _check_framing(headers, scope["http_version"])
                     _check_hosts(headers, hosts)
                 except Problem as problem:
-                    refusal = self._refuse(problem, new_id("req_"))
+                    refusal = self._refuse(problem, new_id("req_"), scope)
                     refusal.headers["connection"] = "close"
                     return await refusal(scope, receive, send)
             return await app(scope, receive, send)
@@ -103,15 +103,13 @@ class Middleware:
                         request.state.cache_salt = _cache_salt(self._config.api_keys[owner])
                 return _with_request_id(await handler(request), request_id)
             except Problem as problem:
-                if problem.status >= 500 and request.scope["path"] not in OPEN_PATHS:
-                    log_error(request_id, problem)
-                return self._refuse(problem, request_id)
+                return self._refuse(problem, request_id, request.scope)
             except ClientDisconnected:
                 return Response(status_code=499)
             except Exception as error:
                 log.exception("%s failed", request_id)
                 problem = Problem(f"internal error: {type(error).__name__}", status=500)
-                return self._refuse(problem, request_id)
+                return self._refuse(problem, request_id, request.scope)
             finally:
                 self._bodies.release(request.state.body)
                 if request.state.body.size > LARGE and not self._trim_scheduled:
@@ -133,7 +131,7 @@ class Middleware:
             check_path(path[:200])
         except Problem as problem:
             unknown = problem
-        refusal = self._refuse(unknown, new_id("req_"))
+        refusal = self._refuse(unknown, new_id("req_"), request.scope)
         refusal.headers.update(error.headers or {})
         return refusal
 
@@ -164,7 +162,7 @@ class Middleware:
             while True:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
-                    self._metrics.cancelled("disconnect", "body")
+                    self.count_cancelled(request.state.id, "disconnect", "body")
                     raise ClientDisconnected
                 self._bodies.add(held, len(message.get("body", b"")))
                 body += message.get("body", b"")
@@ -187,8 +185,16 @@ class Middleware:
         if self.draining:
             raise shutting_down()
 
-    def _refuse(self, problem: Problem, request_id: str) -> Response:
+    def count_cancelled(self, request_id: str, reason: str, phase: str) -> None:
+        """Count and log a request that ended early, and in which phase."""
+        self._metrics.cancelled(reason, phase)
+        log.warning("%s ended early (%s) in the phase %r", request_id, reason, phase)
+
+    def _refuse(self, problem: Problem, request_id: str, scope: Scope) -> Response:
         self._metrics.failed(problem.status)
+        path = scope["path"]
+        if path not in OPEN_PATHS:  # which are asked every few seconds
+            log_error(request_id, problem, f" {scope['method'][:40]} {path[:200]}")
         headers = {"Retry-After": str(problem.retry_s)} if problem.retry_s else {}
         if problem.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -235,17 +241,17 @@ class Middleware:
         )
 
 
+def _cache_salt(key: str) -> str:
+    """Return what separates a key's prefixes from those of others, also on disk and later."""
+    return hashlib.sha256(b"prefixes of the key " + key.encode()).hexdigest()
+
+
 def _check_framing(headers: Headers, version: str) -> None:
     """Refuse, with 400, requests whose length a proxy may interpret differently.
 
     Otherwise the rest of the body could be taken for another client's request (smuggling).
     """
     if "transfer-encoding" in headers and ("content-length" in headers or version < "1.1"):
-def _cache_salt(key: str) -> str:
-    """Return what separates a key's prefixes from those of others, also on disk and later."""
-    return hashlib.sha256(b"prefixes of the key " + key.encode()).hexdigest()
-
-
         other = "a Content-Length header" if "content-length" in headers else f"HTTP/{version}"
         raise Problem(
             f"a Transfer-Encoding header and {other} contradict each other; send one length",
@@ -268,9 +274,24 @@ def _check_hosts(headers: Headers, hosts: AllowedHosts) -> None:
         )
 
 
-def log_error(request_id: str, problem: Problem) -> None:
-    """Log an error response under the request's id."""
-    log.warning("%s answered with %d: %s", request_id, problem.status, problem.message)
+def log_error(request_id: str, problem: Problem, asked: str = "") -> None:
+    """Log an error response under the request's id, in one line.
+
+    Refused requests and failures are different kinds of lines, whose rates are limited separately.
+
+    Args:
+      asked: the request's method and path, after a space.
+    """
+    about = _one_line(asked), problem.status, _one_line(problem.message)
+    if problem.status < 500:
+        log.warning("%s%s refused with %d: %s", request_id, *about)
+    else:
+        log.warning("%s%s answered with %d: %s", request_id, *about)
+
+
+def _one_line(text: str) -> str:
+    """Return a text of a client without line ends and other control characters."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _with_request_id(response: Response, request_id: str) -> Response:

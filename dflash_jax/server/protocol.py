@@ -26,7 +26,7 @@ SLICE = 2**16  # bytes scanned per step: the interpreter lock is held during a s
 NO_LIMIT = -1  # value of max_tokens, as in vLLM and llama.cpp
 
 
-MOST_MESSAGE = 4096  # characters of an error; it may quote what the client sent
+MOST_MESSAGE = 1500  # characters of an error; it may quote what the client sent
 
 
 class Problem(Exception):

@@ -421,7 +421,7 @@ def test_phases_refusals_and_the_end_are_logged(
         "loading tiny",
         f"ready: {live.url} serves tiny",
         f"tiny: compiling program {known} of {known}: speculative[penalized]",
-        f"{number} answered with 503: {message}",
+        f"{number} POST {CHAT} answered with 503: {message}",
         "draining: running requests: 1; those not finished in 20 s are ended",
     ):
         assert line in said
