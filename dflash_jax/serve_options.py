@@ -165,10 +165,10 @@ class ServeOptions:
             if expected := info.mismatch(value, kind):
                 raise RequestError(f"{flag(name)} is {value!r}; expected {expected}")
         _ = self.aliases
-        if None not in (self.max_body, self.max_bodies) and self.max_bodies < self.max_body:
-            raise RequestError(
-                f"--max-bodies is {self.max_bodies}; expected at least --max-body, {self.max_body}"
-            )
+        one = self.max_body
+        together = self.max_bodies
+        if one is not None and together is not None and together < one:
+            raise RequestError(f"--max-bodies is {together}; expected at least --max-body, {one}")
         self._check_hosts()
 
     @classmethod

@@ -192,9 +192,11 @@ class InfoRoutes:
         return Response(self._metrics.text(self._models), media_type=kind)
 
     async def _props(self, raw_request: Request) -> Response:
-        checks = self._middleware
-        limits = {"max_body": checks.max_body, "max_bodies": checks.max_bodies}
-        limits["timeout"] = self._config.timeout
+        limits = {
+            "max_body": self._middleware.max_body,
+            "max_bodies": self._middleware.max_bodies,
+            "timeout": self._config.timeout,
+        }
         endpoints = sorted(route.path for route in raw_request.app.routes)
         fields = {
             "schema": 2,
