@@ -115,7 +115,10 @@ def asked(client: Client, path: str, count: int) -> list[tuple[float, float]]:
 
 
 def of_server(path: str, count: int, source: Path) -> dict[str, float]:
-    """Return the median of each stage, of the whole and of our part, in milliseconds."""
+    """Return the median of each stage, of the whole and of our part, in milliseconds.
+
+    The lowest tenth of our part is there for machines that others use, too.
+    """
     with tempfile.TemporaryDirectory() as name:
         marks = Path(name) / "marks.json"
         with Serving(["served", str(marks)], source) as server:
@@ -129,7 +132,9 @@ def of_server(path: str, count: int, source: Path) -> dict[str, float]:
             at = here[mark]
         columns["in all"].append(answered - sent)
         columns["our part"].append(answered - sent - columns[DEVICE][-1])
-    return {name: statistics.median(column) * 1e3 for name, column in columns.items()}
+    found = {name: statistics.median(column) * 1e3 for name, column in columns.items()}
+    fastest = sorted(columns["our part"])[: max(count // 10, 1)]
+    return found | {"our part, below which a tenth is": fastest[-1] * 1e3}
 
 
 def of_bare(path: str, count: int) -> float:
