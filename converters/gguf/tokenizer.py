@@ -257,6 +257,7 @@ PART_ENDS = {"gpt-oss": ("<|end|>",), "gemma4": ("</s>",)}
 SPACE = "\u2581"  # the space in vocabularies of characters
 OF_CHARACTERS = ("gemma4", "llama")  # the latter is SentencePiece's
 LONGEST = 1024  # characters of a merged token
+KEEPING_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's added tokens
 
 
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -299,14 +300,15 @@ def _characters(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return a BPE over characters of whole texts, where unknown characters become bytes.
 
     Gemma 4 lists its merges, and keeps runs of newlines that are tokens, as llama.cpp does.
-    SentencePiece merges the pair with the highest score, and puts a space before the text.
+    SentencePiece merges the pair with the highest score, and puts a space before the text. Its
+    added tokens are found in the raw text, so runs of spaces keep the spaces that files show.
     """
     tokens, kinds = _tokens(metadata)
     gemma, whole = metadata["tokenizer.ggml.model"] == "gemma4", kinds
+    spelt = [token.replace(" ", SPACE) for token in tokens] if gemma else tokens
     if gemma:
         runs = {i for i, token in enumerate(tokens) if len(token) > 1 and not token.strip("\n")}
         whole = [USER_DEFINED if i in runs else kind for i, kind in enumerate(kinds)]
-    spelt = [token.replace(" ", SPACE) for token in tokens]  # files show added tokens as text
     vocabulary = _vocabulary(spelt, kinds)
     merges = _merges(metadata, vocabulary, kinds) if gemma else _scored(metadata, spelt, kinds)
     replaced: dict[str, Any] = {
@@ -323,7 +325,7 @@ def _characters(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": _added(tokens, whole),
+        "added_tokens": _added(metadata, spelt, whole),
         "normalizer": (
             {"type": "Sequence", "normalizers": [prepend, replaced]} if before else replaced
         ),
@@ -362,7 +364,8 @@ def _scored(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]) ->
             f"tokenizer.ggml.scores has no number for each of {len(tokens)} tokens; fetch the file"
             " again"
         )
-    ids = {t: i for i, (t, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind == NORMAL}
+    merged = (NORMAL, USER_DEFINED)  # an added token that text spells otherwise is merged, too
+    ids = {t: i for i, (t, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind in merged}
     pairs = [
         (-scores[i], token[:at], token[at:])
         for token, i in ids.items()
@@ -399,7 +402,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": _added(tokens, kinds),
+        "added_tokens": _added(metadata, tokens, kinds),
         "normalizer": splitting.normalizer(),
         "pre_tokenizer": {
             "type": "Sequence",
@@ -443,13 +446,31 @@ def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     return texts, corrected_kinds(kinds.tolist()[: len(texts)], texts, named, template)
 
 
-def _added(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+def _added(
+    metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]
+) -> list[dict[str, Any]]:
+    """Return the tokens that are found in raw text before it is divided."""
+    stripping = _is_phi3(metadata)
+    plain = {"single_word": False, "lstrip": False, "normalized": False}
     return [
-        {"id": i, "content": token, "special": kind == CONTROL} | plain
+        {
+            "id": i,
+            "content": token,
+            "special": kind != USER_DEFINED,
+            "rstrip": stripping and token not in KEEPING_SPACES,
+        }
+        | plain
         for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if kind in (CONTROL, USER_DEFINED)
+        if kind in (CONTROL, USER_DEFINED, UNKNOWN)
     ]
+
+
+def _is_phi3(metadata: Mapping[str, Any]) -> bool:
+    """Whether added tokens take the white space after them, which files do not say."""
+    name = str(metadata.get("general.name")).lower()
+    architecture = metadata.get("general.architecture")
+    named = architecture == "phi3" or "phi-3" in name or "phi3" in name
+    return named and metadata["tokenizer.ggml.model"] == "llama"
 
 
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:

@@ -80,18 +80,22 @@ def _tokens(core: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]
     """Return text and kind of each id."""
     tokens, kinds = [f"[PAD{i}]" for i in range(vocab_size)], [UNUSED] * vocab_size
     model, added = core["model"], core.get("added_tokens") or []
+    pairs = _merges(core) if model.get("byte_fallback") else ()
+    made = {left + right for left, right in pairs}
     entries = [(text, i, NORMAL) for text, i in model["vocab"].items()]
     for token in added:
+        text = str(token.get("content"))
         kind = CONTROL if token.get("special") else USER_DEFINED
-        entries.append((token.get("content"), token.get("id"), kind))
+        if kind == USER_DEFINED and SPACE in text and text in made:
+            kind = NORMAL  # a run of spaces; of other kinds, llama.cpp would show the mark
+        entries.append((text, token.get("id"), kind))
     for text, i, kind in entries:
         if not isinstance(text, str) or type(i) is not int or not 0 <= i < vocab_size:
             raise TokenizerError(
                 f"the token {text!r} has the id {i!r}; the model has {vocab_size} tokens: give the"
                 " tokenizer that belongs to it"
             )
-        spaced = kind == USER_DEFINED and model.get("byte_fallback")
-        tokens[i], kinds[i] = text.replace(SPACE, " ") if spaced else text, kind
+        tokens[i], kinds[i] = text, kind
         if model.get("byte_fallback") and re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
             kinds[i] = BYTE
         if text == model.get("unk_token"):

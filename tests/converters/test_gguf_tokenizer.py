@@ -13,6 +13,8 @@ import dflash_jax as dj
 from dflash_jax.cli import main
 from dflash_jax.converters.gguf import open_gguf
 from dflash_jax.converters.gguf.tokenizer import PRE_TOKENIZERS, stop_ids, tokenizer_files
+from dflash_jax.converters.gguf.tokenizer_export import tokenizer_metadata
+from dflash_jax.converters.gguf.writer import write_gguf
 from dflash_jax.engine.detokenizer import Detokenizer
 from dflash_jax.errors import CheckpointError
 from dflash_jax.loading import locate
@@ -220,6 +222,21 @@ def best_first(text: str, scores: dict[str, float]) -> list[str]:
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
 
 
+def write_sentencepiece(path, tokens, kinds, scores, *, architecture="llama", **changes):
+    """Metadata of a SentencePiece vocabulary as llama.cpp's converter stores it."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_scores(scores)
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    for key, value in changes.items():
+        getattr(writer, key)(value)
+    finish(writer)
+    return dict(open_gguf(path).metadata)
+
+
 @pytest.mark.parametrize("prefix", [True, False])
 def test_sentencepieces_tokenizer_is_rebuilt(tmp_path, prefix):
     rng = random.Random(0)
@@ -232,27 +249,90 @@ def test_sentencepieces_tokenizer_is_rebuilt(tmp_path, prefix):
     scores |= {c: -1e4 - i for i, c in enumerate(letters)}
     bytes_ = [f"<0x{i:02X}>" for i in range(256)]
     tokens = ["<unk>", "<s>", "</s>", *bytes_, *scores]
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(scores)])
-    writer.add_token_scores([0.0] * 259 + list(scores.values()))
-    writer.add_unk_token_id(0)
-    writer.add_bos_token_id(1)
-    if not prefix:
-        writer.add_add_space_prefix(False)
-    finish(writer)
-    files = tokenizer_files(open_gguf(tmp_path / "x.gguf").metadata)
+    kinds = [2, 3, 3, *[6] * 256, *[1] * len(scores)]
+    numbers = [0.0] * 259 + list(scores.values())
+    changes = {} if prefix else {"add_add_space_prefix": False}
+    metadata = write_sentencepiece(tmp_path / "x.gguf", tokens, kinds, numbers, **changes)
+    files = tokenizer_files(metadata)
     rebuilt = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
     for text in [*TEXTS, "".join(rng.choices(" abcdef\n漢", k=200))]:
         spelt = ("\u2581" * prefix + text).replace(" ", "\u2581") if text else ""
         found = rebuilt.encode(text)
         assert found.tokens == ["<s>", *best_first(spelt, scores)]
         assert rebuilt.decode(found.ids) == text
-    metadata = dict(open_gguf(tmp_path / "x.gguf").metadata)
     del metadata["tokenizer.ggml.scores"]
     with pytest.raises(CheckpointError, match="no number for each of"):
         tokenizer_files(metadata)
+
+
+# A vocabulary with runs of white space as Gemma has them, and what llama.cpp makes of texts.
+RUNS = {"\n": 4, "\n\n": 4, "  ": 4, "   ": 4, "\t\t": 4, "\u2581\u2581\u2581\u2581": 4, "<tag>": 4}
+LETTERS = ("\u2581", "a", "b", "\u2581a", "ab", "\u2581ab", ">", "g>")
+LLAMA_TOKENS = {
+    "a  b": "a|  |b",
+    " a": "\u2581a",
+    "   ab   a     b": "   |ab|   |a|   |  |b",
+    "a \n\n\n b": "a|\u2581|\n\n|\n|\u2581|b",
+    "\t\t\ta": "\t\t|<0x09>|a",
+    "a\u2581\u2581b": "a|\u2581|\u2581|b",
+    "a\u2581\u2581\u2581\u2581b": "a|\u2581\u2581\u2581\u2581|b",
+    "<tag>  <unk> <tag": "<tag>|  |<unk>|\u2581|<0x3C>|<0x74>|a|<0x67>",
+}
+
+
+def test_runs_of_spaces_are_the_tokens_of_the_file(tmp_path):
+    bytes_ = [f"<0x{i:02X}>" for i in range(256)]
+    tokens = ["<unk>", "<s>", "</s>", *bytes_, *RUNS, *LETTERS]
+    kinds = [2, 3, 3, *[6] * 256, *RUNS.values(), *[1] * len(LETTERS)]
+    scores = [-float(i) for i in range(len(tokens))]
+    off = {"add_add_space_prefix": False}
+    metadata = write_sentencepiece(tmp_path / "x.gguf", tokens, kinds, scores, **off)
+    files = tokenizer_files(metadata)
+    tokenizer = Tokenizer.from_files(files, where="here")
+    assert tokenizer.size == len(tokens)
+    for text, expected in LLAMA_TOKENS.items():
+        ids = tokenizer.encode(text, specials=False)
+        assert "|".join(tokens[i] for i in ids) == expected
+        shown = text.replace("\u2581", " ").replace("<unk>", "")
+        assert tokenizer.decode(ids) == shown
+    again = tokenizers.Tokenizer.from_str(
+        tokenizer_files(metadata_of(files, len(tokens), tmp_path))["tokenizer.json"]
+    )
+    for text in LLAMA_TOKENS:
+        assert again.encode(text).ids == tokenizer.encode(text)
+
+
+def metadata_of(files, size, folder):
+    """The metadata of a folder's tokenizer, written and read again."""
+    with (folder / "y.gguf").open("wb") as file:
+        write_gguf(file, tokenizer_metadata(files, size), [], lambda _: None)
+    return open_gguf(folder / "y.gguf").metadata
+
+
+@pytest.mark.parametrize("named", [{"architecture": "phi3"}, {"add_name": "Phi-3 mini"}, {}])
+def test_phi3s_turns_take_the_white_space_after_them(tmp_path, named):
+    """Files do not say so; llama.cpp goes by the model's name."""
+    bytes_ = [f"<0x{i:02X}>" for i in range(256)]
+    tokens = ["<unk>", "<s>", "</s>", *bytes_, "<|user|>", "<|end|>", "\u2581", "a", "\u2581a"]
+    kinds = [2, 3, 3, *[6] * 256, 3, 4, 1, 1, 1]
+    scores = [-float(i) for i in range(len(tokens))]
+    metadata = write_sentencepiece(tmp_path / "x.gguf", tokens, kinds, scores, **named)
+    rebuilt = tokenizers.Tokenizer.from_str(tokenizer_files(metadata)["tokenizer.json"])
+    ids = rebuilt.encode("<s> a<|user|>\n a<|end|>\n\n<|user|>").ids
+    found = [tokens[i] for i in ids[1:]]
+    kept = ["<s>", "\u2581", "\u2581a", "<|user|>", "\u2581a", "<|end|>", "<|user|>"]
+    whole = [
+        *kept[:4],
+        "\u2581",
+        "<0x0A>",
+        "\u2581a",
+        "<|end|>",
+        "\u2581",
+        "<0x0A>",
+        "<0x0A>",
+        kept[-1],
+    ]
+    assert found == (kept if named else whole)
 
 
 def test_chat_templates_are_carried_by_name(tmp_path):

@@ -158,6 +158,25 @@ def test_tokenizers_without_a_form_are_refused(change, message):
         tokenizer_metadata({"tokenizer.json": json.dumps(fields)}, 400)
 
 
+def test_runs_of_spaces_are_merged_as_before(tmp_path):
+    """Gemma lists them among its added tokens, too, spelt as the text has them after merging."""
+    core = of_characters(before=False)
+    fields = json.loads(core.to_str())
+    run = {"content": SPACE * 2, "special": False, "normalized": False}
+    run |= {"single_word": False, "lstrip": False, "rstrip": False}
+    fields["model"]["vocab"][SPACE * 2] = run["id"] = core.get_vocab_size()
+    fields["model"]["merges"].insert(0, [SPACE, SPACE])
+    fields["added_tokens"].append(run)
+    core = tokenizers.Tokenizer.from_str(json.dumps(fields))
+    texts = ["hello  world", "   hello", f"he{SPACE}{SPACE}{SPACE}ll", *TEXTS]
+    assert core.encode("  h").tokens == ["<s>", SPACE * 2, "h"]
+    for gemma4 in (False, True):
+        metadata, files = through_gguf(tmp_path / "x.gguf", core, {}, gemma4=gemma4)
+        tokens, kinds = (metadata[f"tokenizer.ggml.{k}"].tolist() for k in ("tokens", "token_type"))
+        assert (tokens[run["id"]], kinds[run["id"]]) == (SPACE * 2, gguf.TokenType.NORMAL)
+        assert_alike(core, files, texts)
+
+
 def test_an_unknown_pattern_and_a_damaged_file_are_named():
     unknown = byte_level(tokenizers.pre_tokenizers.Split(tokenizers.Regex("x+"), "isolated"))
     with pytest.raises(TokenizerError, match="word pattern has no name in GGUF; known are gpt-2"):
