@@ -155,7 +155,8 @@ def _patterns(given: Any) -> Iterator[str]:
     elif kind == "Digits":
         yield DIGIT if given.get("individual_digits") else DIGITS
     elif kind == "Split" and _isolated(given):
-        yield str(given["pattern"].get("Regex"))
+        pattern = str(given["pattern"].get("Regex"))
+        yield pattern.replace("\r", r"\r").replace("\n", r"\n")  # DeepSeek has the characters
     else:
         yield json.dumps(given)
 

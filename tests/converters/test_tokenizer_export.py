@@ -128,6 +128,18 @@ def test_steps_without_a_pattern_are_known_by_the_pattern_they_stand_for():
         assert tokenizer_metadata(files, 400)["tokenizer.ggml.pre"].value == name
 
 
+def test_a_pattern_with_line_ends_as_characters_has_the_same_name():
+    """DeepSeek-V3's file spells them so, within JSON's own escapes."""
+    split = tokenizers.pre_tokenizers.Split
+    patterns = [
+        p.replace(r"\r", "\r").replace(r"\n", "\n") for p in PRE_TOKENIZERS["deepseek-v3"].patterns
+    ]
+    assert "\n" in patterns[-1]
+    steps = [split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
+    files = {"tokenizer.json": byte_level(tokenizers.pre_tokenizers.Sequence(steps)).to_str()}
+    assert tokenizer_metadata(files, 400)["tokenizer.ggml.pre"].value == "deepseek-v3"
+
+
 @pytest.mark.parametrize(("gemma4", "before"), [(False, False), (False, True), (True, False)])
 def test_a_tokenizer_of_characters_survives(tmp_path, before, gemma4):
     core = of_characters(before=before)
