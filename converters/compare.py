@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.config import family_of
+from dflash_jax.converters import compare_tokens
 from dflash_jax.converters.canonical import Canonical
 from dflash_jax.converters.gguf.tensors import half_split_rows
 from dflash_jax.converters.models import StoredModel
@@ -64,6 +65,11 @@ class Limits:
     warn: float
     fail: float
 
+    @property
+    def row(self) -> float:
+        """The error of one row of a matrix above which it is not caused by the type."""
+        return min(ROW_FACTOR * self.fail, MOST_OF_ROW)
+
     def shifted(self, offset: float) -> "Limits":
         """Return the limits after a conversion that subtracts something from stored values.
 
@@ -75,6 +81,9 @@ class Limits:
 
 
 EXACT = Limits(0.0, 1e-7)
+ROW_FACTOR = 2.5  # of a row's limit over a tensor's; real rows stay below
+MOST_OF_ROW = 1.6  # a row that is negated has 2, whatever its type
+SMALL_ROW = 0.25  # of a typical row: rows with less are judged as if they had this much
 ROUNDING = 2.0**-23  # of float32, for a sum and its inverse
 UNUSABLE = 0.5  # error from which a model that was not trained for the type answers nonsense
 LIMITS = {
@@ -146,7 +155,17 @@ class Difference:
     not_finite: int
     limits: Limits
     verdict: str
+    row_rms: float = 0.0  # of the row of a matrix with the largest error
+    row: int = 0  # its number
     hint: str = ""  # a transform that would explain the difference
+
+    @property
+    def wrong_row(self) -> str:
+        """The row of which the type does not explain the error, in words; empty if none."""
+        if self.row_rms <= self.limits.row:
+            return ""
+        percent, limit = _percent(self.row_rms).strip(), _percent(self.limits.row).strip()
+        return f"row {self.row} of {math.prod(self.shape[:-1])}: {percent}, limit {limit}"
 
 
 @dataclass(frozen=True)
@@ -158,11 +177,13 @@ class ModelComparison:
     only_second: tuple[str, ...]
     shapes: tuple[str, ...]  # tensors whose shapes differ
     configs: tuple[str, ...]  # fields that differ
+    tokens: tuple[str, ...]  # what differs in tokenizers, special ids and chat templates
+    notes: tuple[str, ...]  # what was not compared
 
     @property
     def agree(self) -> bool:
         """Whether the two are the same model within the error of their types."""
-        wrong = (self.only_first, self.only_second, self.shapes, self.configs)
+        wrong = (self.only_first, self.only_second, self.shapes, self.configs, self.tokens)
         return not any(wrong) and all(d.verdict in (OK, WARN) for d in self.tensors)
 
     @property
@@ -205,11 +226,15 @@ def compare(
     *,
     progress: Callable[[str, int], object] = lambda name, weights: None,
 ) -> ModelComparison:
-    """Compare inventories, configurations and every tensor that both models have.
+    """Compare inventories, configurations, tokenizers and every tensor that both models have.
 
     Args:
       progress: called with the name and the size of each tensor that was compared.
+
+    Raises:
+      CheckpointError: files of a model are damaged.
     """
+    tokens, notes = compare_tokens.differences(first, second)
     ours, theirs = set(first.tensors.names()), set(second.tensors.names())
     both = [name for name in first.tensors.names() if name in theirs]
     unequal = [n for n in both if first.tensors.shape(n) != second.tensors.shape(n)]
@@ -224,7 +249,7 @@ def compare(
         found = list(pool.map(compared, same))
     head = first.config.head_dim
     found = [_explained(d, first.tensors, second.tensors, head) for d in found]
-    found.sort(key=lambda d: (d.not_finite == 0, -d.rms / max(d.limits.fail, 1e-12)))
+    found.sort(key=_least_harm)
     return ModelComparison(
         tensors=tuple(found),
         only_first=tuple(sorted(ours - theirs)),
@@ -234,7 +259,16 @@ def compare(
             for n in unequal
         ),
         configs=_config_differences(first, second),
+        tokens=tuple(tokens),
+        notes=tuple(notes),
     )
+
+
+def _least_harm(d: Difference) -> tuple[bool, float]:
+    """Return a key that orders differences, worst first: damaged values, then by the limits."""
+    limits = d.limits
+    over = max(d.rms / max(limits.fail, 1e-12), d.row_rms / max(limits.row, 1e-12))
+    return d.not_finite == 0, -over
 
 
 def _explained(found: Difference, first: Canonical, second: Canonical, head_dim: int) -> Difference:
@@ -261,33 +295,60 @@ def difference(name: str, first: Canonical, second: Canonical) -> Difference:
     width = shape[-1] if len(shape) > 1 else 1
     rows = math.prod(shape) // max(width, 1)
     step = max(1, CHUNK // max(width, 1))
-    error = power = other = product = 0.0
+    errors, powers = np.zeros(rows), np.zeros(rows)  # sums of squares of each row
+    other = product = 0.0
     largest = peak = 0.0
     bad = 0
     for start in range(0, rows, step):
         chosen = slice(start, min(start + step, rows))
         with np.errstate(invalid="ignore"):  # signalling NaNs
-            a = first.read_rows(name, chosen).astype(np.float64)
-            b = second.read_rows(name, chosen).astype(np.float64)
+            a = first.read_rows(name, chosen).astype(np.float64).reshape(-1, width)
+            b = second.read_rows(name, chosen).astype(np.float64).reshape(-1, width)
         finite = np.isfinite(a) & np.isfinite(b)
         if not finite.all():
             bad += int((~finite).sum())
             a, b = np.where(finite, a, 0.0), np.where(finite, b, 0.0)
         delta = a - b
-        error += float(np.vdot(delta, delta))
-        power, other = power + float(np.vdot(a, a)), other + float(np.vdot(b, b))
+        errors[chosen] = np.einsum("ij,ij->i", delta, delta)
+        powers[chosen] = np.einsum("ij,ij->i", a, a)
+        other += float(np.vdot(b, b))
         product += float(np.vdot(a, b))
         largest = max(largest, float(np.abs(delta).max(initial=0.0)))
         peak = max(peak, float(np.abs(a).max(initial=0.0)))
+    error, power = float(errors.sum()), float(powers.sum())
     rms = math.sqrt(error / power) if power else math.sqrt(error)
     cosine = product / math.sqrt(power * other) if power and other else float(power == other)
     limits = between(*kinds)
     if offset := max(first.offset(name), second.offset(name)):
         limits = limits.shifted(offset / max(math.sqrt(power / math.prod(shape)), 1e-12))
-    verdict = _verdict(rms, limits, bad)
-    return Difference(
-        name, kinds, shape, rms, largest / peak if peak else largest, cosine, bad, limits, verdict
+    worst = _worst_row(errors, powers) if len(shape) > 1 and power else (0, 0.0)
+    found = Difference(
+        name=name,
+        kinds=kinds,
+        shape=shape,
+        rms=rms,
+        largest=largest / peak if peak else largest,
+        cosine=cosine,
+        not_finite=bad,
+        limits=limits,
+        verdict=_verdict(rms, limits, bad),
+        row=worst[0],
+        row_rms=worst[1],
     )
+    judged = FAIL if found.wrong_row and found.verdict in (OK, WARN) else found.verdict
+    return replace(found, verdict=judged)
+
+
+def _worst_row(errors: np.ndarray, powers: np.ndarray) -> tuple[int, float]:
+    """Return the row with the largest error, and that error relative to the row.
+
+    Smaller rows than usual, of tokens that were never seen for example, count as if they were
+    larger: types whose scales are shared lose them.
+    """
+    least = SMALL_ROW**2 * float(powers.mean())
+    shares = errors / np.maximum(powers, least)
+    row = int(shares.argmax())
+    return row, math.sqrt(shares[row])
 
 
 def _verdict(rms: float, limits: Limits, not_finite: int) -> str:
@@ -302,6 +363,8 @@ def lines(found: ModelComparison, worst: int) -> list[str]:
     listed += [f"only in the second: {name}" for name in found.only_second]
     listed += [f"shapes differ: {line}" for line in found.shapes]
     listed += [f"configurations differ: {line}" for line in found.configs]
+    listed += [f"tokenizers differ: {line}" for line in found.tokens]
+    listed += found.notes
     for d in found.tensors[:worst]:
         kinds = "/".join(d.kinds)
         listed.append(
@@ -310,6 +373,7 @@ def lines(found: ModelComparison, worst: int) -> list[str]:
             f" max {d.largest:8.3%} {kinds:12} {d.name}"
             + (f" {d.not_finite} values not finite" if d.not_finite else "")
             + (f" ({d.hint})" if d.hint else "")
+            + (f" ({d.wrong_row})" if d.wrong_row else "")
         )
     for kinds, errors in found.errors().items():
         mean, largest = _percent(_mean(errors)).strip(), _percent(max(errors)).strip()
