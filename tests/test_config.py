@@ -298,10 +298,10 @@ def test_end_tokens_are_completed_from_the_generation_config(oracle: Path, tmp_p
     assert read_target_config(tmp_path).eos_token_ids == (2, 5, 9)
 
 
-def test_end_tokens_that_no_token_has_are_left_out(oracle: Path) -> None:
+def test_end_tokens_that_mean_none_are_left_out(oracle: Path) -> None:
     """Some files write -1 or 2^32 - 1 for none; neither is a valid id."""
     config = fields(oracle, "targets/qwen3/config.json")
-    ids = [-1, 0, config["vocab_size"] - 1, config["vocab_size"], 2**32 - 1]
+    ids = [-1, 0, config["vocab_size"] - 1, 2**32 - 1]
     assert target_config(config | {"eos_token_id": ids}).eos_token_ids == tuple(ids[1:3])
 
 
@@ -327,6 +327,20 @@ def test_gemmas_root_is_written_as_the_integer_that_transformers_wants(oracle: P
         other = dataclasses.replace(config, score_scale=scalar**-0.5)
         found = published.fields(other, "float32")["query_pre_attn_scalar"]
         assert (type(found), found) == (type(written), pytest.approx(written))
+
+
+@pytest.mark.parametrize("wrong", [256, 151645, -2, 2**31])
+def test_an_end_token_out_of_range_is_named(oracle: Path, tmp_path: Path, wrong: int) -> None:
+    """Otherwise no answer would end."""
+    config = fields(oracle, "targets/qwen3/config.json")
+    assert config["vocab_size"] == 256
+    message = f"the end token {wrong} is not one of the 256 tokens; correct eos_token_id"
+    with pytest.raises(ConfigError, match=message):
+        target_config(config | {"eos_token_id": [2, wrong]})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+    with pytest.raises(ConfigError, match=message):
+        read_target_config(tmp_path)
 
 
 def test_yarn_brings_its_attention_factor(oracle: Path) -> None:

@@ -114,6 +114,9 @@ def _fits(value: Any, kind: Any) -> bool:
     return type(value) is kind
 
 
+NO_TOKEN = (-1, 2**32 - 1)  # how files write that there is none
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetConfig(AttentionConfig):
     """A target language model."""
@@ -123,7 +126,7 @@ class TargetConfig(AttentionConfig):
     tie_embeddings: bool = False
     windows: tuple[int | None, ...] = ()  # per layer; None is full attention
     max_length: int = 4096
-    eos_token_ids: tuple[int, ...] = ()  # ids outside the vocabulary, such as -1, are dropped
+    eos_token_ids: tuple[int, ...] = ()  # -1 and 2^32 - 1, which mean none, are dropped
     # Ids that only other engines read, kept for folders that are written; None is none.
     bos_token_id: int | None = dataclasses.field(default=None, compare=False)
     pad_token_id: int | None = dataclasses.field(default=None, compare=False)
@@ -154,7 +157,12 @@ class TargetConfig(AttentionConfig):
                 f"{self.rotated} of {self.head_dim} dimensions are to be rotated; expected an even"
                 " number of them"
             )
-        ends = tuple(i for i in self.eos_token_ids if 0 <= i < self.vocab_size)
+        ends = tuple(i for i in self.eos_token_ids if i not in NO_TOKEN)
+        if wrong := [i for i in ends if not 0 <= i < self.vocab_size]:
+            raise ConfigError(
+                f"the end token {wrong[0]} is not one of the {self.vocab_size} tokens; correct"
+                " eos_token_id in config.json or generation_config.json, or of the .gguf file"
+            )
         object.__setattr__(self, "eos_token_ids", ends)
 
     @property
