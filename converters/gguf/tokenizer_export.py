@@ -85,6 +85,8 @@ def _tokens(core: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]
     entries = [(text, i, NORMAL) for text, i in model["vocab"].items()]
     for token in added:
         text = str(token.get("content"))
+        if text not in model["vocab"] and _beyond(token.get("id"), vocab_size):
+            continue  # of the multimodal models of a family, like Gemma 3's mark of an image
         kind = CONTROL if token.get("special") else USER_DEFINED
         if kind == USER_DEFINED and SPACE in text and text in made:
             kind = NORMAL  # a run of spaces; of other kinds, llama.cpp would show the mark
@@ -101,6 +103,10 @@ def _tokens(core: dict[str, Any], vocab_size: int) -> tuple[list[str], list[int]
         if text == model.get("unk_token"):
             kinds[i] = UNKNOWN
     return tokens, kinds
+
+
+def _beyond(i: Any, size: int) -> bool:
+    return type(i) is int and i >= size
 
 
 def _merges(core: dict[str, Any]) -> list[tuple[str, str]]:

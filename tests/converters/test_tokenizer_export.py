@@ -128,6 +128,17 @@ def test_steps_without_a_pattern_are_known_by_the_pattern_they_stand_for():
         assert tokenizer_metadata(files, 400)["tokenizer.ggml.pre"].value == name
 
 
+def test_added_tokens_without_a_row_are_left_out(tmp_path):
+    """Gemma 3's text models have the tokenizer of the others, with a mark of images at the end."""
+    core = of_characters(before=False)
+    size = core.get_vocab_size()
+    core.add_special_tokens(["<image>"])
+    metadata, files = through_gguf(tmp_path / "x.gguf", core, {}, size=size)
+    assert core.token_to_id("<image>") == size
+    assert "<image>" not in metadata["tokenizer.ggml.tokens"].tolist()
+    assert_alike(core, files)
+
+
 def test_a_pattern_with_line_ends_as_characters_has_the_same_name():
     """DeepSeek-V3's file spells them so, within JSON's own escapes."""
     split = tokenizers.pre_tokenizers.Split
