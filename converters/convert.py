@@ -105,7 +105,8 @@ def convert(
 
     Raises:
       CheckpointError: the weights do not fit their configuration, or cannot be written there.
-      ConfigError: the dtype is unknown, or this layout cannot hold the model.
+      ConfigError: the dtype is unknown, this layout cannot hold the model, or the tokenizer is
+        that of another model.
       TokenizerError: the tokenizer that was given has no form in GGUF.
     """
     for source in filter(None, (model.path, tokenizer)):
@@ -195,6 +196,7 @@ def _companions(model: StoredModel, tokenizer: Path | None) -> tuple[dict[str, s
             return {}, f"no tokenizer is written, so only token ids can be given: {error}"
     if "tokenizer.json" not in (found := companions(tokenizer)):
         raise CheckpointError(f"{tokenizer} holds no tokenizer.json; give a folder that does")
+    target_tokenizer.check_belongs(found, model, where=tokenizer)
     return found, ""
 
 
@@ -215,7 +217,9 @@ def gguf_tokenizer(model: StoredModel, tokenizer: Path | None) -> tuple[dict[str
             return {}, [f"{NO_GGUF_TOKENIZER}: --tokenizer TARGET copies the target's"]
         return target_tokenizer.for_drafter(config, open_model(tokenizer, role="target")), []
     if tokenizer is not None:
-        return target_tokenizer.of_path(tokenizer, config), []
+        metadata = target_tokenizer.of_path(tokenizer, config)
+        target_tokenizer.check_belongs(companions(tokenizer), model, where=tokenizer)
+        return metadata, []
     try:
         found = target_tokenizer.of_model(model)
     except TokenizerError as error:

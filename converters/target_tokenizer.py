@@ -9,9 +9,12 @@ from dflash_jax.config.family import family_of
 from dflash_jax.converters import families
 from dflash_jax.converters.gguf import GgufFile, open_gguf
 from dflash_jax.converters.gguf.export import SECTIONS
+from dflash_jax.converters.gguf.file import GgufArray
+from dflash_jax.converters.gguf.tokenizer import SPACE
 from dflash_jax.converters.gguf.tokenizer_export import tokenizer_metadata
 from dflash_jax.converters.models import StoredModel, companions
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.tokenizer import Tokenizer
 
 GEMMA4 = "gemma4"  # the family whose tokenizer merges characters in its own way
 
@@ -59,15 +62,78 @@ def of_path(path: Path, config: TargetConfig) -> dict[str, Any]:
 
     Raises:
       CheckpointError: there is none.
+      ConfigError: it is that of another model.
       TokenizerError: it has no form in GGUF.
     """
     if is_gguf(path):
         found = open_gguf(path).metadata
         if "tokenizer.ggml.model" in found:
+            tokens = found.get("tokenizer.ggml.tokens")
+            count = len(tokens) if isinstance(tokens, GgufArray) else 0
+            if count != config.vocab_size:
+                raise ConfigError(
+                    f"{path} has {count} tokens, and the model {config.vocab_size}; give the"
+                    " tokenizer that belongs to it"
+                )
             return {key: value for key, value in found.items() if key.startswith("tokenizer.")}
     elif "tokenizer.json" in (files := companions(path)):
         return dict(_of_files(files, config))
     raise CheckpointError(f"{path} holds no tokenizer; give a folder or .gguf file that does")
+
+
+def check_belongs(files: Mapping[str, str | Path], model: StoredModel, *, where: Path) -> None:
+    """Check that a tokenizer is not that of another model.
+
+    Its ids must be tokens of the model, except those of added tokens, such as Gemma 3's mark of an
+    image, for which text models have no row. Where the model has texts for them, nine of ten must
+    be the same; else it must have texts for half of the model's tokens.
+
+    Raises:
+      CheckpointError: its files are damaged.
+      ConfigError: it belongs to another model.
+    """
+    size = getattr(model.config, "vocab_size", None)
+    given = Tokenizer.from_files(files, where=str(where))
+    if size is None or given is None:
+        return
+    texts = given.core.get_vocab(with_added_tokens=False)
+    advice = "give the tokenizer that belongs to it"
+    if beyond := [text for text, i in texts.items() if i >= size]:
+        raise ConfigError(
+            f"the tokenizer of {where} is that of another model: {beyond[0]!r} has the id"
+            f" {texts[beyond[0]]}, and {model.path} {size} tokens; {advice}"
+        )
+    own = _own_texts(model)
+    if not own and 2 * len(texts) < size:
+        raise ConfigError(
+            f"the tokenizer of {where} has {len(texts)} tokens, {model.path} has {size}; {advice}"
+        )
+    same = sum(own.get(i) == spelt(text) for text, i in texts.items() if i in own)
+    shared = sum(i in own for i in texts.values())
+    if own and same < 0.9 * max(shared, min(len(texts), len(own))):
+        raise ConfigError(
+            f"the tokenizer of {where} is that of another model: of {shared} ids that both have,"
+            f" {same} stand for the same text as in {model.path}; {advice}"
+        )
+
+
+def _own_texts(model: StoredModel) -> dict[int, str]:
+    """Return the texts of a model's own tokens, also of a tokenizer that cannot be rebuilt."""
+    source = model.tensors.source
+    if isinstance(source, GgufFile):
+        listed = source.metadata.get("tokenizer.ggml.tokens")
+        every = listed.tolist() if isinstance(listed, GgufArray) else []
+        return {i: spelt(text) for i, text in enumerate(every) if isinstance(text, str)}
+    try:
+        own = Tokenizer.from_files(model.companions(), where=str(model.path))
+    except CheckpointError:  # damaged, which may be why another is given
+        return {}
+    return {i: spelt(text) for text, i in own.core.get_vocab().items()} if own else {}
+
+
+def spelt(token: str) -> str:
+    """Return a token with the spaces of SentencePiece's vocabularies, as files spell some."""
+    return token.replace(SPACE, " ")
 
 
 def _of_files(files: Mapping[str, str | Path], config: TargetConfig) -> Mapping[str, Any]:

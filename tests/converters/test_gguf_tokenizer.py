@@ -7,17 +7,21 @@ import pytest
 import tokenizers
 from gguf_families import write_family
 from gguf_models import finish
+from tokenizers.pre_tokenizers import ByteLevel
 from weight_files import ORACLE
 
 import dflash_jax as dj
 from dflash_jax.cli import main
+from dflash_jax.converters.export import Weights, export
 from dflash_jax.converters.gguf import open_gguf
 from dflash_jax.converters.gguf.tokenizer import PRE_TOKENIZERS, stop_ids, tokenizer_files
 from dflash_jax.converters.gguf.tokenizer_export import tokenizer_metadata
 from dflash_jax.converters.gguf.writer import write_gguf
+from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.engine.detokenizer import Detokenizer
 from dflash_jax.errors import CheckpointError
-from dflash_jax.loading import locate
+from dflash_jax.models import build_pair
+from dflash_jax.testing import random_params, tiny_target
 from dflash_jax.tokenizer import Tokenizer
 
 TEXTS = [
@@ -382,12 +386,67 @@ def test_a_model_is_converted_without_a_tokenizer_that_cannot_be_rebuilt(tmp_pat
     assert model.tokenizer is None
     expected = dj.load_target(path, tokenizer="tiny").forward([[1, 2, 3]]).logits
     assert (model.forward([[1, 2, 3]]).logits == expected).all()
-    folder = str(locate("tiny", "target"))
-    assert main(["convert", str(path), str(tmp_path / "out"), "--tokenizer", folder]) == 0
-    copied = (tmp_path / "out" / "tokenizer.json").read_bytes()
-    assert copied == (locate("tiny", "target") / "tokenizer.json").read_bytes()
+    (tmp_path / "fitting").mkdir()
+    letters = {letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    text = tokenizers.Tokenizer(tokenizers.models.BPE(letters, [])).to_str()
+    (tmp_path / "fitting/tokenizer.json").write_text(text)
+    given = ["--tokenizer", str(tmp_path / "fitting")]
+    assert main(["convert", str(path), str(tmp_path / "out"), *given]) == 0
+    assert (tmp_path / "out/tokenizer.json").read_text() == text
     assert main(["convert", str(path), str(tmp_path / "b"), "--tokenizer", str(tmp_path)]) == 1
     assert "holds no tokenizer.json" in capsys.readouterr().err
+
+
+def test_the_tokenizer_of_another_model_is_refused_before_anything_is_written(tmp_path, capsys):
+    """By an id that the model does not have, by other texts, or by too few."""
+    core = trained()
+    size = core.get_vocab_size(with_added_tokens=True) + 3
+
+    def swapped(tokens):
+        tokens["vocab"] = dict(
+            zip(tokens["vocab"], reversed(tokens["vocab"].values()), strict=True)
+        )
+
+    def few(tokens):
+        tokens["merges"] = []
+        tokens["vocab"] = {"a": 0, "b": 1}
+
+    def far(tokens):
+        tokens["vocab"]["far"] = size
+
+    write(tmp_path / "v.gguf", core, "qwen2", architecture="qwen2")
+    metadata = {k: v for k, v in open_gguf(tmp_path / "v.gguf").metadata.items() if "ggml" in k}
+    config = tiny_target(model_type="llama", vocab_size=size, num_layers=1, qk_norm=False)
+    tree = TreeSource(random_params(build_pair(config))["target"], config)
+    for tokenizer, name in ((metadata, "own"), ({}, "none")):
+        weights = Weights(config, tree, tokenizer=tokenizer)
+        export(weights, tmp_path / f"{name}.gguf", layout="gguf", dtype="f32")
+    cases = [
+        ("own", swapped, "of another model: of"),
+        ("none", few, "has 2 tokens"),
+        ("own", far, f"'far' has the id {size}"),
+        ("none", far, f"'far' has the id {size}"),
+    ]
+    for name, change, message in cases:
+        fields = json.loads(core.to_str())
+        fields["added_tokens"] = []
+        change(fields["model"])
+        (tmp_path / "given").mkdir(exist_ok=True)
+        (tmp_path / "given/tokenizer.json").write_text(json.dumps(fields))
+        for out in ("out", "out.gguf"):
+            pair = [str(tmp_path / f"{name}.gguf"), str(tmp_path / out)]
+            assert main(["convert", *pair, "--tokenizer", str(tmp_path / "given")]) == 1
+            assert message in capsys.readouterr().err
+            assert not (tmp_path / out).exists()
+    (tmp_path / "given/tokenizer.json").write_text(core.to_str())
+    for name in ("own", "none"):
+        pair = [str(tmp_path / f"{name}.gguf"), str(tmp_path / name)]
+        assert main(["convert", *pair, "--tokenizer", str(tmp_path / "given")]) == 0
+    write(tmp_path / "short.gguf", core, "qwen2", tokens=["a", "b", "<|im_end|>", "<|endoftext|>"],
+          kinds=[1, 1, 3, 3], merges=[])  # fmt: skip
+    pair = [str(tmp_path / "own.gguf"), str(tmp_path / "out.gguf")]
+    assert main(["convert", *pair, "--tokenizer", str(tmp_path / "short.gguf")]) == 1
+    assert f"has 4 tokens, and the model {size}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
