@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -211,7 +210,7 @@ def _rendered_apart(template: str, variables: Mapping[str, Any]) -> Sequence[Any
     except OSError as error:
         raise RequestError(
             f"the process that renders chat templates cannot start ({error}); it needs"
-            f" {sys.executable!r} to be a Python that can import jinja2"
+            " a Python that can import jinja2"
         ) from None
     except TypeError as error:  # from Python: bodies of requests are JSON
         raise RequestError(f"messages and variables have to be JSON values: {error}") from None
