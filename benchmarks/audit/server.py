@@ -93,8 +93,6 @@ BODIES = {
     "no JSON": b"hello",
     "half": b'{"messages": [',
     "a list": b"[]",
-    "invalid UTF-8": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
-    "a lone surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
     "deep nesting": b'{"messages":' + b"[" * 100_000,
     "deep tools": b'{"messages":[{"role":"user","content":"x"}],"tools":[{"a":'
     + b'{"a":' * 5000 + b"1" + b"}" * 5000 + b"}]}",

@@ -212,19 +212,21 @@ def _tokens(grammar: str) -> Iterator[LarkToken]:
 def with_schemas(grammar: str, change: Callable[[Any], Any]) -> str:
     """Return a grammar with each JSON schema after `%json` replaced by `change(schema)`.
 
-    A grammar that is not understood stays as it is.
+    A grammar that is not understood, or nests values too deeply, stays as it is: compiling it
+    reports the error.
     """
-    try:
-        tokens = list(_tokens(grammar))
-    except LarkSyntaxError:
-        return grammar
     word = "%json"
-    return "".join(
-        f"{word} {json.dumps(change(json.loads(token.text.removeprefix(word))))}"
-        if token.text.startswith(word)
-        else token.text
-        for token in tokens
-    )
+    texts = []
+    try:
+        for token in _tokens(grammar):
+            if token.text.startswith(word):
+                schema = json.loads(token.text.removeprefix(word))
+                texts.append(f"{word} {json.dumps(change(schema))}")
+            else:
+                texts.append(token.text)
+    except (LarkSyntaxError, RecursionError):
+        return grammar
+    return "".join(texts)
 
 
 def regexes(grammar: str) -> list[str]:

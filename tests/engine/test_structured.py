@@ -176,7 +176,7 @@ def test_invalid_structures_are_refused(byte_engine: Engine, structure: Any, mes
 
 def test_a_grammar_that_exceeds_its_limits_fails_its_request(byte_engine: Engine) -> None:
     """An incomplete answer is an error, and other rows are not affected."""
-    many = {"choice": [f"item {i}" for i in range(3000)]}
+    many = {"grammar": "start: " + " | ".join(f'"item {i}"' for i in range(3000))}
     alone = byte_engine.generate(PROMPT, max_tokens=8).token_ids
     handle = byte_engine.submit(PROMPT, max_tokens=20, structured=many)
     other = byte_engine.submit(PROMPT, max_tokens=8)

@@ -236,6 +236,7 @@ def test_chat_completions_answer_freeform_tools_in_their_form(tokenizer: Tokeniz
     fields = {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
     assert [t.name for t in chat(*tools, **fields).declared_tools] == ["apply_patch"]
     text = call("apply_patch", {"input": TEXT}) + call("f", {"a": 1})
+    request = chat(*tools)  # a named tool would end the output with its first call
     reply, events = replied(tokenizer, text, request)
     [choice] = ChatWriter(generation(reply, request)).to_json()["choices"]
     first, second = choice["message"]["tool_calls"]
