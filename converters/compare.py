@@ -177,8 +177,8 @@ class ModelComparison:
     only_second: tuple[str, ...]
     shapes: tuple[str, ...]  # tensors whose shapes differ
     configs: tuple[str, ...]  # fields that differ
-    tokens: tuple[str, ...]  # what differs in tokenizers, special ids and chat templates
-    notes: tuple[str, ...]  # what was not compared
+    tokens: tuple[str, ...] = ()  # what differs in tokenizers, special ids and chat templates
+    notes: tuple[str, ...] = ()  # what was not compared
 
     @property
     def agree(self) -> bool:
