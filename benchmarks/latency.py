@@ -11,6 +11,7 @@ line by itself, so that those of the stages do not add up to that of the whole.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -44,6 +45,10 @@ class Client:
     def __init__(self, port: int):
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
 
     def ask(self, path: str, body: bytes = b"") -> tuple[int, float, float]:
         """Send a request, POST if it has a body; return the status, and its begin and end."""
@@ -91,6 +96,8 @@ class Serving:
     def __exit__(self, *_: object) -> None:
         self._process.send_signal(signal.SIGTERM)
         self._process.wait(60)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def client(self) -> Client:
         """Return a client, once the server is ready."""
@@ -121,8 +128,11 @@ def of_server(path: str, count: int, source: Path) -> dict[str, float]:
     """
     with tempfile.TemporaryDirectory() as name:
         marks = Path(name) / "marks.json"
-        with Serving(["served", str(marks)], source) as server:
-            times = asked(server.client(), path, count)
+        with (
+            Serving(["served", str(marks)], source) as server,
+            contextlib.closing(server.client()) as client,
+        ):
+            times = asked(client, path, count)
         noted = json.loads(marks.read_text(encoding="utf-8"))[-count:]
     columns: dict[str, list[float]] = {name: [] for name in [*STAGES, "in all", "our part"]}
     for (sent, answered), marked in zip(times, noted, strict=True):
@@ -139,8 +149,8 @@ def of_server(path: str, count: int, source: Path) -> dict[str, float]:
 
 def of_bare(path: str, count: int) -> float:
     """Return the median time of the bare route, in milliseconds."""
-    with Serving(["bare"], ROOT) as server:
-        return statistics.median(b - a for a, b in asked(server.client(), path, count)) * 1e3
+    with Serving(["bare"], ROOT) as server, contextlib.closing(server.client()) as client:
+        return statistics.median(b - a for a, b in asked(client, path, count)) * 1e3
 
 
 def table(figures: dict[str, Any]) -> list[str]:

@@ -374,9 +374,9 @@ class DelayedReads:
             later.set_result(found)
         self._waiting = [x for x in self._waiting if x[0] > 0]
 
-    def _delayed(self, *arguments: Any) -> Any:
+    def _delayed(self, *arguments: Any, **options: Any) -> Any:
         self._disk.flush()
-        reading = self._read(*arguments)
+        reading = self._read(*arguments, **options)
         if reading is None:
             return None
         found, later = reading.result(), concurrent.futures.Future()

@@ -346,8 +346,9 @@ SamplingParams.__doc__ = documentation(
 
 def _check_names(names: Iterable[str]) -> None:
     """Raise TypeError, as Python does, for names that are no options."""
-    if problem := unknown_names(names, OPTIONS, "argument of a request"):
-        raise TypeError(problem)
+    unknown = [name for name in names if name not in OPTIONS]
+    if unknown:
+        raise TypeError(unknown_names(unknown, OPTIONS, "argument of a request"))
 
 
 def check(good: bool, name: str, value: Any, expected: str) -> None:

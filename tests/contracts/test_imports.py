@@ -85,7 +85,9 @@ def test_what_limited_processes_load_knows_nothing_of_the_package() -> None:
     }
     for name, known in others.items():
         path = ROOT / "dflash_jax" / name
-        names = {n.split(".")[0] for n in imports(path)}
+        # What starts a process imports another module of the package, which the process does not.
+        starts = name == "utils/limited_process.py"
+        names = {n.split(".")[0] for n in imports(path, inside_functions=not starts)}
         assert names <= {*sys.stdlib_module_names, *known}, path
 
 

@@ -66,7 +66,8 @@ class Mixing(Own):
         states = self.embed(tokens)
         whole = jnp.concatenate([caches[0].inputs[:, None], states], axis=1)
         whole = jax.lax.optimization_barrier(whole)
-        x = whole[:, 1:] * self.mix + whole[:, :-1] * (1 - self.mix)
+        mix = self.mix[None, None]
+        x = whole[:, 1:] * mix + whole[:, :-1] * (1 - mix)
         place = jnp.arange(tokens.shape[1])[None, :, None]
         if self.fault:  # place 0 is computed by other means, or differs
             error = {"place": 2.0**-22, "begin": 2.0**-4}[self.fault]

@@ -404,7 +404,7 @@ def test_rope_and_nested_fields_are_not_ignored(oracle: Path) -> None:
         target_config(fields)
     nested = hub(oracle, "gemma4_vl")
     nested["text_config"]["laurel_rank"] = 64
-    with pytest.raises(ConfigError, match=r"text_config has fields .* laurel_rank"):
+    with pytest.raises(ConfigError, match=r"text_config asks for .* laurel_rank"):
         target_config(nested)
 
 
