@@ -46,7 +46,8 @@ COMPUTED: dict[str, tuple[Any, ...]] = {
 } | dict.fromkeys(
     str.split("""
     activation_sparsity_pattern adapter alibi altup_num_inputs attention_chunk_size
-    attention_multiplier attention_out_bias attention_sink_bias attention_value_scale attn_gate
+    attention_multiplier attention_out_bias attention_sink_bias attention_sinks
+    attention_value_scale attn_gate
     attn_logit_softcapping attn_output_gate attn_temperature_tuning bias clip_qkv
     compression_config conv_L_cache dim_model_base embedding_multiplier final_logit_softcapping
     first_k_dense_replace gru_hidden_dim hidden_size_per_layer_input index_topk
