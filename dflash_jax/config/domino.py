@@ -44,7 +44,7 @@ def _recipe_fields(recipe: Any) -> dict[str, Any]:
     return {
         "gru_hidden_dim": 4 * recipe.rank,
         "emb_dim": recipe.rank,
-        "sample_from_anchor": True,
+        "sample_from_anchor": recipe.sample_from_anchor,
     }
 
 

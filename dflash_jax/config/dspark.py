@@ -70,6 +70,7 @@ def _recipe_fields(recipe: Any) -> dict[str, Any]:
         "markov_rank": recipe.rank,
         "markov_head": recipe.markov_head,
         "confidence_head": recipe.confidence_head,
+        "sample_from_anchor": recipe.sample_from_anchor,
     }
 
 

@@ -15,10 +15,12 @@ from dflash_jax.trainer.drafter import FIXED, anchored
 from dflash_jax.trainer.rows import TokenRows
 
 Params = dict[str, Any]
+# The last factor of each kind's correction by earlier tokens: without it, a drafter drafts as v1.
+CORRECTIONS = ("successor", "markov_w2", "correction_out")
 
 
 def fresh(pair: Pair, seed: int) -> Params:
-    """Return random parameters; the selector of DFlash 2 starts at zero, without effect."""
+    """Return random parameters; corrections by earlier tokens start at zero, without effect."""
     drafter = pair.drafter
     assert drafter is not None
     c = drafter.config
@@ -28,8 +30,8 @@ def fresh(pair: Pair, seed: int) -> Params:
     init = jit(functools.partial(drafter.init, method=anchored))
     variables: Any = init(jax.random.key(seed), taps, blocks, where)
     params = variables["params"]
-    if "successor" in params:
-        params["successor"] = jnp.zeros_like(params["successor"])
+    for name in params.keys() & CORRECTIONS:
+        params[name] = jnp.zeros_like(params[name])
     return params
 
 

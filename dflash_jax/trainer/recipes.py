@@ -29,7 +29,7 @@ BUCKET = {"length": (3, LARGEST), "rows": (1, LARGEST)}
 SCHEDULE = {"steps": (1, LARGEST), "rate": (1e-12, 1e3), "save_every": (1, LARGEST)}
 LATER: dict[str, Any] = {  # settings of later versions, and their defaults
     "confidence_head": True, "mixture": (), "follow_ups": 0.0, "greedy_share": 0.0,
-    "long_share": 0.0, "long_tokens": 512, "drafter_dtype": "same",
+    "long_share": 0.0, "long_tokens": 512, "drafter_dtype": "same", "sample_from_anchor": True,
 }  # fmt: skip
 OF_NONE = ("seed", "inner", "heads", "kv_heads", "head_dim", "draft_vocab", "prompts",
            "text_prompts", "given", "held_out", "anchors")  # fmt: skip
@@ -90,6 +90,9 @@ class Recipe:
       markov_head: vanilla, gated or rnn.
       confidence_head: whether DSpark predicts how likely drafts are to be accepted, which needs
         the target's distributions.
+      sample_from_anchor: whether DSpark and Domino predict a token at every place of a block, the
+        anchor's included, which then drafts `block` tokens. Without it, as in the other kinds, the
+        anchor's place predicts nothing: only so can a DFlash drafter be gone on from.
       loss: ce (target's argmax token), kl (target's distribution), mix (0.1 ce + 0.9 total
         variation, as in DSpark).
       weights: weights of the places of a block: decay (early places first), dpace (by the
@@ -145,6 +148,7 @@ class Recipe:
     candidates: int = 16
     markov_head: str = "vanilla"
     confidence_head: bool = True
+    sample_from_anchor: bool = True
     loss: str = CE
     weights: str = DECAY
     decay: float = 7.0

@@ -258,15 +258,7 @@ def read_start(path: Path | TrainedDrafter, config: DrafterConfig) -> dict[str, 
         {f.name: getattr(c, f.name, None) for f in dataclasses.fields(kind)}
         for c in (source.config, config)
     )
-    free = (
-        "kind",
-        "num_target_layers",
-        "rope",
-        "dtype",
-        "windows",
-        "sample_from_anchor",
-        "speculative_tokens",
-    )
+    free = ("kind", "num_target_layers", "rope", "dtype", "windows", "speculative_tokens")
     differ = [k for k, v in wanted.items() if have[k] != v and k not in free]
     if differ or not isinstance(source.config, DrafterConfig):
         listed = "; ".join(f"{k} is {have[k]}, expected {wanted[k]}" for k in differ)

@@ -18,7 +18,16 @@ from dflash_jax.models import build_graph, build_pair
 from dflash_jax.plan import Plan
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
-from dflash_jax.trainer import drafter, initial_weights, objective, run, setup, training
+from dflash_jax.trainer import (
+    drafter,
+    features,
+    initial_weights,
+    objective,
+    optimizer,
+    run,
+    setup,
+    training,
+)
 from dflash_jax.trainer.recipes import SMOKE, Bucket, Schedule, new_drafter
 from dflash_jax.trainer.rows import TokenRows
 
@@ -133,6 +142,65 @@ def test_draft_vocabularies_that_cannot_be_are_refused() -> None:
         new_drafter(dataclasses.replace(SMOKE, draft_vocab=97), TARGET, 96)
     with pytest.raises(ConfigError, match="initial is 'zeros'; expected one of fresh, layers"):
         dataclasses.replace(SMOKE, initial="zeros")
+
+
+@functools.cache
+def start_scores(kind: str) -> objective.Scores:
+    """Return scores of a drafter of a kind that starts from one fixed DFlash drafter."""
+    dflash, recipe = (
+        dataclasses.replace(SMOKE, kind=name, confidence_head=False, sample_from_anchor=False)
+        for name in ("dflash", kind)
+    )
+    first = random_params(build_pair(TARGET, new_drafter(dflash, TARGET, 96)), seed=2)["drafter"]
+    pair = build_pair(TARGET, new_drafter(recipe, TARGET, 96))
+    params, _ = initial_weights.replaced(initial_weights.fresh(pair, 0), first)
+    ids = jax.random.randint(jax.random.key(0), (2, 24), 0, 96)
+    anchors = jnp.asarray([[1, 7, 12], [3, 9, 20]])
+    labels = jax.random.randint(jax.random.key(1), (2, 3, 3), 0, 96)
+    blocks = drafter.Blocks(anchors, labels, jnp.ones(labels.shape, bool))
+
+    @jax.jit
+    def scored(params: dict) -> objective.Scores:
+        read = features.target_features(pair, PARAMS, ids, dtype="float32", keep=False)
+        both = {"target": PARAMS, "drafter": params}
+        return drafter.scores(pair, both, recipe, read, ids, blocks)
+
+    return scored(params)
+
+
+@pytest.mark.parametrize("kind", ["dflash2", "dspark", "domino"])
+def test_every_kind_starts_as_the_dflash_drafter_that_it_goes_on_from_bit_for_bit(
+    kind: str,
+) -> None:
+    before, after = start_scores("dflash"), start_scores(kind)
+    np.testing.assert_array_equal(after.nll, before.nll)
+    np.testing.assert_array_equal(after.right, before.right)
+
+
+@pytest.mark.parametrize("kind", ["dspark", "domino"])
+def test_a_start_whose_places_are_shifted_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    first = new_drafter(SMOKE, TARGET, 96)
+    params = random_params(build_pair(TARGET, first))["drafter"]
+    run.write_drafter(tmp_path / "drafter", first, params)
+    shifted, unshifted = (
+        dataclasses.replace(SMOKE, kind=kind, sample_from_anchor=value) for value in (True, False)
+    )
+    config = new_drafter(unshifted, TARGET, 96)
+    assert config.step_width == first.step_width
+    assert setup.read_start(tmp_path / "drafter", config).keys() == params.keys()
+    with pytest.raises(ConfigError, match="sample_from_anchor is False, expected True; change"):
+        setup.read_start(tmp_path / "drafter", new_drafter(shifted, TARGET, 96))
+
+
+def test_the_tables_of_corrections_are_trained_as_tables_of_tokens() -> None:
+    for kind in ("dspark", "domino"):
+        pair = build_pair(TARGET, new_drafter(dataclasses.replace(SMOKE, kind=kind), TARGET, 96))
+        params = initial_weights.fresh(pair, 0)
+        matrices = optimizer.are_matrices(params)
+        tables = params.keys() & {"markov_w1", "markov_w2", "correction_out"}
+        assert tables
+        assert not any(matrices[name] for name in tables)
+        assert matrices["fc"]
 
 
 @pytest.mark.soak
