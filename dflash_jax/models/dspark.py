@@ -41,7 +41,7 @@ class DSpark(DFlash):
         c = self.config
         rank, width = c.markov_rank, c.hidden_size
         if rank:
-            self.w1 = weight(self, "markov_w1", (c.vocab_size, rank))
+            self.w1 = weight(self, "markov_w1", (c.vocab_size, rank), 1.0)
             self.w2 = weight(self, "markov_w2", (rank, c.choices))
         if rank and c.markov_head == "gated":
             self.gate = weight(self, "markov_gate", (width + rank, rank))
@@ -153,7 +153,8 @@ class DSpark(DFlash):
         head, counts = jnp.zeros_like(nll), jnp.zeros(nll.shape, bool)
         if c.confidence_head and p is not None:
             covered = jax.lax.stop_gradient(1.0 - variation(logits, p))
-            trust = self.trust(jnp.concatenate(read, axis=-1))
+            # Its gradient would change what the drafts are made of.
+            trust = self.trust(jax.lax.stop_gradient(jnp.concatenate(read, axis=-1)))
             head, counts = (
                 -(covered * nn.log_sigmoid(trust) + (1 - covered) * nn.log_sigmoid(-trust)),
                 ~counts,

@@ -24,7 +24,15 @@ ITERATIONS = 5
 QUINTIC = (3.4445, -4.7750, 2.0315)  # of x, x^3 and x^5, by Jordan: steep at 0, near 1 above
 TINY = 1e-8
 
-TABLES = ("embed", "head", "predecessor", "successor", "markov_w1")  # one entry per token
+TABLES = (
+    "embed",
+    "head",
+    "predecessor",
+    "successor",
+    "markov_w1",
+    "markov_w2",
+    "correction_out",
+)  # fmt: skip  (one entry per token)
 KERNELS = ("base",)  # of convolutions
 
 

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.models import build_pair
 from dflash_jax.nn.objective import distance as distance_of
+from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.trainer import objective
 from dflash_jax.trainer.recipes import DPACE, SMOKE, UNIFORM
 
@@ -37,6 +39,29 @@ def test_dpace_weights_match_their_closed_form_and_carry_no_gradient():
     np.testing.assert_allclose(found[0, 1], [reached[:2].sum(), reached[1], 0], rtol=1e-5)
     assert not found[0, 2].any()
     assert not jax.grad(lambda x: weights(x).sum())(nll).any()
+
+
+def test_the_confidence_head_does_not_change_what_drafts_are_made_of() -> None:
+    target = tiny_target(num_layers=1)
+    config = tiny_drafter(target, "dspark", target_layer_ids=(0,))
+    pair = build_pair(target, config)
+    assert pair.drafter is not None
+    params = jax.device_put(random_params(pair)["drafter"])
+    hidden = jax.random.normal(jax.random.key(0), (1, 4, config.hidden_size))
+    labels = jnp.asarray([[1, 2, 3, 4]])
+    head = jax.random.normal(jax.random.key(1), (config.hidden_size, 97))
+    score = objective.scorer(pair.drafter, lambda x: x @ head, lambda x: x @ head, "ce")
+
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1))
+    def slope(params, hidden):
+        places = objective.Places(hidden, labels, labels, jnp.ones((1, 4, 32)))
+        return score(params, places).head.sum()
+
+    of_params, of_hidden = slope(params, hidden)
+    assert np.asarray(of_params["confidence"]).any()
+    assert not np.asarray(of_params["markov_w1"]).any()
+    assert not np.asarray(of_hidden).any()
 
 
 def scores(seed: int) -> objective.Scores:
