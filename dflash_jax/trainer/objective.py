@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float
 from dflash_jax.config.family import drafter_kinds
 from dflash_jax.errors import ConfigError
 from dflash_jax.nn.objective import Places, Scores
-from dflash_jax.trainer.recipes import DPACE, KL, MIX, UNIFORM, Recipe
+from dflash_jax.trainer.recipes import AUF, DPACE, KL, MIX, UNIFORM, VAT, Recipe
 
 LOGIT_ELEMENTS = 1 << 25  # of one chunk: 128 MiB
 
@@ -80,14 +80,35 @@ def fewest_parts(count: int, elements: int, limit: int) -> int:
 
 
 def place_weights(
-    recipe: Recipe, nll: Float[Array, "B N R"], counts: Bool[Array, "B N R"]
+    recipe: Recipe,
+    nll: Float[Array, "B N R"],
+    right: Bool[Array, "B N R"],
+    counts: Bool[Array, "B N R"],
 ) -> Float[Array, "B N R"]:
-    """Return the weight of every place, 0 where it does not count; carries no gradient."""
+    """Return the weight of every place, 0 where it does not count; carries no gradient.
+
+    Args:
+      right: whether the label is drafted.
+    """
+    if recipe.weights in (AUF, VAT):
+        past = places_after_rejection(right)
+        kept = jnp.exp(-past / recipe.decay) if recipe.weights == VAT else past == 0
+        return jnp.where(counts, kept.astype(jnp.float32), 0.0)
     if recipe.weights == UNIFORM:
         return counts.astype(jnp.float32)
     if recipe.weights == DPACE:
         return jnp.where(counts, pace(nll, counts, recipe.smoothing), 0.0)
     return jnp.where(counts, decay_weights(counts.shape[2], recipe.decay)[None, None], 0.0)
+
+
+def places_after_rejection(right: Bool[Array, "B N R"]) -> Float[Array, "B N R"]:
+    """Return how many places each one is after the first wrong draft; 0 up to that one.
+
+    Decoding keeps the drafts before it and learns the token there, and never looks at later ones
+    (arXiv 2607.01893, 2608.30135).
+    """
+    drafted = jnp.cumprod(right.astype(jnp.float32), axis=2)
+    return jnp.maximum(jnp.cumsum(1.0 - drafted, axis=2) - 1.0, 0.0)
 
 
 def decay_weights(places: int, decay: float) -> Float[Array, " R"]:
@@ -125,7 +146,7 @@ class Sums:
 
 def sums(recipe: Recipe, scores: Scores, counts: Bool[Array, "B N R"]) -> Sums:
     """Return the sums of scores over places."""
-    weights = place_weights(recipe, scores.nll, counts)
+    weights = place_weights(recipe, scores.nll, scores.right, counts)
     if scores.known is not None:
         weights = jnp.where(scores.known, weights, 0.0)
     heads = jnp.where(scores.head_counts, weights, 0.0)

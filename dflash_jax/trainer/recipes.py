@@ -15,7 +15,7 @@ from dflash_jax.trainer.prompt_kinds import check_mixture
 
 DFLASH, DFLASH2, DSPARK = "dflash", "dflash2", "dspark"
 CE, KL, MIX = LOSSES = ("ce", "kl", "mix")
-DECAY, DPACE, UNIFORM = WEIGHTS = ("decay", "dpace", "uniform")
+DECAY, DPACE, UNIFORM, AUF, VAT = WEIGHTS = ("decay", "dpace", "uniform", "auf", "vat")
 ONLINE, CACHE = FEATURES = ("online", "cache")
 FLOAT, INT8, INT4 = TARGET_WEIGHTS = ("float", "int8", "int4")
 REGENERATED, GIVEN, MIXED = ANSWERS = ("target", "given", "mixed")
@@ -96,8 +96,10 @@ class Recipe:
       loss: ce (target's argmax token), kl (target's distribution), mix (0.1 ce + 0.9 total
         variation, as in DSpark).
       weights: weights of the places of a block: decay (early places first), dpace (by the
-        probability of reaching a place), uniform.
-      decay: place k has weight exp(-k / decay); with `decay` weights.
+        probability of reaching a place), uniform, auf (places up to the first wrong draft), vat
+        (later ones, too, less and less).
+      decay: place k has weight exp(-k / decay) with `decay` weights; with `vat`, the k-th place
+        after the first wrong one.
       smoothing: share of certainty mixed into the drafter's probabilities; with `dpace` weights.
       head_weight: weight of the second loss: of the selector, the confidence head, or Domino's
         logits before correction.

@@ -31,7 +31,7 @@ def test_dpace_weights_match_their_closed_form_and_carry_no_gradient():
     recipe = dataclasses.replace(SMOKE, weights=DPACE)
 
     def weights(nll):
-        return objective.place_weights(recipe, nll, COUNTS)
+        return objective.place_weights(recipe, nll, COUNTS, COUNTS)
 
     nll = jnp.broadcast_to(jnp.asarray(-np.log(chance), jnp.float32)[None, None], COUNTS.shape)
     found = weights(nll)
@@ -39,6 +39,17 @@ def test_dpace_weights_match_their_closed_form_and_carry_no_gradient():
     np.testing.assert_allclose(found[0, 1], [reached[:2].sum(), reached[1], 0], rtol=1e-5)
     assert not found[0, 2].any()
     assert not jax.grad(lambda x: weights(x).sum())(nll).any()
+
+
+@pytest.mark.parametrize("weights", ["auf", "vat", "uniform"])
+def test_places_after_the_first_wrong_draft_weigh_less_or_nothing(weights: str) -> None:
+    recipe = dataclasses.replace(SMOKE, weights=weights, decay=2.5)
+    right = jnp.asarray([[[1, 0, 1, 1], [0, 0, 1, 1], [1, 1, 1, 1], [1, 1, 0, 1]]], bool)
+    counts = jnp.ones(right.shape, bool).at[0, 3, 3].set(False)
+    past = np.asarray([[0, 0, 1, 2], [0, 1, 2, 3], [0, 0, 0, 0], [0, 0, 0, 1]])
+    shapes = {"auf": past == 0, "vat": np.exp(-past / 2.5), "uniform": past >= 0}
+    found = objective.place_weights(recipe, jnp.zeros(right.shape), right, counts)
+    np.testing.assert_allclose(found, shapes[weights] * np.asarray(counts), rtol=1e-6)
 
 
 def test_the_confidence_head_does_not_change_what_drafts_are_made_of() -> None:
