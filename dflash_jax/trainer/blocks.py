@@ -8,6 +8,7 @@ blocks never exist together. All of this is traced and pure.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from dflash_jax.nn.layers import product
@@ -38,6 +39,50 @@ def startable(wanted: Bool[Array, "B S"]) -> Bool[Array, "B S"]:
     """
     following = jnp.roll(wanted, -1, axis=1).at[:, -1].set(False)
     return (wanted & following).at[:, 0].set(False)
+
+
+EVEN = 8  # many blocks are a multiple of it, so that they can be processed a few at a time
+
+
+def chained_share(count: int, share: float) -> np.ndarray:
+    """Return which of `count` anchors of a row are chained: evenly spread, all but one at most."""
+    moved = min(int(share * count), count - 1)
+    if moved > EVEN:
+        moved -= moved % EVEN
+    return np.arange(moved) * count // max(moved, 1)
+
+
+def following(
+    tokens: Int[Array, "B S"],
+    wanted: Bool[Array, "B S"],
+    anchors: Int[Array, "B N"],
+    block: int,
+) -> tuple[Int[Array, "B N T-1"], Bool[Array, "B N T-1"]]:
+    """Return the row's own tokens in slots 1 .. T-1, and which of them a drafter has to produce."""
+    places = slots(anchors, block, tokens.shape[1])[:, :, 1:]
+    inside = anchors[:, :, None] + jnp.arange(1, block)[None, None, :] < tokens.shape[1]
+    return gather(tokens, places), inside & gather(wanted, places)
+
+
+def after_round(
+    anchors: Int[Array, "B N"],
+    alive: Bool[Array, "B N"],
+    accepted: Bool[Array, "B N T-1"],
+    wanted: Bool[Array, "B S"],
+) -> tuple[Int[Array, "B N"], Bool[Array, "B N"]]:
+    """Return the anchors of the rounds that decoding would make after blocks at `anchors`.
+
+    A round commits the leading accepted drafts and one more token, the next anchor. An anchor after
+    which the row has no two tokens of the answer left is dead.
+
+    Args:
+      accepted: which drafts are the row's tokens.
+    """
+    found = anchors + 1 + jnp.cumprod(accepted.astype(jnp.int32), axis=2).sum(axis=2)
+    last = wanted.shape[1] - 1
+    places = jnp.minimum(found, last)
+    alive &= (found <= last) & jnp.take_along_axis(startable(wanted), places, axis=1)
+    return jnp.where(alive, places, 0), alive
 
 
 def slots(anchors: Int[Array, "B N"], block: int, length: int) -> Int[Array, "B N T"]:

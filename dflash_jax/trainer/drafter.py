@@ -1,11 +1,13 @@
 """Training of drafters with the engine's own modules, on many anchored blocks at once."""
 
+import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
@@ -145,6 +147,32 @@ def scores(
     return objective.in_chunks(score, params["drafter"], places, pair.drafter.config.choices)
 
 
+def chained(
+    pair: Pair,
+    params: dict[str, Any],
+    recipe: Recipe,
+    features: TargetFeatures,
+    part: "BatchPart",
+    moved: np.ndarray,
+) -> "BatchPart":
+    """Return the rows with the anchors `moved` where decoding would draft after them.
+
+    No gradient flows through the drafts that decide it. A row counts as what decoding commits, also
+    where it was sampled: a draft is accepted if it is the row's token.
+    """
+    assert pair.drafter is not None
+    anchors, alive = part.anchors[:, moved], part.alive[:, moved]
+    width = pair.drafter.config.step_width
+    labels, counts = anchoring.following(part.tokens, part.wanted, anchors, width)
+    blocks = Blocks(anchors=anchors, labels=labels, counts=counts)
+    fixed = jax.lax.stop_gradient(params)
+    right = scores(pair, fixed, recipe, features, part.tokens, blocks).right
+    anchors, alive = anchoring.after_round(anchors, alive, right & counts, part.wanted)
+    return part.replace(  # pyrefly: ignore
+        anchors=part.anchors.at[:, moved].set(anchors), alive=part.alive.at[:, moved].set(alive)
+    )
+
+
 @struct.dataclass
 class BatchPart:
     """Rows of a batch, with the target's features where they are precomputed."""
@@ -172,14 +200,18 @@ def sums(
         features = target_features(pair, frozen, part.tokens, dtype=recipe.dtype, keep=keep)
     if features.hidden is not None:
         features = features.replace(hidden=features.hidden.astype(recipe.dtype))  # pyrefly: ignore
+    drafter = cast_params(params, recipe.training_dtype) | frozen.get(FIXED, {})
+    both = {"target": frozen, "drafter": drafter}
+    moved = anchoring.chained_share(part.anchors.shape[1], recipe.chained)
+    if len(moved):
+        part = chained(pair, both, recipe, features, part, moved)
     width = pair.drafter.config.step_width
     labels, counts = anchoring.trained(
         part.tokens, part.wanted, features.best, part.anchors, part.alive, width
     )
     blocks = Blocks(anchors=part.anchors, labels=labels, counts=counts)
-    drafter = cast_params(params, recipe.training_dtype) | frozen.get(FIXED, {})
-    both = {"target": frozen, "drafter": drafter}
-    return objective.sums(recipe, scores(pair, both, recipe, features, part.tokens, blocks), counts)
+    found = scores(pair, both, recipe, features, part.tokens, blocks)
+    return objective.sums(recipe, found, counts, moved)
 
 
 def gradient(
@@ -222,7 +254,8 @@ def gradient(
 
     # The divisors of loss and head loss are known only after the last part.
     slopes = [jax.tree.map(jnp.zeros_like, params)] * (1 if recipe.kind == DFLASH else 2)
-    carry = (slopes, objective.Sums(*[jnp.float32(0)] * 8))
+    zeros = [jnp.float32(0)] * len(dataclasses.fields(objective.Sums))
+    carry = (slopes, objective.Sums(*zeros))
     (slopes, totals), _ = jax.lax.scan(one, carry, split_rows(whole, recipe.parts))
     shares = (
         1 / objective.divisor(totals.weight),

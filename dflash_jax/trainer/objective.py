@@ -3,11 +3,12 @@
 Axes: M blocks, R drafted places of a block. Logits exist for a few blocks at a time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
@@ -140,18 +141,28 @@ class Sums:
     head_weight: Float[Array, ""]
     right: Float[Array, ""]  # right drafts
     places: Float[Array, ""]  # places that count
-    run: Float[Array, ""]  # leading right drafts of blocks whose places all count
+    run: Float[Array, ""]  # leading right drafts of blocks at random, whose places all count
     blocks: Float[Array, ""]
+    chained_run: Float[Array, ""]  # of blocks where decoding would draft
+    chained_blocks: Float[Array, ""]
 
 
-def sums(recipe: Recipe, scores: Scores, counts: Bool[Array, "B N R"]) -> Sums:
-    """Return the sums of scores over places."""
+def sums(
+    recipe: Recipe, scores: Scores, counts: Bool[Array, "B N R"], chained: Sequence[int] = ()
+) -> Sums:
+    """Return the sums of scores over places.
+
+    Args:
+      chained: blocks of a row that start where decoding would draft; the others are at random.
+    """
     weights = place_weights(recipe, scores.nll, scores.right, counts)
     if scores.known is not None:
         weights = jnp.where(scores.known, weights, 0.0)
     heads = jnp.where(scores.head_counts, weights, 0.0)
     right = (scores.right & counts).astype(jnp.float32)
     whole = counts.all(axis=2).astype(jnp.float32)
+    run = jnp.cumprod(right, axis=2).sum(axis=2) * whole
+    moved = np.isin(np.arange(counts.shape[1]), chained)[None]
     return Sums(
         loss=(scores.loss * weights).sum(),
         weight=weights.sum(),
@@ -159,8 +170,10 @@ def sums(recipe: Recipe, scores: Scores, counts: Bool[Array, "B N R"]) -> Sums:
         head_weight=heads.sum(),
         right=right.sum(),
         places=counts.sum().astype(jnp.float32),
-        run=(jnp.cumprod(right, axis=2).sum(axis=2) * whole).sum(),
-        blocks=whole.sum(),
+        run=jnp.where(moved, 0.0, run).sum(),
+        blocks=jnp.where(moved, 0.0, whole).sum(),
+        chained_run=jnp.where(moved, run, 0.0).sum(),
+        chained_blocks=jnp.where(moved, whole, 0.0).sum(),
     )
 
 
@@ -168,7 +181,7 @@ def total(recipe: Recipe, totals: Sums) -> tuple[Float[Array, ""], dict[str, Flo
     """Return the loss of a batch, its sums divided once, and the logged metrics.
 
     `simulated` is the acceptance length over blocks whose places all count: 1 plus the number of
-    leading right drafts.
+    leading right drafts. `simulated_chained` is that of blocks where decoding would draft.
     """
     loss = totals.loss / divisor(totals.weight)
     logged = {
@@ -176,6 +189,8 @@ def total(recipe: Recipe, totals: Sums) -> tuple[Float[Array, ""], dict[str, Flo
         "accuracy": totals.right / divisor(totals.places),
         "places": totals.places,
     }
+    if recipe.chained:
+        logged["simulated_chained"] = 1.0 + totals.chained_run / divisor(totals.chained_blocks)
     if drafter_kinds()[recipe.kind].second_loss:
         logged["head"] = totals.head / divisor(totals.head_weight)
         loss += recipe.head_weight * logged["head"]

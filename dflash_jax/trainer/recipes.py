@@ -30,6 +30,7 @@ SCHEDULE = {"steps": (1, LARGEST), "rate": (1e-12, 1e3), "save_every": (1, LARGE
 LATER: dict[str, Any] = {  # settings of later versions, and their defaults
     "confidence_head": True, "mixture": (), "follow_ups": 0.0, "greedy_share": 0.0,
     "long_share": 0.0, "long_tokens": 512, "drafter_dtype": "same", "sample_from_anchor": True,
+    "chained": 0.0,
 }  # fmt: skip
 OF_NONE = ("seed", "inner", "heads", "kv_heads", "head_dim", "draft_vocab", "prompts",
            "text_prompts", "given", "held_out", "anchors")  # fmt: skip
@@ -40,7 +41,7 @@ RECIPE = {
     **dict.fromkeys(OF_ONE, (1, LARGEST)),
     "block": (2, LARGEST),
     "decay": (1e-3, 1e6),
-    **dict.fromkeys(("smoothing", "follow_ups", "greedy_share", "long_share"), (0, 1)),
+    **dict.fromkeys(("smoothing", "chained", "follow_ups", "greedy_share", "long_share"), (0, 1)),
     "head_weight": (0, 1e6),
     "weight_decay": (0, 1e3),
     "temperature": (0, 1e6),
@@ -105,6 +106,9 @@ class Recipe:
         logits before correction.
       anchors: blocks per row of the first bucket; longer rows have proportionally more. 0 starts
         a block at every position that can start one.
+      chained: share of the blocks of a row, all but one at most, that start where decoding would
+        draft after a block at a random place, that is, after the drafts which the row confirms and
+        the token that follows them. Decoding drafts at such places, and random ones are easier.
       parts: sequential parts of a batch: the same gradient in less memory.
       features: run the target in each step (online), or once over all rows (cache, on disk).
       dtype: of the target and of the drafter's computation; drafter weights stay float32.
@@ -160,6 +164,7 @@ class Recipe:
     weight_decay: float = 0.01
     schedule: Schedule
     anchors: int
+    chained: float = 0.0
     buckets: tuple[Bucket, ...]
     parts: int = 1
     features: str = ONLINE
