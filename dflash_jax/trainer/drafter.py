@@ -290,6 +290,19 @@ def step(
         updates, memory = optimizer.update(slope, state.optimizer, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         metrics["gradient"] = optax.tree.norm(slope)
-        return TrainState(params=params, optimizer=memory), metrics
+        average = averaged(state.average, params, recipe.average, number)
+        return TrainState(params=params, optimizer=memory, average=average), metrics
 
     return advance
+
+
+def averaged(average: dict | None, params: dict, decay: float, number: Array) -> dict | None:
+    """Return the average of the parameters after one more step; None if none is kept.
+
+    In step n its decay is at most (1 + n) / (10 + n), so that the first weights, which may be
+    random, are soon forgotten.
+    """
+    if average is None:
+        return None
+    kept = jnp.minimum(decay, (1.0 + number) / (10.0 + number))
+    return jax.tree.map(lambda old, new: kept * old + (1.0 - kept) * new, average, params)

@@ -30,7 +30,7 @@ SCHEDULE = {"steps": (1, LARGEST), "rate": (1e-12, 1e3), "save_every": (1, LARGE
 LATER: dict[str, Any] = {  # settings of later versions, and their defaults
     "confidence_head": True, "mixture": (), "follow_ups": 0.0, "greedy_share": 0.0,
     "long_share": 0.0, "long_tokens": 512, "drafter_dtype": "same", "sample_from_anchor": True,
-    "chained": 0.0,
+    "chained": 0.0, "average": 0.0,
 }  # fmt: skip
 OF_NONE = ("seed", "inner", "heads", "kv_heads", "head_dim", "draft_vocab", "prompts",
            "text_prompts", "given", "held_out", "anchors")  # fmt: skip
@@ -42,6 +42,7 @@ RECIPE = {
     "block": (2, LARGEST),
     "decay": (1e-3, 1e6),
     **dict.fromkeys(("smoothing", "chained", "follow_ups", "greedy_share", "long_share"), (0, 1)),
+    "average": (0, 0.999999),
     "head_weight": (0, 1e6),
     "weight_decay": (0, 1e3),
     "temperature": (0, 1e6),
@@ -104,6 +105,8 @@ class Recipe:
       smoothing: share of certainty mixed into the drafter's probabilities; with `dpace` weights.
       head_weight: weight of the second loss: of the selector, the confidence head, or Domino's
         logits before correction.
+      average: decay of an average of the weights over steps, which is the drafter in place of the
+        weights after the last step; 0 for none.
       anchors: blocks per row of the first bucket; longer rows have proportionally more. 0 starts
         a block at every position that can start one.
       chained: share of the blocks of a row, all but one at most, that start where decoding would
@@ -162,6 +165,7 @@ class Recipe:
     head_weight: float = 1.0
     optimizer: str = MUON
     weight_decay: float = 0.01
+    average: float = 0.0
     schedule: Schedule
     anchors: int
     chained: float = 0.0

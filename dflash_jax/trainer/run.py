@@ -124,11 +124,11 @@ def finish(begun: BegunRun, *, decoder: regenerate.Decoder | None = None) -> Out
             rows = packing.load(out / "rows.npz")
         mask, identity = config.mask_token_id, begun.identity
         with explained_out_of_memory():
-            _, trained = fit(
+            trained = fit(
                 model, recipe, mask, rows, out, identity=identity, report=report, start=begun.params
             )
         if group.first:
-            write_drafter(out / "drafter", config, trained)
+            write_drafter(out / "drafter", config, trained.params)
     if not group.first:
         return Outcome(out / "drafter", {})
     asked, _ = begun.held_out()

@@ -21,10 +21,11 @@ OUTPUTS = (("attention", "o"), ("mlp", "down"))  # projections of a layer that a
 
 @struct.dataclass
 class TrainState:
-    """Parameters and optimizer state."""
+    """Parameters, optimizer state, and the average of the parameters over steps if one is kept."""
 
     params: dict
     optimizer: optax.OptState
+    average: dict | None = None
 
 
 def blank_caches(config: TargetConfig, rows: int, slots: int) -> tuple[LayerCache, ...]:

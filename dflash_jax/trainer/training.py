@@ -1,11 +1,13 @@
 """Training of a drafter: rows, features, batches, optimizer, saved states."""
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -144,6 +146,25 @@ def cached_features(
     return cache
 
 
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """A drafter after its last step.
+
+    Attributes:
+      last: its parameters then, on the host.
+      average: their average over steps, if the recipe keeps one.
+    """
+
+    config: DrafterConfig
+    last: dict[str, Any]
+    average: dict[str, Any] | None
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters that are the result of the recipe."""
+        return self.last if self.average is None else self.average
+
+
 def fit(
     model: TargetModel,
     recipe: Recipe,
@@ -154,7 +175,7 @@ def fit(
     identity: str,
     report: Report,
     start: dict[str, Any] | None = None,
-) -> tuple[DrafterConfig, dict[str, Any]]:
+) -> Fitted:
     """Train a drafter on rows; state, log and feature cache are kept in `out`.
 
     All hosts of a run make the same call. Each reads its share of the rows of a batch; host 0 fills
@@ -165,9 +186,6 @@ def fit(
       identity: see `loop.TrainingRun`.
       report: called with progress lines.
       start: initial parameters; fresh ones by default.
-
-    Returns:
-      The drafter's config and its parameters on the host.
 
     Raises:
       ConfigError: no block can start in the rows, or devices are missing.
@@ -186,7 +204,9 @@ def fit(
     first, fixed = first_params(pair, recipe, model, rows, report, start)
     group.agree("the digest of all weights", digest((first, model.params, fixed), group))
     frozen = place.frozen(model) | place.replicated(fixed)
-    state = place.split(TrainState(params=first, optimizer=maker.init(first)), pair)
+    average = jax.tree.map(jnp.copy, first) if recipe.average else None
+    begun = TrainState(params=first, optimizer=maker.init(first), average=average)
+    state = place.split(begun, pair)
     after = jax.tree.map(lambda x: x.sharding, state), place.everywhere
     step = drafter.step(pair, recipe, maker)
     program = jit(step, donate=(0,), static_argnums=(5,), out_shardings=after)
@@ -213,7 +233,10 @@ def fit(
         batch=describe,
     )
     final = loop.fit(run, state, advance, report=report)
-    return config, jax.device_get(final.params | fixed.get(drafter.FIXED, {}))
+    own = fixed.get(drafter.FIXED, {})
+    last = jax.device_get(final.params | own)
+    means = None if final.average is None else jax.device_get(final.average | own)
+    return Fitted(config, last, means)
 
 
 def first_params(

@@ -210,7 +210,7 @@ def answers(work: Work) -> None:
 
 def drafter_model(work: Work) -> None:
     """Train the drafter against the frozen target and export it."""
-    config, params = training.fit(
+    fitted = training.fit(
         trained_target(work),
         work.preset.drafter,
         work.preset.mask_id,
@@ -221,7 +221,7 @@ def drafter_model(work: Work) -> None:
     )
     with saved_as(work.path("drafter"), folder=True) as partial:
         fields = {"max_position_embeddings": LONGEST, "tie_word_embeddings": False}
-        run.write_huggingface(partial, config, params, **fields)
+        run.write_huggingface(partial, fitted.config, fitted.params, **fields)
 
 
 def held_out(work: Work) -> None:

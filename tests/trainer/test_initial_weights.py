@@ -220,19 +220,21 @@ def test_a_reduced_drafter_is_trained_written_and_decodes(kind: str, tmp_path: P
         schedule=Schedule(steps=4, rate=1e-3, save_every=2),
     )
 
-    def fit(out: Path, start: dict | None = None) -> tuple:
+    def fit(out: Path, start: dict | None = None) -> training.Fitted:
         return training.fit(
             model, chosen, 96, rows, out, identity="x", report=lambda line: None, start=start
         )
 
-    config, params = fit(tmp_path / "a")
+    fitted = fit(tmp_path / "a")
+    config = fitted.config
+    params = fitted.params
     run.write_drafter(tmp_path / "drafter", config, params)
     source = open_model(tmp_path / "drafter", role="drafter")
     assert source.config.draft_vocab_size == 24  # pyrefly: ignore
     back = source.load("float32")
     np.testing.assert_array_equal(back["d2t"], params["d2t"])
     again = setup.read_start(tmp_path / "drafter", config)
-    np.testing.assert_array_equal(fit(tmp_path / "b", again)[1]["d2t"], params["d2t"])
+    np.testing.assert_array_equal(fit(tmp_path / "b", again).params["d2t"], params["d2t"])
     plan = resolve_here(Plan(max_length=64, block=4, chunk=16), build_pair(TARGET, config))
     both = {"target": model.params, "drafter": jax.device_put(back)}
     engine = Engine(build_graph(TARGET, config, plan), both)

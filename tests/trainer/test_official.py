@@ -44,10 +44,10 @@ def trained(folder: Path, kind: str) -> Path:
     )
     tokens = np.random.default_rng(0).integers(0, MASK, (4, LENGTH)).astype(np.int32)
     rows = [TokenRows(tokens, np.ones(tokens.shape, bool), np.ones(tokens.shape, bool))]
-    config, params = training.fit(
+    fitted = training.fit(
         model, recipe, MASK, rows, folder / "run", identity="x", report=lambda line: None
     )
-    run.write_drafter(folder / "drafter", config, params)
+    run.write_drafter(folder / "drafter", fitted.config, fitted.params)
     return folder
 
 

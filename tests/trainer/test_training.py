@@ -1,6 +1,7 @@
 """Runs on a random target: resumption, devices, rows without anchors."""
 
 import dataclasses
+import functools
 import json
 import os
 import random
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -25,12 +27,13 @@ from dflash_jax.models import build_graph, build_pair
 from dflash_jax.quant.layouts import dequantise
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import folder_params, planned, random_engine, random_params, tiny_target
-from dflash_jax.trainer import data, evaluate, initial_weights, run, setup, training
+from dflash_jax.trainer import data, drafter, evaluate, initial_weights, run, setup, training
 from dflash_jax.trainer.files import claim
 from dflash_jax.trainer.recipes import RECIPES, SMOKE, Bucket, Schedule, new_drafter
 from dflash_jax.trainer.rows import TokenRows
 from dflash_jax.trainer.run import write_huggingface
 
+BUCKETS = (Bucket(length=32, rows=2),)
 RECIPE = dataclasses.replace(
     SMOKE,
     kind="dspark",
@@ -38,7 +41,8 @@ RECIPE = dataclasses.replace(
     layers=1,
     features="cache",
     optimizer="adamw",
-    buckets=(Bucket(length=32, rows=2),),
+    average=0.9,
+    buckets=BUCKETS,
     schedule=Schedule(steps=6, rate=1e-2, save_every=2),
 )
 
@@ -56,7 +60,35 @@ def model() -> TargetModel:
 
 
 def fit(out, report=lambda line: None):
-    return training.fit(model(), RECIPE, 96, rows(), out, identity="x", report=report)[1]
+    return training.fit(model(), RECIPE, 96, rows(), out, identity="x", report=report).params
+
+
+def test_the_average_of_weights_is_kept_beside_them_and_is_the_result(tmp_path):
+    def fitted(out, average):
+        schedule = Schedule(steps=1, rate=1e-2)
+        recipe = dataclasses.replace(SMOKE, average=average, schedule=schedule, buckets=BUCKETS)
+        return training.fit(model(), recipe, 96, rows(), out, identity="x", report=str)
+
+    plain, both = fitted(tmp_path / "a", 0.0), fitted(tmp_path / "b", 0.5)
+    assert plain.average is None
+    assert plain.params is plain.last
+    assert both.params is both.average
+    jax.tree.map(np.testing.assert_array_equal, plain.last, both.last)
+    pair = build_pair(model().config, both.config)
+    fresh = initial_weights.fresh(pair, 0)
+    first, _ = initial_weights.from_target(fresh, model().params, (model().config, both.config))
+    expected = jax.tree.map(lambda a, b: 0.1 * a + 0.9 * b, first, both.last)  # a first step
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), both.average, expected)
+
+
+def test_an_average_forgets_its_first_weights_and_then_decays_as_asked():
+    ones, zeros = {"x": jnp.ones(2)}, {"x": jnp.zeros(2)}
+    kept = [
+        float(drafter.averaged(ones, zeros, 0.995, jnp.int32(number))["x"][0])
+        for number in (0, 90, 5000)
+    ]
+    np.testing.assert_allclose(kept, [0.1, 0.91, 0.995], rtol=1e-6)
+    assert drafter.averaged(None, ones, 0.995, jnp.int32(0)) is None
 
 
 @pytest.mark.soak
@@ -239,11 +271,11 @@ def test_one_sample_is_learnt_until_the_engine_keeps_whole_blocks(kind, draft_vo
         buckets=(Bucket(length=60, rows=1),),
         schedule=Schedule(steps=150, rate=1e-2, save_every=150),
     )
-    config, params = training.fit(
+    fitted = training.fit(
         whole, recipe, 96, sample, tmp_path, identity="x", report=lambda line: None
     )
-    trained = {"target": whole.params, "drafter": jax.device_put(params)}
-    engine = Engine(build_graph(whole.config, config, plan), trained)
+    trained = {"target": whole.params, "drafter": jax.device_put(fitted.params)}
+    engine = Engine(build_graph(whole.config, fitted.config, plan), trained)
     result = engine.generate(prompt, max_tokens=40)
     assert result.token_ids == said
     assert len(set(said)) > 4
