@@ -23,7 +23,7 @@ from dflash_jax.trainer.features import TargetFeatures, target_features
 from dflash_jax.trainer.recipes import DFLASH, Recipe
 from dflash_jax.trainer.target import TrainState
 
-FIXED = "drafter"  # key of the drafter's own tables among the frozen parameters
+FIXED = "drafter"  # key of the drafter's parameters among the frozen ones
 
 
 def anchored(
@@ -173,6 +173,12 @@ def chained(
     )
 
 
+def joined(trained: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
+    """Return all parameters of a drafter, of which some are trained and the others are not."""
+    both = {name: joined(trained[name], fixed[name]) for name in trained.keys() & fixed.keys()}
+    return trained | fixed | both
+
+
 @struct.dataclass
 class BatchPart:
     """Rows of a batch, with the target's features where they are precomputed."""
@@ -200,7 +206,7 @@ def sums(
         features = target_features(pair, frozen, part.tokens, dtype=recipe.dtype, keep=keep)
     if features.hidden is not None:
         features = features.replace(hidden=features.hidden.astype(recipe.dtype))  # pyrefly: ignore
-    drafter = cast_params(params, recipe.training_dtype) | frozen.get(FIXED, {})
+    drafter = cast_params(joined(params, frozen.get(FIXED, {})), recipe.training_dtype)
     both = {"target": frozen, "drafter": drafter}
     moved = anchoring.chained_share(part.anchors.shape[1], recipe.chained)
     if len(moved):

@@ -1,5 +1,6 @@
 """Initial parameters of a drafter, random or taken from its target."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,10 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Key
 
 from dflash_jax.config import DrafterConfig, TargetConfig
 from dflash_jax.graph.build import jit
 from dflash_jax.graph.steps.pair import Pair
+from dflash_jax.models.dflash import DFlash
 from dflash_jax.trainer.drafter import FIXED, anchored
 from dflash_jax.trainer.rows import TokenRows
 
@@ -21,18 +24,42 @@ CORRECTIONS = ("successor", "markov_w2", "correction_out")
 
 def fresh(pair: Pair, seed: int) -> Params:
     """Return random parameters; corrections by earlier tokens start at zero, without effect."""
-    drafter = pair.drafter
-    assert drafter is not None
+    params = jit(functools.partial(_random, pair.drafter))(jax.random.key(seed))
+    for name in params.keys() & CORRECTIONS:
+        params[name] = jnp.zeros_like(params[name])
+    return params
+
+
+def _random(drafter: Any, key: Key[Array, ""]) -> Params:
     c = drafter.config
     taps = [jnp.zeros((1, 1, c.hidden_size))] * len(c.target_layer_ids)
     blocks = jnp.zeros((1, 1, c.block_size, c.hidden_size))
     where = jnp.zeros((1, 1), jnp.int32)
-    init = jit(functools.partial(drafter.init, method=anchored))
-    variables: Any = init(jax.random.key(seed), taps, blocks, where)
-    params = variables["params"]
-    for name in params.keys() & CORRECTIONS:
-        params[name] = jnp.zeros_like(params[name])
-    return params
+    return drafter.init(key, taps, blocks, where, method=anchored)["params"]
+
+
+def without_backbone(params: Params, config: DrafterConfig) -> tuple[Params, Params]:
+    """Return the weights that a kind adds to those of a DFlash drafter, and the latter."""
+    common = {f.name: getattr(config, f.name) for f in dataclasses.fields(DrafterConfig)}
+    plain = DFlash(DrafterConfig(**common | {"kind": "dflash"}))
+    shapes = jax.eval_shape(functools.partial(_random, plain), jax.random.key(0))
+    return _split(params, shapes)
+
+
+def _split(params: Params, names: Params) -> tuple[Params, Params]:
+    """Return the parameters whose names are not in another tree, and the others."""
+    outside: Params = {}
+    inside: Params = {}
+    for name, value in params.items():
+        if name not in names:
+            outside[name] = value
+        elif isinstance(value, dict):
+            own, common = _split(value, names[name])
+            outside |= {name: own} if own else {}
+            inside[name] = common
+        else:
+            inside[name] = value
+    return outside, inside
 
 
 def from_target(

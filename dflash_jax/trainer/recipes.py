@@ -30,7 +30,7 @@ SCHEDULE = {"steps": (1, LARGEST), "rate": (1e-12, 1e3), "save_every": (1, LARGE
 LATER: dict[str, Any] = {  # settings of later versions, and their defaults
     "confidence_head": True, "mixture": (), "follow_ups": 0.0, "greedy_share": 0.0,
     "long_share": 0.0, "long_tokens": 512, "drafter_dtype": "same", "sample_from_anchor": True,
-    "chained": 0.0, "average": 0.0,
+    "chained": 0.0, "average": 0.0, "frozen_backbone": False,
 }  # fmt: skip
 OF_NONE = ("seed", "inner", "heads", "kv_heads", "head_dim", "draft_vocab", "prompts",
            "text_prompts", "given", "held_out", "anchors")  # fmt: skip
@@ -105,6 +105,8 @@ class Recipe:
       smoothing: share of certainty mixed into the drafter's probabilities; with `dpace` weights.
       head_weight: weight of the second loss: of the selector, the confidence head, or Domino's
         logits before correction.
+      frozen_backbone: whether what the kind has in common with DFlash stays as in the drafter that
+        the run goes on from, so that only its own weights are trained.
       average: decay of an average of the weights over steps, which is the drafter in place of the
         weights after the last step; 0 for none.
       anchors: blocks per row of the first bucket; longer rows have proportionally more. 0 starts
@@ -165,6 +167,7 @@ class Recipe:
     head_weight: float = 1.0
     optimizer: str = MUON
     weight_decay: float = 0.01
+    frozen_backbone: bool = False
     average: float = 0.0
     schedule: Schedule
     anchors: int
@@ -213,6 +216,11 @@ class Recipe:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}"
                 )
+        if self.frozen_backbone and self.kind == DFLASH:
+            raise ConfigError(
+                "frozen_backbone is true, but kind=dflash has no weights beyond its backbone;"
+                " choose another kind, or frozen_backbone=false"
+            )
         check(self, RECIPE)
         check_mixture(self.mixture)
         for name in ("buckets", "answer_buckets"):

@@ -85,6 +85,11 @@ def begin(
     group = exchange.current()
     if not group.first:
         return follow(target, out, recipe, report, start, group)
+    if recipe.frozen_backbone and not start:
+        raise ConfigError(
+            "frozen_backbone is true, but there is no drafter to go on from; give one (--from), or"
+            " frozen_backbone=false"
+        )
     model = open_target(target, recipe)
     given_data = sources.load(source, recipe)
     examples = (*given_data.training, *given_data.held_out)

@@ -233,10 +233,15 @@ def fit(
         batch=describe,
     )
     final = loop.fit(run, state, advance, report=report)
-    own = fixed.get(drafter.FIXED, {})
-    last = jax.device_get(final.params | own)
-    means = None if final.average is None else jax.device_get(final.average | own)
-    return Fitted(config, last, means)
+    return fitted(config, final, fixed.get(drafter.FIXED, {}))
+
+
+def fitted(config: DrafterConfig, state: TrainState, fixed: dict[str, Any]) -> Fitted:
+    """Return a trained drafter from its last state and the parameters that were not trained."""
+    last = jax.device_get(drafter.joined(state.params, fixed))
+    if state.average is None:
+        return Fitted(config, last, None)
+    return Fitted(config, last, jax.device_get(drafter.joined(state.average, fixed)))
 
 
 def first_params(
@@ -258,10 +263,14 @@ def first_params(
     if not start and recipe.initial == LAYERS:
         params, origin = initial_weights.from_target(fresh, model.params, configs)
         report(f"the drafter starts with {origin}")
-    if not recipe.draft_vocab:
-        return params, {}
-    tokens = initial_weights.draft_tokens(rows, recipe.draft_vocab, model.config, report)
-    return initial_weights.with_draft_vocabulary(params, model.params, tokens, start)
+    fixed: dict[str, Any] = {}
+    if recipe.draft_vocab:
+        tokens = initial_weights.draft_tokens(rows, recipe.draft_vocab, model.config, report)
+        params, fixed = initial_weights.with_draft_vocabulary(params, model.params, tokens, start)
+    if recipe.frozen_backbone:
+        params, backbone = initial_weights.without_backbone(params, pair.drafter.config)
+        fixed = {drafter.FIXED: backbone | fixed.get(drafter.FIXED, {})}
+    return params, fixed
 
 
 class Placement:

@@ -177,6 +177,60 @@ def test_every_kind_starts_as_the_dflash_drafter_that_it_goes_on_from_bit_for_bi
     np.testing.assert_array_equal(after.right, before.right)
 
 
+OWN = {
+    "dflash2": {"selector_hidden", "predecessor", "successor"},
+    "dspark": {"markov_w1", "markov_w2"},
+    "domino": {"gru_input", "gru_state", "correction_in", "correction_out"},
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_frozen_backbone_leaves_the_weights_that_a_kind_adds(kind: str) -> None:
+    recipe = dataclasses.replace(SMOKE, kind=kind, confidence_head=False, draft_vocab=24)
+    config = new_drafter(recipe, TARGET, 96)
+    params = initial_weights.fresh(build_pair(TARGET, config), 0)
+    own, backbone = initial_weights.without_backbone(params, config)
+    convolutions = {"layers_0"} if kind == "dflash2" else set()
+    assert own.keys() == OWN[kind] | convolutions
+    assert {"fc", "norm", "layers_0", "head", "d2t"} <= backbone.keys()
+    if convolutions:
+        assert own["layers_0"].keys() == {"attention_conv", "mlp_conv"}
+    jax.tree.map(np.testing.assert_array_equal, drafter.joined(own, backbone), params)
+
+
+def test_only_a_kind_with_weights_of_its_own_that_goes_on_can_freeze_its_backbone(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match="frozen_backbone is true, but kind=dflash has no"):
+        dataclasses.replace(SMOKE, frozen_backbone=True)
+    recipe = dataclasses.replace(SMOKE, kind="dspark", frozen_backbone=True)
+    with pytest.raises(ConfigError, match=r"no drafter to go on from; give one \(--from\)"):
+        run.run("tiny", "tiny", tmp_path / "out", recipe, report=print)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_frozen_backbone_has_the_same_bits_after_training(tmp_path: Path) -> None:
+    model = TargetModel(TARGET, jax.device_put(PARAMS), "float32")
+    tokens = np.random.default_rng(0).integers(0, 40, (4, 32)).astype(np.int32)
+    rows = [TokenRows(tokens, np.ones(tokens.shape, bool), np.ones(tokens.shape, bool))]
+    recipe = dataclasses.replace(
+        SMOKE,
+        kind="dspark",
+        confidence_head=False,
+        sample_from_anchor=False,
+        frozen_backbone=True,
+        buckets=(Bucket(length=32, rows=2),),
+        schedule=Schedule(steps=2, rate=1e-2),
+    )
+    first = random_params(build_pair(TARGET, new_drafter(SMOKE, TARGET, 96)), seed=2)["drafter"]
+    fitted = training.fit(
+        model, recipe, 96, rows, tmp_path, identity="x", report=lambda line: None, start=first
+    )
+    own, backbone = initial_weights.without_backbone(fitted.params, fitted.config)
+    jax.tree.map(np.testing.assert_array_equal, backbone, first)
+    assert np.asarray(own["markov_w2"]).any()
+
+
 @pytest.mark.parametrize("kind", ["dspark", "domino"])
 def test_a_start_whose_places_are_shifted_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     first = new_drafter(SMOKE, TARGET, 96)
