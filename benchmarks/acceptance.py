@@ -110,21 +110,32 @@ def cases(measurement: Measurement, options: argparse.Namespace) -> Iterator[Cas
                 if len(ids) <= room:
                     yield Case(name, ids)
             continue
-        entries = map(json.loads, CONVERSATIONS.read_text(encoding="utf-8").splitlines())
-        used: collections.Counter[str] = collections.Counter()
-        for entry in entries:
-            used[entry["category"]] += 1
-            if used[entry["category"]] > options.count:
-                continue
-            messages: list[dict[str, str]] = []
-            for turn in entry["turns"]:
-                messages.append({"role": "user", "content": turn})
-                ids = engine.chat_ids(messages)
-                if len(ids) > room:
-                    break
-                yield Case(entry["category"], ids)
-                said = engine.generate(ids, max_tokens=limit, speculative=False).text
-                messages.append({"role": "assistant", "content": said})
+        yield from conversations(engine, options.count, limit)
+
+
+def conversations(engine: Any, count: int, limit: int) -> Iterator[Case]:
+    """Yield both turns of the first conversations of each category.
+
+    Args:
+      count: conversations of a category.
+      limit: tokens of an answer; the second turn follows the plain answer to the first one.
+    """
+    room = engine.plan.max_length - limit
+    entries = map(json.loads, CONVERSATIONS.read_text(encoding="utf-8").splitlines())
+    used: collections.Counter[str] = collections.Counter()
+    for entry in entries:
+        used[entry["category"]] += 1
+        if used[entry["category"]] > count:
+            continue
+        messages: list[dict[str, str]] = []
+        for turn in entry["turns"]:
+            messages.append({"role": "user", "content": turn})
+            ids = engine.chat_ids(messages)
+            if len(ids) > room:
+                break
+            yield Case(entry["category"], ids)
+            said = engine.generate(ids, max_tokens=limit, speculative=False).text
+            messages.append({"role": "assistant", "content": said})
 
 
 def measure(

@@ -217,7 +217,7 @@ def sums(
     )
     blocks = Blocks(anchors=part.anchors, labels=labels, counts=counts)
     found = scores(pair, both, recipe, features, part.tokens, blocks)
-    return objective.sums(recipe, found, counts, moved)
+    return objective.sums(recipe, found, counts, moved.tolist())
 
 
 def gradient(

@@ -7,10 +7,11 @@ makes the archive of prompts and answers that is shipped, `ship` the folder of t
 """
 
 import argparse
+import itertools
 import json
 import sys
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import benchmarks
@@ -24,7 +25,7 @@ from dflash_jax.trainer.recipes import Recipe, recipe
 from dflash_jax.trainer.setup import ANSWERS, ROWS, data_files
 from dflash_jax.trainer.sources import TrainingData
 from dflash_jax.utils.allocator import tune_allocator
-from recipes.smollm2 import card, comparison
+from recipes.smollm2 import card, comparison, short_runs
 
 STOPPED = 3
 DRAFT_TOKENS = 2  # of a step by default: the fastest on a CPU (docs/benchmarks.md)
@@ -45,9 +46,9 @@ DRAFTERS: dict[str, tuple[str, ...]] = {
 # The kinds as which a v1 drafter can go on, compared where one is given to start from.
 KINDS: dict[str, tuple[str, ...]] = {
     "v1": (),
-    "dspark": ("kind=dspark", "confidence_head=false", "rank=32"),
+    "dspark": ("kind=dspark", "confidence_head=false", "rank=32", "sample_from_anchor=false"),
     "dflash2": ("kind=dflash2",),
-    "domino": ("kind=domino", "rank=32"),
+    "domino": ("kind=domino", "rank=32", "sample_from_anchor=false"),
 }
 
 
@@ -79,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
         (data, "have the target write and answer prompts, and record its features"),
         (compare, "train drafters of several shapes for a short time, and write table.json"),
         (train, "train a drafter on the data"),
+        (short, "train a drafter with a change of the recipe, and compare it with a control"),
         (pack, "pack the prompts and answers into an archive"),
         (ship, "put a trained drafter into the package, with its card"),
     ):
@@ -96,6 +98,13 @@ def parser() -> argparse.ArgumentParser:
         if function in (compare, train):
             text = "folder of a drafter to start from, of the recipe's shape"
             command.add_argument("--start", type=Path, help=text)
+        if function is short:
+            names = (short_runs.START, *short_runs.SHORT)
+            command.add_argument("name", choices=names)
+            text = "folder of the drafter that all runs go on from"
+            command.add_argument("--start", type=Path, default=FOLDER / "drafter", help=text)
+            text = "conversations of each category that are answered"
+            command.add_argument("--count", type=int, default=10, help=text)
         if function is ship:
             command.add_argument("--draft-tokens", type=int, default=DRAFT_TOKENS)
             command.add_argument("--window", type=int, default=WINDOW)
@@ -166,6 +175,42 @@ def trained_drafter(
     )
 
 
+def short(options: argparse.Namespace) -> None:
+    """Train the named drafter, answer the prompts, and write the table of all runs."""
+    runs = short_runs.ShortRuns(
+        folder=options.run,
+        target=options.target,
+        start=options.start,
+        rounds=tuple(unpacked_rounds(options)),
+        count=options.count,
+        report=to_stderr,
+    )
+    cases = runs.cases(source)
+    chosen = chosen_recipe(options, short_runs.settings(options.name))
+    runs.measure(options.name, chosen, cases)
+    table = runs.table(cases)
+    with saved_as(options.run / "table.json") as partial:
+        write_json(partial, table)
+    for line in short_runs.lines(table):
+        to_stderr(line)
+
+
+def unpacked_rounds(options: argparse.Namespace) -> Iterator[Recipe]:
+    """Yield the recipe of each round whose data are there or shipped, from the first on.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    for seed in itertools.count():
+        chosen = recipe(options.preset, [*of_data(options), *options.settings, f"seed={seed}"])
+        folder = options.run / f"data-{seed}"
+        if not folder.exists():
+            if seed and not (ARCHIVES / archive_name(chosen)).is_file():
+                return
+            unpack(ARCHIVES / archive_name(chosen), folder)
+        yield chosen
+
+
 def pack(options: argparse.Namespace) -> None:
     """Pack everything that decides the rows, which are made again from it."""
     folder = options.run / "data"
@@ -210,8 +255,12 @@ def anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 def chosen_recipe(options: argparse.Namespace, of_drafter: Sequence[str] = ()) -> Recipe:
     """Return the recipe of the data, or of a drafter."""
-    turns = [] if options.turns is None else [f"prompts={options.turns}"]
-    return recipe(options.preset, [*turns, *of_drafter, *options.settings])
+    return recipe(options.preset, [*of_data(options), *of_drafter, *options.settings])
+
+
+def of_data(options: argparse.Namespace) -> list[str]:
+    """Return the settings of options that have an argument of their own."""
+    return [] if options.turns is None else [f"prompts={options.turns}"]
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def text(
         "smollm2",
         recipe=chosen,
         kind=KINDS[chosen.kind].format(rank=chosen.rank),
-        trained=chosen.block - (chosen.kind != DSPARK),
+        trained=shipped.step_width - 1,
         draft_tokens=shipped.speculative_tokens,
         window=shipped.windows[0],
         size=size,

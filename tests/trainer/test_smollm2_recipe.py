@@ -192,7 +192,7 @@ def test_a_card_has_the_curve_and_the_figures() -> None:
     row = {"prompts": 4, "tokens": 99, "acceptance_length": 2.345, "accepted_per_position": [0.8]}
     results = {"max_tokens": 64, "chat": row}
     masks = [np.array([False, True, True])] * 7
-    shipped = tiny_drafter(tiny_target(), windows=(256, 256), speculative_tokens=3)
+    shipped = tiny_drafter(tiny_target(), block_size=6, windows=(256, 256), speculative_tokens=3)
     lines = card.text(recipe("smollm2"), results, log, masks, 27_400_000, shipped).splitlines()
     assert "| 2 | 200 | 7.92 | 1.02 |" in lines
     assert "| 24 | 2,400 | 4.25 | 1.94 |" in lines
