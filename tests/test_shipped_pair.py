@@ -11,7 +11,7 @@ from dflash_jax.bench.replay import Turn, play, read_turns
 from dflash_jax.cli.replay import SHIPPED
 from dflash_jax.engine.engine import Engine
 
-pytestmark = pytest.mark.optimised
+pytestmark = [pytest.mark.optimised, pytest.mark.exhaustive]
 
 FOLDER = Path(dj.__file__).parent / "data" / "tiny"
 CHATS, NEW = 6, 48
@@ -39,7 +39,6 @@ def test_it_is_complete_and_small() -> None:
     assert sum(p.stat().st_size for p in FOLDER.rglob("*") if p.is_file()) < 40 * 2**20
 
 
-@pytest.mark.exhaustive
 def test_heldout_conversations_decode_alike_with_and_without_drafts(engine: Engine) -> None:
     rounds = tokens = 0
     for entry in heldout("chat")[:CHATS]:

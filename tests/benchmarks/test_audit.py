@@ -109,11 +109,13 @@ def test_a_case_runs_the_same_way_every_time() -> None:
         assert sum(runs[0][1].values()) > 50
 
 
+@pytest.mark.exhaustive
 def test_a_scenario_written_as_json_is_the_same_scenario() -> None:
     for case in (*cases_of(QWEN3), *cases_of(DSPARK)):
         assert Scenario.from_json(scenario(case).to_json()) == scenario(case)
 
 
+@pytest.mark.exhaustive
 def test_the_printed_command_repeats_a_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,6 +157,7 @@ def test_setups_go_through_all_families_drafters_and_weights() -> None:
     assert drawn == [draw_setup(9, number) for number in range(command.ALL)]
 
 
+@pytest.mark.exhaustive
 def test_random_models_are_stored_as_the_plan_of_a_setup_says() -> None:
     drawn = [draw_setup(0, number) for number in range(command.ALL)]
     for weights in WEIGHTS:
@@ -329,7 +332,7 @@ def rejected_drafts_are_penalised(patch: pytest.MonkeyPatch, engine: AuditedEngi
 SOAK = pytest.mark.soak
 
 
-@pytest.mark.sample("stale_rows-1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("fault", "number"),
     [

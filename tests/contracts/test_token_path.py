@@ -54,6 +54,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, None]]:
         sys.setprofile(None)
 
 
+@pytest.mark.exhaustive
 def test_the_document_lists_the_files_that_a_token_passes_through(
     entered: dict[str, None], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,7 +64,7 @@ def request_with_pending_grammar(
     return handle, ready
 
 
-@pytest.mark.sample("agent-7.2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TURNS)
 def test_an_incomplete_call_is_completed(engine: Engine, turns: dict[str, Any], name: str) -> None:
     prompt, options = turns[name]

@@ -83,7 +83,7 @@ def of_rows(engine: Engine, answers: Sequence[list[int]], patterns: Sequence[lis
     set_row_scripts(engine, scripts)
 
 
-@pytest.mark.sample("sampled")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_tokens_are_the_plain_ones_whatever_the_blocks(
     alternating: list[int], options: dict[str, Any]
@@ -109,7 +109,7 @@ def test_tokens_are_the_plain_ones_whatever_the_blocks(
     assert engine.core.runner.executables == before
 
 
-@pytest.mark.sample("dspark")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "kind", ["dspark", "ngram", pytest.param("dflash2", marks=pytest.mark.soak)]
 )
@@ -295,6 +295,7 @@ def test_narrower_blocks_are_compiled_for_the_request_after_one_that_gains_littl
     engine.measures_drafting = False
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("clock")
 def test_costs_are_measured_beforehand_where_programs_are_compiled() -> None:
     engine = scripted()

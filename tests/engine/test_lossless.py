@@ -86,7 +86,7 @@ def test_every_drafter_and_prompt_length_gives_plain_tokens(
                 assert set(result.stats.acceptance_lengths) == {1}
 
 
-@pytest.mark.sample("int8-auto")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("weights", "kernels"),
     [

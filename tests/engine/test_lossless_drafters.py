@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample("dspark-float32")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [

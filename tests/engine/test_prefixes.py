@@ -151,6 +151,7 @@ def test_p2_five_identical_prompts_in_a_row(scripted: Engine) -> None:
     assert (counters.evictions, counters.refused) == (0, 0)
 
 
+@pytest.mark.exhaustive
 def test_p5_a_restored_prefix_longer_than_every_window(warm: Engine) -> None:
     prompt = text(7 * CHUNK + 3, seed=3)
     wanted = fresh(warm, prompt, max_tokens=30)

@@ -52,7 +52,7 @@ def distributions(engine: Engine, tokens: list[int]) -> np.ndarray:
     return np.asarray(jax.nn.softmax(model.forward([padded]).logits[0]))[: len(tokens)]
 
 
-@pytest.mark.sample("dspark")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "drafter",
     ["dflash", "dspark", "ngram", *(pytest.param(x, marks=SOAK) for x in ("dflash2", "domino"))],
@@ -92,7 +92,7 @@ def test_rounds_have_the_most_probable_tokens_of_drafter_and_target(drafter: str
     assert "draft_top" not in found[0]
 
 
-@pytest.mark.sample("options1")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
     [

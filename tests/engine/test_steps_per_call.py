@@ -55,6 +55,7 @@ def test_the_pacer_chooses_the_steps_that_fit_into_a_burst() -> None:
     assert pacer.num_steps == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options", [{}, pytest.param({"temperature": 0.9, "seed": 5}, marks=pytest.mark.soak)]
 )

@@ -67,7 +67,7 @@ def unchanged(engine: Engine) -> Iterator[Engine]:
     assert answer(engine) == wanted
 
 
-@pytest.mark.sample("int4")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in PLANS])
 def test_answers_equal_those_of_a_new_engine_and_nothing_is_compiled(name: str) -> None:
     engine = random_engine(TARGET, DRAFTER, PLANS[name], seed=1)

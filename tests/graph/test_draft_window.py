@@ -20,7 +20,7 @@ def drafter_bytes(engine: Engine) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(engine.graph.state.drafter))
 
 
-@pytest.mark.sample("dflash")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("target", "kind"),
     [

@@ -116,6 +116,7 @@ def test_only_prompts_and_decode_steps_have_a_roofline(large: Explanation) -> No
     assert timed == NAMES - HELPERS
 
 
+@pytest.mark.exhaustive
 def test_compiled_figures_appear_when_asked_for() -> None:
     target = tiny_target(num_layers=1)
     plan = Plan(max_length=64, block=4, chunk=8)

@@ -100,6 +100,7 @@ def test_a_process_without_the_models_code_decodes_the_engines_tokens(
     assert (text, plan) == (chr(261), engine.plan.to_json())
 
 
+@pytest.mark.exhaustive
 def test_parameters_may_be_given_by_trees_of_floats_or_by_path(engine: Engine, path: Path) -> None:
     graph, other = dj.load_exported(path), random_engine(TARGET, DRAFTER, PLAN, seed=2)
     trees = jax.tree.map(np.asarray, other.params, is_leaf=lambda x: hasattr(x, "__array__"))
@@ -109,6 +110,7 @@ def test_parameters_may_be_given_by_trees_of_floats_or_by_path(engine: Engine, p
     assert decode(graph, graph.place_params()) == decode(engine.graph, engine.params)
 
 
+@pytest.mark.exhaustive
 def test_parameters_that_do_not_fit_are_refused_by_name(
     engine: Engine, path: Path, tmp_path: Path
 ) -> None:
@@ -152,6 +154,7 @@ def change_manifest(path: Path, **changes: Any) -> None:
             archive.writestr(name, content)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -170,6 +173,7 @@ def test_files_of_other_versions_and_platforms_are_refused(
         dj.load_exported(copy)
 
 
+@pytest.mark.exhaustive
 def test_damaged_and_missing_files_are_refused(copy: Path, tmp_path: Path) -> None:
     whole = copy.read_bytes()
     place = re.search(rb"programs/0", whole).end() + 1000
@@ -247,6 +251,7 @@ def test_triangular_systems_are_allowed_in_shapes_that_fit_only() -> None:
     assert "infeed" in export.forbidden('%0 = "stablehlo.infeed"(%1)')
 
 
+@pytest.mark.exhaustive
 def test_no_mutation_of_a_file_raises_anything_but_a_named_error(copy: Path) -> None:
     """Contents are changed with checksums that fit, as an attacker would."""
     whole = copy.read_bytes()
@@ -263,6 +268,7 @@ def test_no_mutation_of_a_file_raises_anything_but_a_named_error(copy: Path) -> 
                 dj.load_exported(copy)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "changes",
     [

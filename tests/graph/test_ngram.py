@@ -107,7 +107,7 @@ CASES: list[tuple[list[int], dict[str, object]]] = [
 ]
 
 
-@pytest.mark.sample("dflash2")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("target", "kind", "cases"),
     [

@@ -242,6 +242,7 @@ def test_sampled_output_under_penalties_and_biases_has_its_law(
     assert sum(s.accepted for s in stats) > 0.03 * sum(s.drafted for s in stats)
 
 
+@pytest.mark.exhaustive
 def test_seeds_reproduce_and_do_not_depend_on_companions(many: Engine) -> None:
     filters = SETTINGS[1]
     together, _ = said(many, range(40), **filters)
@@ -303,6 +304,7 @@ def test_a_position_is_drawn_by_one_key_whatever_step_decides_it(
     assert len(set(used)) == len(positions) == len(keys) > 40
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("filters", LAWS)
 def test_sampled_speculative_tokens_are_those_of_plain_decoding(
     many: Engine, filters: dict[str, Any]

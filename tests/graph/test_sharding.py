@@ -146,6 +146,7 @@ def test_two_hosts_say_the_same() -> None:
     assert first["said"][0] == first["said"][1]
 
 
+@pytest.mark.exhaustive
 def test_modules_declare_the_axes_of_heads_of_widths_and_of_the_vocabulary() -> None:
     """By the last part of a weight's path; every other weight stays whole."""
     expected = {

@@ -174,6 +174,7 @@ for _ in range(8):
 """
 
 
+@pytest.mark.exhaustive
 def test_of_eight_processes_one_compiles_and_the_others_wait(cxx: Path) -> None:
     compiler(cxx, WRITES + "sleep 0.2")
     command = [sys.executable, "-W", "ignore", "-c", EIGHT]

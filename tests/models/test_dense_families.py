@@ -36,7 +36,7 @@ COMBINED = [
 ]
 
 
-@pytest.mark.sample("phi3-bfloat16-greedy")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "dtype", "request_kind"), COMBINED)
 def test_speculative_tokens_are_the_plain_ones(
     oracle: Path, name: str, dtype: str, request_kind: str

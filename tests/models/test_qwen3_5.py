@@ -244,7 +244,7 @@ def recurrent(engine: Engine, row: int = 0) -> list[np.ndarray]:
     return [np.asarray(x[row]) for c in caches for x in jax.tree.leaves(c)]
 
 
-@pytest.mark.sample("float32-1", "float32-15", "float32-16", "float32-17", "float32-37")
+@pytest.mark.exhaustive
 @pytest.mark.optimised
 @pytest.mark.parametrize("length", [1, 2, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5, 90])
 def test_every_accept_pattern_gives_plain_tokens_and_plain_states(
@@ -265,6 +265,7 @@ def test_every_accept_pattern_gives_plain_tokens_and_plain_states(
             np.testing.assert_array_equal(ours, theirs, err_msg=name)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.optimised
 def test_a_row_does_not_depend_on_its_neighbours_or_its_past(engine: Engine) -> None:
     given = [prompt_of(n) for n in (1, 15, 33, 20)]
@@ -281,7 +282,7 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_past(engine: Engine) -> 
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.sample("lfm2-float32")
+@pytest.mark.exhaustive
 @pytest.mark.optimised
 def test_forced_tokens_leave_the_states_of_chosen_ones(engine: Engine) -> None:
     """R7: the same tokens, fed by forced steps of any lengths."""
@@ -306,6 +307,7 @@ def test_forced_tokens_leave_the_states_of_chosen_ones(engine: Engine) -> None:
             np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.optimised
 def test_states_are_updated_in_place(engine: Engine) -> None:
     engine.warm_up()

@@ -287,6 +287,7 @@ SHAPES: list[tuple[int, Any, str]] = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_errors_are_shown_in_the_words_of_the_server(page: Page) -> None:
     window = page.browser
     window.run("document.getElementById('max-tokens').value = '99999'")
@@ -325,6 +326,7 @@ MARKUP = """<img src=x onerror="window.hacked = 1"><script>window.hacked = 1</sc
 """
 
 
+@pytest.mark.exhaustive
 def test_markup_in_answers_stays_text(page: Page) -> None:
     window = page.browser
     rounds = [one_round("t", "<script>window.hacked=1</script>", ms=0)]
@@ -369,6 +371,7 @@ def test_the_status_view_shows_the_plan_and_the_metrics(page: Page) -> None:
     assert "1,024" in text
 
 
+@pytest.mark.exhaustive
 def test_a_server_that_goes_away_and_comes_back(page: Page) -> None:
     window = page.browser
 

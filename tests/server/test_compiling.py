@@ -129,6 +129,7 @@ def chunks(lines: Iterator[str]) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
 
+@pytest.mark.exhaustive
 def test_plain_requests_are_served_while_others_wait_for_their_programs(
     start: Start, gate: Gate
 ) -> None:
@@ -225,6 +226,7 @@ def test_a_request_that_is_not_streamed_is_told_to_come_back(start: Start, gate:
     assert httpx.post(live.url + CHAT, json=LOGPROBS, timeout=60).status_code == 200
 
 
+@pytest.mark.exhaustive
 def test_a_request_that_is_not_streamed_waits_for_its_programs(start: Start, gate: Gate) -> None:
     live = start()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -282,6 +284,7 @@ def test_programs_that_cannot_be_compiled_fail_the_requests_that_need_them(
     assert httpx.post(live.url + CHAT, json=LOGPROBS, timeout=120).status_code == 200
 
 
+@pytest.mark.exhaustive
 def test_half_of_the_queue_is_for_requests_that_can_begin(random_tiny: Engine, gate: Gate) -> None:
     ends: dict[int, Any] = {}
 

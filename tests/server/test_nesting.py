@@ -106,7 +106,7 @@ def nested() -> Iterator[tuple[str, str, str]]:
             yield path, name, body(path, given).replace(HOLE, value).replace("TEXT", text)
 
 
-@pytest.mark.sample("/v1/chat/completions")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", BODIES)
 def test_no_depth_of_a_value_is_an_internal_error(live: LiveServer, path: str) -> None:
     cases = [(name, text) for at, name, text in nested() if at == path]

@@ -46,6 +46,7 @@ def slow(random_tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveS
     live.stop()
 
 
+@pytest.mark.exhaustive
 def test_what_a_shutdown_cuts_ends_with_an_error_and_not_as_an_answer(slow: LiveServer) -> None:
     streams: dict[str, str] = {}
     whole: list[httpx.Response] = []

@@ -86,6 +86,7 @@ def test_prefills_and_tools_reach_the_grammar(served: LiveServer) -> None:
     assert "the tool 'g': pattern at #/properties/a was ignored" in answer.json()["warnings"][0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seconds", [0.5, 1.5])
 def test_a_structure_may_take_the_seconds_that_were_set(served: LiveServer, seconds: float) -> None:
     served.engine.core.grammars.seconds = seconds

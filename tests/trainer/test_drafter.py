@@ -166,7 +166,7 @@ def assert_alike(one: Any, two: Any) -> None:
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-6), one, two)
 
 
-@pytest.mark.sample("float32")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_bfloat16_drafter_trains_float32_weights_by_bfloat16_products(dtype):
     """Activations are those of a bfloat16 drafter, whatever the target's; weights stay float32."""

@@ -122,6 +122,7 @@ def test_quantised_features_of_a_step_are_those_of_the_cache(tmp_path: Path) -> 
         np.testing.assert_allclose(tap, np.asarray(other, np.float32), atol=5e-3)
 
 
+@pytest.mark.exhaustive
 def test_recorded_features_survive_a_kill_at_every_point(tmp_path: Path) -> None:
     model, asked = target(tiny_target(num_layers=4)), prompts(26)
 

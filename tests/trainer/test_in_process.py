@@ -120,6 +120,7 @@ def test_the_command_makes_the_same_drafter(tmp_path: Path) -> None:
     assert found.target.tokenizer is not None
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_is_interrupted_goes_on_to_the_same_weights(
     trained: dj.TrainedDrafter, tmp_path: Path
 ) -> None:

@@ -92,6 +92,7 @@ def test_concurrent_engines_give_the_answers_of_one(
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.exhaustive
 def test_answers_resume_after_a_stop(
     tmp_path: Path, model: TargetModel, prompts: list[AnswerPrompt], monkeypatch: pytest.MonkeyPatch
 ) -> None:

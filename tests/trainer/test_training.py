@@ -127,6 +127,7 @@ def test_rows_in_which_no_block_can_start_are_refused():
         training.usable([dataclasses.replace(part, wanted=wanted)], RECIPE, print)
 
 
+@pytest.mark.exhaustive
 def test_rows_and_batches_that_are_not_learnt_are_counted_aloud(tmp_path, monkeypatch):
     (part,) = rows(7)
     part.wanted[3:] = False
