@@ -164,7 +164,7 @@ def test_a_plan_may_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert chosen_plan(read) == Plan(block=4, max_length=32, devices=(0, 1))
     for text, says in (
         ("[]", "expected one JSON object"),
-        ('{"row": 2}', "unknown plan fields"),
+        ('{"row": 2}', "'row' is no field of a plan; did you mean 'rows'?"),
         ('{"rows": 0}', "rows is 0; expected"),
         ("\x80", "the plan is not JSON"),
     ):

@@ -150,7 +150,7 @@ def test_a_changed_table_of_a_tied_model_is_refused(tmp_path):
         ({"lora_bias": True}, "lora_bias is True"),
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
         ({"init_lora_weights": "pissa_niter_16"}, "also changes the base weights"),
-        ({"use_something_new": {"a": 1}}, "does not understand: use_something_new"),
+        ({"use_something_new": {"a": 2}}, "does not understand: use_something_new"),
         ({"r": "4"}, "r is '4'"),
         ({"r": 0}, "lacks 'r'"),
         ({"rank_pattern": {"(a*)*b": 2}}, "too complex"),

@@ -101,8 +101,10 @@ class Grammars:
     def decide(self, structure: Structure) -> bool:
         """Try a structure for at most a second; return whether `make` will take no longer.
 
-        It takes longer to explain why a schema is refused.
+        It takes longer to explain why a schema is refused, unless that was explained before.
         """
+        if self.knows(structure):
+            return True
         try:
             _, trials = self._compilers()
             source = source_of(structure)
