@@ -221,8 +221,8 @@ def test_there_are_commands_in_running_text() -> None:
 
 @pytest.mark.parametrize("page", TEXTS)
 def test_settings_and_modules_that_pages_name_exist(page: str) -> None:
-    for setting in re.findall(r"--set (\w+=\w+)", TEXTS[page]):
-        recipe("tiny-cpu", [setting])
+    for settings in re.findall(r"--set \w+=\w+(?: --set \w+=\w+)*", TEXTS[page]):
+        recipe("tiny-cpu", settings.removeprefix("--set ").split(" --set "))
     for name in re.findall(r"--preset ([\w-]+)", TEXTS[page]):
         recipe(name, [])
     for module in re.findall(r"\b(?:python -m |`)(benchmarks\.\w+|converters)\b", TEXTS[page]):

@@ -29,7 +29,7 @@ from dflash_jax.testing import random_params
 
 TARGET: dict[str, Any] = {
     "model_type": "toy",
-    "vocab_size": 96,
+    "vocab_size": 2048,
     "hidden_size": 32,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -44,7 +44,7 @@ DRAFTER = TARGET | {
     "num_hidden_layers": 1,
     "num_target_layers": 3,
     "block_size": 4,
-    "dflash_config": {"mask_token_id": 95, "target_layer_ids": [0, 1], "toy_scale": 1.5},
+    "dflash_config": {"mask_token_id": 2047, "target_layer_ids": [0, 1], "toy_scale": 1.5},
 }
 PROMPT = [1, 2, 3, 4, 5]
 
