@@ -116,7 +116,7 @@ TILED: dict[str, Any] = {"weight_layout": "tiled"}
 SMALL: dict[str, Any] = {"num_layers": 1, "windows": (12,), "causal": (False,)}  # drafters
 
 
-@pytest.mark.sample("target2-float32-2-packing2", "target4-bfloat16-1-packing4")
+@pytest.mark.sample("target4-bfloat16-1-packing4")
 @pytest.mark.optimised
 @pytest.mark.parametrize(
     ("target", "dtype", "rows", "packing"),

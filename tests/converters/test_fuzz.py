@@ -13,6 +13,7 @@ def test_the_seeds_are_valid(tmp_path):
         assert exercise(tmp_path / seed.name)[0] == "read", seed.name
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of files that are read with a warning
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_a_mutated_file_is_read_or_refused_by_name(tmp_path_factory, index):
     folder = tmp_path_factory.mktemp("fuzz")

@@ -560,6 +560,7 @@ def test_minus_one_is_no_top_k_and_no_seed(tiny: Engine) -> None:
     assert params == SamplingParams(temperature=1.0)
 
 
+@pytest.mark.exhaustive
 def test_seeds_have_64_bits(tiny: Engine) -> None:
     """Seeds that differ in any bit sample differently, in every row and answer."""
     seeds = (7, 7 + 2**32, 7 + 2**63, -7, 2**64 - 7, -(2**63), 2**63)
@@ -612,6 +613,7 @@ def test_a_non_finite_draft_costs_a_plain_step_and_is_counted(
     assert result.stats.acceptance_lengths[:5] == [4, 1, 1, 4, 4]
 
 
+@pytest.mark.exhaustive
 def test_a_step_with_a_non_finite_draft_samples_as_a_plain_step(scripted: Engine) -> None:
     """Also where the token that replaces a non-finite draft has the largest logit."""
     set_script(scripted, [float("nan")] * 100)

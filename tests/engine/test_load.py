@@ -3,12 +3,14 @@
 import dataclasses
 
 import numpy as np
+import pytest
 
 from benchmarks.audit.fixed import KINDS, drive
 from dflash_jax.engine.engine import Engine
 from dflash_jax.testing import random_engine
 
 
+@pytest.mark.exhaustive
 def test_mixed_traffic_gives_the_outputs_of_single_requests_and_leaves_none(
     tiny3: Engine,
 ) -> None:

@@ -125,6 +125,7 @@ def test_forced_patterns_are_accepted_as_written() -> None:
     assert stats.acceptance_lengths[:16] == [n + 1 for n in pattern] * 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.soak)])
 def test_sliding_layers_in_rings_and_long_contexts(dtype: str) -> None:
     """R4: windows below the chunk, ring caches wrapped several times, short last chunks."""

@@ -410,6 +410,7 @@ def test_C15_a_prompt_with_non_finite_logits_is_not_cached(broken: Engine) -> No
     assert broken.core.prefix_cache.segments == 0
 
 
+@pytest.mark.exhaustive
 @RINGS_FIRST
 def test_a_cached_prompt_is_forgotten_when_its_continuation_is_not_finite(broken: Engine) -> None:
     prompt = text(2 * CHUNK + 1, seed=17)

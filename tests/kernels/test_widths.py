@@ -80,7 +80,7 @@ def all_steps(
     return np.concatenate(found, axis=1), jax.tree.leaves(state.target)
 
 
-@pytest.mark.sample("llama-1-changes0", "odd-3-changes7", "qwen3-2-changes8")
+@pytest.mark.sample("llama-1-changes0", "odd-3-changes7")
 @pytest.mark.optimised
 @pytest.mark.parametrize(
     ("name", "rows", "changes"),

@@ -16,7 +16,10 @@ from tests.server import browser
 from tests.server.browser import Browser, browsing
 from tests.server.conftest import LiveServer, run_server, twin
 
-pytestmark = pytest.mark.skipif(bool(browser.missing()), reason=browser.missing() or "there is one")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(bool(browser.missing()), reason=browser.missing() or "there is one"),
+]
 
 ENTER, TAB, RIGHT, END = "\ue007", "\ue004", "\ue014", "\ue010"
 HELLO = "What can you do for me?"
@@ -287,7 +290,6 @@ SHAPES: list[tuple[int, Any, str]] = [
 ]
 
 
-@pytest.mark.exhaustive
 def test_errors_are_shown_in_the_words_of_the_server(page: Page) -> None:
     window = page.browser
     window.run("document.getElementById('max-tokens').value = '99999'")
@@ -326,7 +328,6 @@ MARKUP = """<img src=x onerror="window.hacked = 1"><script>window.hacked = 1</sc
 """
 
 
-@pytest.mark.exhaustive
 def test_markup_in_answers_stays_text(page: Page) -> None:
     window = page.browser
     rounds = [one_round("t", "<script>window.hacked=1</script>", ms=0)]
@@ -371,7 +372,6 @@ def test_the_status_view_shows_the_plan_and_the_metrics(page: Page) -> None:
     assert "1,024" in text
 
 
-@pytest.mark.exhaustive
 def test_a_server_that_goes_away_and_comes_back(page: Page) -> None:
     window = page.browser
 
@@ -404,7 +404,6 @@ def test_a_server_that_goes_away_and_comes_back(page: Page) -> None:
     page.restart()
 
 
-@pytest.mark.exhaustive
 def test_the_page_fits_a_narrow_screen(page: Page) -> None:
     window = page.browser
     size = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True}
