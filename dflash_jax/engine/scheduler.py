@@ -222,9 +222,8 @@ def make_rules(
             host[name][row] = getattr(params, name)
         if params.temperature > 0:
             host["temperature"][row] = max(params.temperature, MIN_TEMPERATURE)
-        host["seed"][row] = divmod(
-            request.seed, 2**32
-        )  # of greedy rows for a pair's own acceptance
+        # A pair's own acceptance rule may draw in greedy rows, too.
+        host["seed"][row] = divmod(request.seed, 2**32)
         host["choices"][row, : len(settings.choices)] = settings.choices
         if plan.call_odds:
             host["opening"][row] = settings.opening
