@@ -176,7 +176,7 @@ def main() -> None:
         if options.over:
             figures["before"] = of_server(path, options.requests, options.over.resolve())
         figures["now"] = of_server(path, options.requests, ROOT)
-        paths[path] = figures
+        paths[path.removeprefix("/v1/")] = figures
         print(path, "", *table(figures), "", sep="\n", flush=True)
     load = [round(x, 2) for x in os.getloadavg()]
     print(f"load average {load}")
