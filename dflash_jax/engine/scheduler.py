@@ -141,8 +141,14 @@ class Scheduler:
             epochs = {row: x.epoch for row, x in loaded.items()}
             # Rows that decode wait for one chunk of each prompt, and prompts for one another.
             max_prefill_tokens = 0 if decoding else self._widest // len(loaded)
-            fed = {"prefill": True, "max_prefill_tokens": max_prefill_tokens}
-            return SchedulerOutput(variant, self.rules(decoding), loaded, epochs, **fed)
+            return SchedulerOutput(
+                variant,
+                self.rules(decoding),
+                loaded,
+                epochs,
+                prefill=True,
+                max_prefill_tokens=max_prefill_tokens,
+            )
         if not decoding or self._may_all_end(decoding, in_flight):
             return None
         drafting = frozenset(row for row, x in decoding.items() if x.settings.speculates)
@@ -151,9 +157,16 @@ class Scheduler:
         allowed = blocks(variant) if blocks else [self._plan.block]
         drafted = [decoding[row].drafting for row in drafting] if allowed[1:] else []
         block = choose_block(drafted, allowed)
-        more = {"drafting": drafting, "num_steps": steps, "block": block}
         epochs = {row: x.epoch for row, x in decoding.items()}
-        return SchedulerOutput(variant, self.rules(decoding), decoding, epochs, **more)
+        return SchedulerOutput(
+            variant,
+            self.rules(decoding),
+            decoding,
+            epochs,
+            drafting=drafting,
+            num_steps=steps,
+            block=block,
+        )
 
     def rules(self, decoding: Container[int] = ()) -> RowRules:
         """Return the rules of all rows, on the device; rows that do not decode have limit 0."""
