@@ -18,6 +18,7 @@ from dflash_jax.errors import DFlashError, PlanError
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.programs import Program
 from dflash_jax.graph.settings import isolated_jax_config
+from dflash_jax.graph.stored import StoredPrograms, stored_programs
 from dflash_jax.utils.allocator import fewer_collections, give_back
 from dflash_jax.utils.progress import ShownCount
 
@@ -39,21 +40,25 @@ class Executable:
     Of a program on two devices, `compiled` is the first part; sizes and text are those of all.
     """
 
-    key: ProgramKey
+    program: Program
     compiled: jax.stages.Compiled
-    lowered: jax.stages.Lowered
     donated_bytes: int
-    seconds: float  # tracing, lowering and compiling
+    seconds: float  # tracing, lowering and compiling, or loading
     parts: tuple["Executable", ...] = ()
-    call: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        return self.compiled(*args) if self.call is None else self.call(self.parts, *args)
+        call = self.program.call
+        return self.compiled(*args) if call is None else call(self.parts, *args)
+
+    @property
+    def key(self) -> ProgramKey:
+        """Identity of the program in its plan."""
+        return self.program.key
 
     @property
     def stablehlo(self) -> str:
-        """The program as given to XLA."""
-        return "\n".join(part.lowered.as_text() or "" for part in self._all)
+        """The program as given to XLA, which traces it again."""
+        return "\n".join(lower(part.program).as_text() or "" for part in self._all)
 
     @property
     def aliased_bytes(self) -> int:
@@ -112,9 +117,11 @@ def compile_programs(
       PlanError: a program would copy its donated state.
     """
 
+    stored = stored_programs(OPTIONS)
+
     def build(program: Program) -> Executable:
         begun(program)
-        return _compile(program)
+        return _compile(program, stored)
 
     rest, alone = list(programs), []
     if jax.default_backend() != "cpu":
@@ -139,22 +146,26 @@ def lower(program: Program) -> jax.stages.Lowered:
 
 
 @isolated_jax_config()
-def _compile(program: Program) -> Executable:
+def _compile(program: Program, stored: StoredPrograms | None) -> Executable:
     if program.call is not None:
-        parts = tuple(map(_compile, program.parts))
+        parts = tuple(_compile(part, stored) for part in program.parts)
         donated = sum(part.donated_bytes for part in parts)
         seconds = sum(part.seconds for part in parts)
-        first = parts[0].compiled, parts[0].lowered
-        return Executable(program.key, *first, donated, seconds, parts, program.call)
+        return Executable(program, parts[0].compiled, donated, seconds, parts)
     started = time.perf_counter()
-    lowered = lower(program)
-    compiled = lowered.compile(compiler_options=OPTIONS)
+    compiled = stored.load(program) if stored else None
+    if compiled is None:
+        lowered = lower(program)
+        if stored:
+            compiled = stored.compile(program, lowered)
+        else:
+            compiled = lowered.compile(compiler_options=OPTIONS)
     donated = 0
     for x in jax.tree.leaves([program.arguments[i] for i in program.donated]):
         shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
         donated += math.prod(shape) * x.dtype.itemsize  # on one device
     seconds = time.perf_counter() - started
-    built = Executable(program.key, compiled, lowered, donated, seconds)
+    built = Executable(program, compiled, donated, seconds)
     if built.aliased_bytes < donated:
         raise PlanError(
             f"program {program.key} would copy {donated - built.aliased_bytes} of {donated}"

@@ -46,8 +46,9 @@ class CheckedCache:
         data = self._inner.get(key)
         if data is None:
             return None
-        if data[:START] == _header(key, data[START:]):
-            return data[START:]
+        contents = checked_contents(key, data)
+        if contents is not None:
+            return contents
         entry = self._folder / f"{key}-cache"
         with contextlib.suppress(OSError):  # removed already, or without permission
             if time.time() - entry.lstat().st_mtime > FRESH:
@@ -59,11 +60,22 @@ class CheckedCache:
 
     def put(self, key: str, value: bytes) -> None:
         """Add an entry, unless there is one."""
-        self._inner.put(key, _header(key, value) + value)
+        self._inner.put(key, with_digest(key, value))
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of JAX's cache."""
         return getattr(self._inner, name)
+
+
+def with_digest(key: str, contents: bytes) -> bytes:
+    """Return the contents of an entry after a digest of them and of its key."""
+    return _header(key, contents) + contents
+
+
+def checked_contents(key: str, data: bytes) -> bytes | None:
+    """Return the contents of an entry made by `with_digest`; None if they or the key differ."""
+    contents = data[START:]
+    return contents if data[:START] == _header(key, contents) else None
 
 
 def _header(key: str, contents: bytes) -> bytes:

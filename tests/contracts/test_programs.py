@@ -236,7 +236,7 @@ def test_kernels_of_the_target_are_chosen_before_others_share_them(
     begun: list[ProgramKey] = []
     beside: dict[ProgramKey, int] = {}
 
-    def compiled(program: Program) -> Any:
+    def compiled(program: Program, stored: Any) -> Any:
         begun.append(program.key)
         before = len(begun)
         time.sleep(0.05)  # others begin meanwhile, if they may

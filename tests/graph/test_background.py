@@ -41,9 +41,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Opens when programs may be compiled."""
     opened, compile_program = threading.Event(), build._compile
 
-    def held(program: Program) -> Any:
+    def held(program: Program, stored: Any) -> Any:
         assert opened.wait(60)
-        return compile_program(program)
+        return compile_program(program, stored)
 
     monkeypatch.setattr(build, "_compile", held)
     return opened
@@ -119,7 +119,7 @@ def test_progress_says_what_is_ready_compiled_wanted_and_broken(
     assert said()["sampled"] == ("ready", 2, 2)
     assert compiled.estimate_s([Variant.GREEDY]) == 0
 
-    def broken(program: Program) -> None:
+    def broken(program: Program, stored: Any) -> None:
         raise PlanError("no room")
 
     monkeypatch.setattr(build, "_compile", broken)
@@ -149,10 +149,10 @@ def test_a_process_compiles_for_one_caller_at_a_time(monkeypatch: pytest.MonkeyP
     running = threading.Semaphore(9)
     compile_program = build._compile
 
-    def counted(program: Program) -> Any:
+    def counted(program: Program, stored: Any) -> Any:
         with running:
             beside.append(running._value)
-            return compile_program(program)
+            return compile_program(program, stored)
 
     monkeypatch.setattr(build, "_compile", counted)
     compiler = BackgroundCompiler()

@@ -1,0 +1,184 @@
+"""Compiled programs on disk: one that is found by what it is made from is not even traced.
+
+A program has a file, named by the digest of its lowered text, and a note of that digest under each
+identity that it is known by. After a change of the code that changes no program, programs are
+traced and lowered once to find their files again.
+
+The folder lies in that of JAX's compilation cache. A program that JAX's cache has already cannot be
+written here: XLA leaves out the machine code that it has read from a file.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import serialize_executable
+
+from dflash_jax.graph import cache
+from dflash_jax.graph.identity import Identities, digest
+from dflash_jax.graph.programs import Program
+from dflash_jax.utils import private_folder
+
+log = logging.getLogger("dflash_jax.graph")
+NAME = "programs"  # of the folder
+NOTE, PROGRAM = ".note", ".program"  # endings of file names
+MOST_BYTES = 2**31  # of the folder; the files used least recently are removed
+LAPACK = "custom_call @lapack_"  # in the text of a program, as of one with recurrent layers
+HIT = "/jax/compilation_cache/cache_hits"  # JAX's event in the thread that compiles
+_read = threading.local()  # `hits` of this thread in JAX's cache
+
+
+class StoredPrograms:
+    """The programs of a folder that were compiled with some options.
+
+    Args:
+      folder: private to the user, as its contents are executed.
+      options: of XLA.
+    """
+
+    def __init__(self, folder: Path, options: dict[str, bool | str]):
+        self._folder, self._options = folder, options
+        self._identities = Identities(options)
+
+    def load(self, program: Program) -> jax.stages.Compiled | None:
+        """Return a program without tracing it; None if it is not known."""
+        identity = self._identities.of(program)
+        key = self._contents(identity, NOTE) if identity else None
+        return self._loaded(key.decode()) if key else None
+
+    def compile(self, program: Program, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Return a lowered program, from disk or compiled; it is known from now on."""
+        text = lowered.as_text() or ""
+        arguments = _arguments(lowered)
+        if not text or not arguments:
+            return lowered.compile(compiler_options=self._options)
+        key = digest([self._identities.environment, arguments, text])
+        compiled = self._loaded(key)
+        kept = compiled is not None
+        if compiled is None:
+            before = _hits()
+            compiled = lowered.compile(compiler_options=self._options)
+            if _hits() == before:
+                kept = self._save(key, compiled, calls_lapack=LAPACK in text)
+        if kept and (identity := self._identities.of(program)):
+            self._write(identity, NOTE, key.encode())
+        return compiled
+
+    def _loaded(self, key: str) -> jax.stages.Compiled | None:
+        contents = self._contents(key, PROGRAM)
+        if contents is None:
+            return None
+        try:
+            calls_lapack, *parts = pickle.loads(contents)
+            if calls_lapack:
+                _start_lapack()
+            return serialize_executable.deserialize_and_load(*parts)
+        except Exception as error:
+            log.warning("a kept program cannot be loaded, and is compiled again: %s", error)
+            (self._folder / f"{key}{PROGRAM}").unlink(missing_ok=True)
+            return None
+
+    def _save(self, key: str, compiled: jax.stages.Compiled, *, calls_lapack: bool) -> bool:
+        try:
+            contents = pickle.dumps((calls_lapack, *serialize_executable.serialize(compiled)))
+        except Exception as error:  # there are programs that XLA cannot write
+            log.info("a program is not kept: %s", error)
+            return False
+        return self._write(key, PROGRAM, contents)
+
+    def _contents(self, key: str, ending: str) -> bytes | None:
+        """Return the contents of a file; None if there is none, or it is removed as damaged."""
+        path = self._folder / f"{key}{ending}"
+        try:
+            data = private_folder.read_file(path)
+            os.utime(path)
+        except OSError:
+            return None
+        contents = cache.checked_contents(key, data)
+        if contents is None:
+            path.unlink(missing_ok=True)
+            log.warning("%s was damaged, and is compiled again", path)
+        return contents
+
+    def _write(self, key: str, ending: str, contents: bytes) -> bool:
+        """Write a file, whole or not at all; return whether the folder took it."""
+        made = self._folder / f"{key}.{os.getpid()}-{threading.get_ident()}"
+        try:
+            made.write_bytes(cache.with_digest(key, contents))
+            made.replace(self._folder / f"{key}{ending}")
+            self._remove_oldest()
+        except OSError as error:
+            log.info("a program is not kept: %s", error)
+            with contextlib.suppress(OSError):
+                made.unlink(missing_ok=True)
+            return False
+        return True
+
+    def _remove_oldest(self) -> None:
+        """Remove the files used least recently, among them those that killed writers left."""
+        files = []
+        for entry in os.scandir(self._folder):
+            with contextlib.suppress(FileNotFoundError):  # removed by another process
+                status = entry.stat(follow_symlinks=False)
+                files.append((status.st_mtime, entry.path, status.st_size))
+        size = 0
+        for _, path, size_of_file in sorted(files, reverse=True):
+            size += size_of_file
+            if size > MOST_BYTES:
+                Path(path).unlink(missing_ok=True)
+
+
+def stored_programs(options: dict[str, bool | str]) -> StoredPrograms | None:
+    """Return the programs in the folder of JAX's compilation cache.
+
+    None without such a folder, if it cannot be made private, and where XLA chooses kernels by
+    timing them: programs compiled at different times could round differently there.
+
+    Args:
+      options: of XLA, for programs that are compiled.
+    """
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    enabled = jax.config.values["jax_enable_compilation_cache"]
+    if not folder or not enabled or jax.default_backend() != "cpu":
+        return None
+    try:
+        return StoredPrograms(private_folder.prepare(Path(folder) / NAME), options)
+    except OSError as error:
+        log.info("compiled programs are not kept: %s", error)
+        return None
+
+
+def _arguments(lowered: jax.stages.Lowered) -> str:
+    """Return which arguments a lowered program's text has, and how results are put together."""
+    try:  # there is no public name
+        used = sorted(lowered._lowering.compile_args["kept_var_idx"])
+    except (AttributeError, KeyError, TypeError):
+        return ""
+    return f"{lowered.in_tree} {lowered.out_tree} {used}"
+
+
+@functools.cache
+def _start_lapack() -> None:
+    """Give LAPACK's functions to XLA, as JAX does when it lowers a call of one."""
+    solve = functools.partial(jax.lax.linalg.triangular_solve, left_side=True)
+    jax.jit(solve).lower(jnp.eye(1), jnp.ones((1, 1)))
+
+
+def _hits() -> int:
+    """Return how many programs this thread has got from JAX's cache."""
+    return getattr(_read, "hits", 0)
+
+
+def _count(event: str, **_: Any) -> None:
+    if event == HIT:
+        _read.hits = _hits() + 1
+
+
+jax.monitoring.register_event_listener(_count)
