@@ -156,12 +156,12 @@ def stored_programs(options: dict[str, bool | str]) -> StoredPrograms | None:
 
 
 def _arguments(lowered: jax.stages.Lowered) -> str:
-    """Return which arguments a lowered program's text has, and how results are put together."""
+    """Return what a lowered program takes, which of that its text has, and what it returns."""
     try:  # there is no public name
         used = sorted(lowered._lowering.compile_args["kept_var_idx"])
     except (AttributeError, KeyError, TypeError):
         return ""
-    return f"{lowered.in_tree} {lowered.out_tree} {used}"
+    return f"{lowered.args_info} {lowered.out_tree} {used}"
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """Which part may import which: the boundaries of ARCHITECTURE.md, read from the source."""
 
 import ast
+import functools
 import graphlib
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ def files(*folders: str) -> list[Path]:
     return found
 
 
+@functools.cache
 def imports(path: Path, *, inside_functions: bool = True) -> set[str]:
     """Dotted names a file imports; `from a import b` counts as a.b.
 

@@ -227,9 +227,14 @@ def hostile(target: str, **attributes: Any) -> bytes:
     return bytes(made.serialize())
 
 
-@pytest.mark.parametrize("target", ["xla_ffi_python_cpu_callback", "x", "lapack_spotrf_ffi", "a b"])
-def test_programs_that_call_code_by_name_are_refused(copy: Path, target: str) -> None:
+@pytest.mark.parametrize("target", ["xla_ffi_python_cpu_callback", "lapack_spotrf_ffi", "a b"])
+def test_programs_that_call_code_by_name_are_told(copy: Path, target: str) -> None:
     rewritten(copy, programs_0=hostile(target, index=np.uint64(0x4141414141414141)))
+    assert re.fullmatch("a call of .* in programs/0", export.problem_of(str(copy)))
+
+
+def test_programs_that_call_code_by_name_are_refused(copy: Path) -> None:
+    rewritten(copy, programs_0=hostile("x", index=np.uint64(0x4141414141414141)))
     words = "copy contains a call of .* in programs/0, which Graph.export never writes; get the"
     with pytest.raises(dj.CheckpointError, match=words):
         dj.load_exported(copy)

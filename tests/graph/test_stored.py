@@ -96,12 +96,18 @@ def test_modules_of_other_packages_are_traced_each_time() -> None:
 
 
 def test_equal_texts_of_other_arguments_are_other_programs(folder: Path) -> None:
+    """Arguments that are not used are no part of a text."""
     programs = StoredPrograms(folder, {})
+    unused = jnp.ones(3)
+    several = jax.ShapeDtypeStruct(unused.shape, unused.dtype)
     for _ in range(2):
-        for function, expected in ((first, 2.0), (second, 3.0)):
-            run = compiled(programs, Program(KEY, function, (NUMBER, NUMBER)))
-            assert run(jnp.float32(1), jnp.float32(2)) == expected
-    assert len([*folder.glob("*.program")]) == 2
+        run = compiled(programs, Program(KEY, first, (NUMBER, NUMBER)))
+        assert run(jnp.float32(1), jnp.float32(2)) == 2
+        run = compiled(programs, Program(KEY, second, (NUMBER, NUMBER)))
+        assert run(jnp.float32(1), jnp.float32(2)) == 3
+        run = compiled(programs, Program(KEY, first, (NUMBER, several)))
+        assert run(jnp.float32(1), unused) == 2
+    assert len([*folder.glob("*.program")]) == 3
 
 
 @pytest.mark.parametrize("damage", ["half", "flipped", "another's", "empty", "no pickle"])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import types
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
@@ -68,14 +68,27 @@ def run(config: DominoConfig, params: dict[str, Any], method: Any, *args: Any) -
     caches = planned(TARGET, config, PLAN).empty_state().drafter
     module: Any = build_drafter(config)
     given = (caches, ANCHOR, START, LAYERS, *args)
-    return module.apply({"params": params}, *given, method=method)
+
+    def apply(params: dict[str, Any]) -> Any:
+        return module.apply({"params": params}, *given, method=method)
+
+    return jax.jit(apply)(params)
+
+
+@struct.dataclass
+class Recorded:
+    """Arguments of `RowDraftSampler.draft`."""
+
+    tokens: Any
+    finite: Any
+    survival: Any = None
 
 
 class Recorder(RowDraftSampler):
     """A sampler whose `draft` returns its arguments."""
 
     def draft(self, tokens: Any, finite: Any, **more: Any) -> Any:
-        return types.SimpleNamespace(tokens=tokens, finite=finite, **more)
+        return Recorded(tokens, finite, more.get("survival"))
 
 
 def propose(config: DominoConfig, params: dict[str, Any]) -> list[int]:
