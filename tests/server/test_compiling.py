@@ -50,12 +50,12 @@ class Gate:
         self.broken: set[str] = set()  # programs that cannot be compiled
         self._compile = build._compile
 
-    def compile(self, program: Program) -> Any:
+    def compile(self, program: Program, stored: Any) -> Any:
         if program.key in self.held:
             assert self.open.wait(120)
         if str(program.key) in self.broken:
             raise PlanError(f"{program.key} is broken")
-        return self._compile(program)
+        return self._compile(program, stored)
 
 
 @pytest.fixture
