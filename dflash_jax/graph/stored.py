@@ -4,16 +4,18 @@ A program has a file, named by the digest of its lowered text, and a note of tha
 identity that it is known by. After a change of the code that changes no program, programs are
 traced and lowered once to find their files again.
 
-The folder lies in that of JAX's compilation cache. A program that JAX's cache has already cannot be
-written here: XLA leaves out the machine code that it has read from a file.
+The folder lies in that of JAX's compilation cache, which is not asked for these programs: XLA
+cannot write one again that it has read from a file, as it leaves out the machine code.
 """
 
 import contextlib
 import functools
 import logging
+import math
 import os
 import pickle
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ NAME = "programs"  # of the folder
 NOTE, PROGRAM = ".note", ".program"  # endings of file names
 MOST_BYTES = 2**31  # of the folder; the files used least recently are removed
 LAPACK = "custom_call @lapack_"  # in the text of a program, as of one with recurrent layers
+# An option for GPUs, whose value nothing else has: JAX's cache has no programs compiled with it.
+APART = {"xla_gpu_dot_merger_threshold_mb": "1"}
 HIT = "/jax/compilation_cache/cache_hits"  # JAX's event in the thread that compiles
 _read = threading.local()  # `hits` of this thread in JAX's cache
 
@@ -64,7 +68,8 @@ class StoredPrograms:
         kept = compiled is not None
         if compiled is None:
             before = _hits()
-            compiled = lowered.compile(compiler_options=self._options)
+            with _unwritten():
+                compiled = lowered.compile(compiler_options=self._options | APART)
             if _hits() == before:
                 kept = self._save(key, compiled, calls_lapack=LAPACK in text)
         if kept and (identity := self._identities.of(program)):
@@ -153,6 +158,16 @@ def stored_programs(options: dict[str, bool | str]) -> StoredPrograms | None:
     except OSError as error:
         log.info("compiled programs are not kept: %s", error)
         return None
+
+
+@contextlib.contextmanager
+def _unwritten() -> Iterator[None]:
+    """Have JAX's cache not keep what this thread compiles."""
+    from jax._src import config  # no public name
+
+    least = getattr(config, "persistent_cache_min_compile_time_secs", None)
+    with contextlib.nullcontext() if least is None else least(math.inf):
+        yield
 
 
 def _arguments(lowered: jax.stages.Lowered) -> str:

@@ -139,6 +139,25 @@ def test_a_program_of_jaxs_cache_is_not_kept(
     assert not [*tmp_path.iterdir()]
 
 
+def test_jaxs_cache_neither_gives_nor_gets_these_programs(tmp_path: Path) -> None:
+    least = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[least]
+    cache = Path(jax.config.values["jax_compilation_cache_dir"])
+    program = Program(KEY, first, (NUMBER, NUMBER))
+    try:
+        jax.config.update(least, 0)
+        build.lower(program).compile()
+        kept = set(cache.iterdir())
+        assert [path for path in kept if path.name.startswith(f"jit_{KEY.identifier}-")]
+        for name in ("a", "b"):
+            (tmp_path / name).mkdir()
+            compiled(StoredPrograms(tmp_path / name, {}), program)
+            assert [*(tmp_path / name).glob("*.program")]
+        assert set(cache.iterdir()) == kept
+    finally:
+        jax.config.update(least, before)
+
+
 def test_the_files_used_least_recently_are_removed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
