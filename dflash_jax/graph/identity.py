@@ -11,11 +11,12 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import operator
 import os
 import platform
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class Identities:
 
     def __init__(self, options: Mapping[str, Any]):
         self.environment = digest([*_environment(), repr(sorted(options.items()))])
-        self._modules: dict[str, str] = {}  # digests of code by module
+        self._modules: dict[str, str] = {}  # digests of code by module, as it is now
 
     def of(self, program: Program) -> str | None:
         """Return the digest of a program; None if it has parts that the digest cannot cover."""
@@ -68,8 +69,29 @@ class Identities:
 
     def _code(self, name: str) -> str:
         if name not in self._modules:
-            self._modules[name] = digest(_module_parts(sys.modules[name]))
+            self._modules[name] = _module_digest(sys.modules[name])
         return self._modules[name]
+
+
+_digested: dict[str, tuple[list[Any], str]] = {}  # of each module, its members and their digest
+
+
+def _module_digest(module: types.ModuleType) -> str:
+    """Return a digest that changes if a function, a class or a constant of a module is replaced."""
+    members = list(_members(module))
+    before, known = _digested.get(module.__name__, ([], ""))
+    if len(before) != len(members) or any(map(operator.is_not, before, members)):
+        known = digest(_module_parts(module))
+        _digested[module.__name__] = members, known
+    return known
+
+
+def _members(module: types.ModuleType) -> Iterator[Any]:
+    """Yield the values of a module and of its classes."""
+    for value in vars(module).values():
+        yield value
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            yield from vars(value).values()
 
 
 class _Description:
@@ -154,7 +176,7 @@ def _reachable(names: Iterable[str]) -> set[str]:
 
 
 def _module_parts(module: types.ModuleType) -> Iterable[str]:
-    """Yield texts that change if a function, a class or a constant of a module is replaced."""
+    """Yield texts that determine the functions, classes and constants of a module."""
     yield module.__name__
     for name, value in sorted(vars(module).items()):
         if not name.startswith("__"):

@@ -10,6 +10,7 @@ cannot write one again that it has read from a file, as it leaves out the machin
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import os
@@ -32,10 +33,12 @@ log = logging.getLogger("dflash_jax.graph")
 NAME = "programs"  # of the folder
 NOTE, PROGRAM = ".note", ".program"  # endings of file names
 MOST_BYTES = 2**31  # of the folder; the files used least recently are removed
+BETWEEN = 100  # files that this process writes between two looks at all of them
 LAPACK = "custom_call @lapack_"  # in the text of a program, as of one with recurrent layers
 # An option for GPUs, whose value nothing else has: JAX's cache has no programs compiled with it.
 APART = {"xla_gpu_dot_merger_threshold_mb": "1"}
 HIT = "/jax/compilation_cache/cache_hits"  # JAX's event in the thread that compiles
+_written = itertools.count()  # files
 _read = threading.local()  # `hits` of this thread in JAX's cache
 
 
@@ -118,7 +121,8 @@ class StoredPrograms:
         try:
             made.write_bytes(cache.with_digest(key, contents))
             made.replace(self._folder / f"{key}{ending}")
-            self._remove_oldest()
+            if next(_written) % BETWEEN == 0:
+                self._remove_oldest()
         except OSError as error:
             log.info("a program is not kept: %s", error)
             with contextlib.suppress(OSError):

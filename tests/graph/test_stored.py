@@ -165,6 +165,7 @@ def test_the_files_used_least_recently_are_removed(
     compiled(programs, Program(KEY, first, (NUMBER, NUMBER)))
     [oldest] = folder.iterdir()
     os.utime(oldest, (0, 0))
+    monkeypatch.setattr(stored, "BETWEEN", 1)
     monkeypatch.setattr(stored, "MOST_BYTES", oldest.stat().st_size * 3 // 2)
     compiled(programs, Program(KEY, second, (NUMBER, NUMBER)))
     assert not oldest.exists()
