@@ -98,6 +98,7 @@ def test_a_wheel_installs_one_package_with_the_converters_in_it(python: Path) ->
     assert names[0] == names[1]
 
 
+@pytest.mark.exhaustive
 def test_an_installed_wheel_leaves_the_name_converters_to_its_user(
     python: Path, tmp_path: Path
 ) -> None:
@@ -121,6 +122,7 @@ def test_an_installed_wheel_leaves_the_name_converters_to_its_user(
     ],
     ids=["the command", "the module"],
 )
+@pytest.mark.exhaustive
 def test_an_installed_wheel_runs_the_commands_about_weight_files(
     command: list[str], python: Path, tmp_path: Path
 ) -> None:

@@ -119,6 +119,7 @@ def test_a_missing_tokenizer_is_noted(tmp_path):
     assert found.notes == (f"tokenizers are not compared: {tmp_path} has none",)
 
 
+@pytest.mark.sample("Q4_0--1.0", "Q4_1-0.0", "Q8_0-2.0", "F16--1.0")
 @pytest.mark.parametrize("factor", [-1.0, 0.0, 2.0])
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "F16"])
 def test_a_wrong_row_is_found_though_the_matrix_is_near(capsys, tmp_path, kind, factor):

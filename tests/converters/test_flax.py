@@ -158,7 +158,7 @@ def test_a_checkpoint_of_maxtext_is_converted_without_change(folder: Path, tmp_p
     assert "params/params/decoder/layers/mlp/wo/kernel" in names
 
 
-@pytest.mark.sample("maxtext_scanned")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("naming", ["maxtext", "maxtext_scanned"])
 def test_a_model_is_written_as_a_checkpoint_of_maxtext(
     naming: str, tmp_path: Path, oracle: Path

@@ -42,6 +42,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.sample("llama3", "gemma3", "gemma4_moe", "gpt_oss", "qwen3_5", "phi3")
 @pytest.mark.parametrize(
     "name",  # one is of two families that are here
     [pytest.param(n, marks=[pytest.mark.soak] * (n == "qwen3_5_moe")) for n in NAMES],

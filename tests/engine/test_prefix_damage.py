@@ -113,6 +113,7 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sample("arrays-True", "crc32-False", "ids-True", "token-False", "identity-True")
 @pytest.mark.parametrize("with_kinds", [True, False])
 @pytest.mark.parametrize("field", ["arrays", "crc32", "ids", "token", "continues", "identity"])
 def test_no_value_of_the_description_is_trusted(
@@ -188,6 +189,10 @@ def few_bytes() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+@pytest.mark.sample(
+    *("fifo-arrays", "folder-about.json", "loop-.", "nowhere-arrays", "endless-about.json"),
+    *("elsewhere-arrays", "empty-about.json", "sparse-arrays"),
+)
 @pytest.mark.parametrize("name", [*NAMES, "."])
 @pytest.mark.parametrize("make", KINDS_OF_PLACES)
 def test_irregular_files_are_removed_and_the_prompt_is_fed(

@@ -126,6 +126,7 @@ def test_drafts_from_the_text_are_lossless(
     assert calls < max(lengths) - 1  # some drafts were accepted
 
 
+@pytest.mark.sample("unknown tokens", "fewer than none", "not finite")
 @pytest.mark.parametrize(
     "fault",
     ["anchor", "unknown tokens", "too many", "fewer than none", "not finite", "nothing told"],

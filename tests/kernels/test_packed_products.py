@@ -71,6 +71,7 @@ def test_column_slices_match_the_whole_product(kind: str, monkeypatch: pytest.Mo
     )
 
 
+@pytest.mark.sample(*(f"{kind}-float32" for kind in KINDS))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "int8"])
 def test_the_kernel_matches_the_whole_product(kind: str, dtype: str) -> None:

@@ -55,7 +55,9 @@ def case(request: pytest.FixtureRequest, oracle: Path) -> SimpleNamespace:
     return SimpleNamespace(path=path, vectors=load_file(path / "vectors.safetensors"), **lengths)
 
 
-@pytest.mark.parametrize("spelling", ["config.json", "config.hub.json"])
+@pytest.mark.parametrize(
+    "spelling", ["config.json", pytest.param("config.hub.json", marks=pytest.mark.exhaustive)]
+)
 def test_logits_and_hidden_states_of_a_whole_pass(
     case: SimpleNamespace, spelling: str, tmp_path: Path
 ) -> None:

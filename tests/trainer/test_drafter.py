@@ -93,6 +93,7 @@ PAIRS = [("dflash", "qwen3"), ("dflash2", "qwen3"), ("domino", "qwen3")]
 PAIRS += soaked([("dspark", "qwen3"), ("dflash", "gemma"), ("dflash", "hybrid")])
 
 
+@pytest.mark.sample("dflash-qwen3", "domino-qwen3")
 @pytest.mark.parametrize(("kind", "family"), PAIRS)
 def test_training_equals_the_engines_draft_at_the_same_prefix(kind, family):
     _, _, config, params = made(kind, family)

@@ -168,6 +168,7 @@ def start_scores(kind: str) -> objective.Scores:
     return scored(params)
 
 
+@pytest.mark.sample("dspark", "domino")
 @pytest.mark.parametrize("kind", ["dflash2", "dspark", "domino"])
 def test_every_kind_starts_as_the_dflash_drafter_that_it_goes_on_from_bit_for_bit(
     kind: str,
