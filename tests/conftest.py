@@ -1,6 +1,7 @@
 """Strict array semantics for every test: no implied dtype or rank promotion."""
 
 import gc
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ gc.set_threshold(100_000, 50, 100)  # traces of programs are millions of objects
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"  # for commands that tests start
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
+BETWEEN = 4  # files that are run until their traces are forgotten
+_files = itertools.count(1)
 ORACLE = Path(__file__).parent / "oracle"
 
 
@@ -52,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not jax.config.values["jax_compilation_cache_dir"]:
         cache = {
             "jax_compilation_cache_dir": str(config.cache.mkdir("compiled")),
-            "jax_persistent_cache_min_compile_time_secs": 0.05,
+            "jax_persistent_cache_min_compile_time_secs": 0,
             "jax_persistent_cache_min_entry_size_bytes": -1,
         }
         for name, value in cache.items():
@@ -79,16 +82,17 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def forgotten_traces(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Forget the traces of a file, which make compiling several times slower as they add up, and
-    engines that its functions cache: a process can map a limited number of programs.
+    """Forget engines that functions of a file cache, as a process can map a limited number of
+    programs, and after some files all traces, which make compiling several times slower.
     """
     yield
     name = request.module.__name__
     for function in vars(request.module).values():
         if getattr(function, "__module__", "") == name and hasattr(function, "cache_clear"):
             function.cache_clear()
-    jax.clear_caches()
-    gc.collect()
+    if next(_files) % BETWEEN == 0:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
