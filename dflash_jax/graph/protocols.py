@@ -16,6 +16,7 @@ tokens that a place chooses from.
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -114,6 +115,8 @@ class Target(Protocol):
       any_width: whether a token has the same bits in calls of every width, so that plain steps of
         exact plans may be one token wide. By default they are as wide as blocks.
       kernels: a field of a Linen module, which `Pair` sets to `Plan.kernels`.
+      __call__(..., num_live): the first tokens of each row that count [B]; the others may be
+        computed as anything finite. Native kernels skip tokens whose hidden states are zeros.
     """
 
     @property
@@ -348,6 +351,11 @@ def with_kernels(model: Any, kernels: str) -> Any:
     if not isinstance(model, nn.Module) or "kernels" not in model.__dataclass_fields__:
         return model
     return model.clone(kernels=kernels)
+
+
+def takes_num_live(target: Any) -> bool:
+    """Return whether a target takes the numbers of tokens that count, with native kernels."""
+    return "num_live" in inspect.signature(type(target).__call__).parameters
 
 
 @contextlib.contextmanager

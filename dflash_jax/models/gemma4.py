@@ -17,6 +17,7 @@ from dflash_jax.config.gemma4 import Gemma4Config
 from dflash_jax.graph.protocols import CacheMaker, TargetOutput
 from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.nn.attention import (
+    Positions,
     attend,
     rope_tables,
     rotate,
@@ -53,7 +54,7 @@ class Gemma4Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Int[Array, "B T"]
+        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Positions
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         c, window = self.config, self.config.windows[self.layer]
         kv_heads, width = c.heads(self.layer)
@@ -62,7 +63,7 @@ class Gemma4Attention(nn.Module):
         qkv = dot(x, matrix(self, "qkv", (c.hidden_size, *shape), split=1))
         if c.attention_bias:
             qkv += weight(self, "qkv_bias", shape, split=0)[None, None]
-        turn = rope_tables(c.full_rope if window is None else c.rope, width, positions)
+        turn = rope_tables(c.full_rope if window is None else c.rope, width, positions.each)
         norm = functools.partial(rms_norm_wide, eps=c.rms_norm_eps, kernels=self.kernels)
         q_norm = norm_weight(self, "q_norm", width)
         q = rotate(norm(qkv[..., :groups, :], q_norm), *turn, self.kernels)
@@ -70,13 +71,13 @@ class Gemma4Attention(nn.Module):
             k_norm = norm_weight(self, "k_norm", width)
             k = rotate(norm(qkv[..., groups, :], k_norm), *turn, self.kernels)
             v = norm(qkv[..., -1, :], None)
-            cache = write_keys_values(cache, k, v, positions[:, 0])
-        keys = slot_positions(positions[:, -1] + 1, cache.slots)
-        seen = visible(positions, keys, causal=True, window=window)
+            cache = write_keys_values(cache, k, v, positions.start)
+        keys = slot_positions(positions.end, cache.slots)
+        seen = visible(positions.each, keys, causal=True, window=window)
         heads = attend(q, cache, seen, self.kernels, scale=SCALE)
         out = dot(heads, matrix(self, "o", (c.num_heads * width, c.hidden_size), split=0))
         if c.attention_bias:
-            out += weight(self, "o_bias", (c.hidden_size,))[None, None]
+            out = positions.zero_dead(out + weight(self, "o_bias", (c.hidden_size,))[None, None])
         return out, cache
 
 
@@ -136,7 +137,7 @@ class Gemma4Layer(nn.Module):
         self,
         x: Float[Array, "B T D"],
         cache: LayerCache,
-        positions: Int[Array, "B T"],
+        positions: Positions,
         p: Float[Array, "B T P"] | None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], LayerCache]:
         """Return the layer's output, the stream before its last two operations, and the cache."""
@@ -188,21 +189,23 @@ class Gemma4(Decoder):
         taps: tuple[int, ...] = (),
         chunked: bool = False,  # no effect on attention
         taps_at: str = LATE,
+        num_live: Int[Array, " B"] | None = None,
     ) -> TargetOutput:
         """As `Decoder`.
 
         Args:
           caches: of the layers that have keys; the others read them after they are written.
         """
-        positions = start[:, None] + jnp.arange(tokens.shape[1])[None, :]
-        x = self.first(tokens)
+        positions = Positions.of(start, tokens.shape[1], num_live)
+        x = positions.zero_dead(self.first(tokens))
         vectors = self.per_layer_inputs(tokens, x) if self.config.per_layer_size else None
         states, written = [x], list(caches)
         for i, layer in enumerate(self.layers):
             at = self.config.source(i)
             p = None if vectors is None else vectors[:, :, i]
             x, early, written[at] = layer(x, written[at], positions, p)
-            states.append(early if taps_at == EARLY else x)
+            x = positions.zero_dead(x)
+            states.append(positions.zero_dead(early) if taps_at == EARLY else x)
         hidden = self.final_norm(x, self.norm, self.config.rms_norm_eps, self.kernels)
         if taps_at == UPSTREAM:
             states[-1] = hidden

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.config.lfm2 import Lfm2Config
 from dflash_jax.graph.protocols import CacheMaker
 from dflash_jax.kernels.caches import Cache, ConvCache, Update
+from dflash_jax.nn.attention import Positions
 from dflash_jax.nn.decoder import Decoder, Layer, dense_layer
 from dflash_jax.nn.delta import causal_conv, window
 from dflash_jax.nn.layers import dot, matrix, weight
@@ -60,7 +61,7 @@ class ConvLayer(Layer):
         self,
         x: Float[Array, "B T D"],
         cache: ConvCache,
-        positions: Int[Array, "B T"],
+        positions: Positions,
         *,
         chunked: bool,  # the same in both forms
     ) -> tuple[Float[Array, "B T D"], Update]:

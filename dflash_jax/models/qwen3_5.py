@@ -7,12 +7,13 @@ multi-token-prediction weights are not part of the tree.
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from dflash_jax.config.qwen3_5 import HybridConfig
 from dflash_jax.graph.protocols import CacheMaker
 from dflash_jax.kernels.caches import Cache, LayerCache, RecurrentCache, Update
 from dflash_jax.nn.attention import (
+    Positions,
     attend,
     rope_tables,
     rotate_leading,
@@ -53,7 +54,7 @@ class GatedAttention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Int[Array, "B T"]
+        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Positions
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         c = self.config
         groups = c.num_heads // c.num_kv_heads
@@ -67,16 +68,16 @@ class GatedAttention(nn.Module):
         eps = c.rms_norm_eps
         q = rms_norm_from_one(q, norm_weight(self, "q_norm", c.head_dim), eps, self.kernels)
         k = rms_norm_from_one(k, norm_weight(self, "k_norm", c.head_dim), eps, self.kernels)
-        turn = rope_tables(c.rope, c.rotary_dim, positions)
+        turn = rope_tables(c.rope, c.rotary_dim, positions.each)
         q, k = (rotate_leading(a, *turn, self.kernels) for a in (q, k))
-        cache = write_keys_values(cache, k, v, positions[:, 0])
-        keys = slot_positions(positions[:, -1] + 1, cache.slots)
-        seen = visible(positions, keys, causal=True, window=None)
+        cache = write_keys_values(cache, k, v, positions.start)
+        keys = slot_positions(positions.end, cache.slots)
+        seen = visible(positions.each, keys, causal=True, window=None)
         out = attend(q, cache, seen, self.kernels)
         out = out * jax.nn.sigmoid(gate).reshape(out.shape)
         out = dot(out, matrix(self, "o", (c.num_heads * c.head_dim, c.hidden_size), split=0))
         if c.attention_bias:
-            out += weight(self, "o_bias", (c.hidden_size,))[None, None]
+            out = positions.zero_dead(out + weight(self, "o_bias", (c.hidden_size,))[None, None])
         return out, cache
 
 
@@ -167,7 +168,7 @@ class HybridLayer(nn.Module):
         self,
         x: Float[Array, "B T D"],
         cache: LayerCache | RecurrentCache,
-        positions: Int[Array, "B T"],
+        positions: Positions,
         *,
         chunked: bool,
     ) -> tuple[Float[Array, "B T D"], Update]:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int8, Num
 
@@ -196,6 +197,45 @@ def _put_ring(
     window = (1, *range(3, buffer.ndim))
     slots = jax.lax.ScatterDimensionNumbers(window, (2,), (2,), (0,), (0,))  # one by one
     return jax.lax.scatter(buffer, at[:, :, None], rows, slots, unique_indices=True, mode="drop")
+
+
+@struct.dataclass
+class Positions:
+    """Positions of the tokens of a call.
+
+    Attributes:
+      start: of each row's first token.
+      each: of each token; -1 for dead ones, which see no key: padding, tokens of rows that wait,
+        and drafts that were not made.
+      all_live: whether it is known when tracing that no token is dead.
+    """
+
+    start: Int[Array, " B"]
+    each: Int[Array, "B T"]
+    all_live: bool = struct.field(pytree_node=False)
+
+    @classmethod
+    def of(
+        cls, start: Int[Array, " B"], width: int, num_live: Int[Array, " B"] | None = None
+    ) -> "Positions":
+        """Return the positions of `width` tokens a row, of which the first ones are live."""
+        place = jnp.arange(width)[None, :]
+        each = start[:, None] + place
+        if num_live is not None:
+            each = jnp.where(place < num_live[:, None], each, -1)
+        return cls(start, each, num_live is None)
+
+    @property
+    def end(self) -> Int[Array, " B"]:
+        """The position after each row's last token."""
+        return self.start + self.each.shape[1]
+
+    def zero_dead(self, x: Float[Array, "B T *rest"]) -> Float[Array, "B T *rest"]:
+        """Return numbers of tokens with zeros in place of those of dead ones."""
+        if self.all_live:
+            return x
+        live = jnp.expand_dims(self.each >= 0, range(2, x.ndim))
+        return jnp.where(live, x, 0)
 
 
 def slot_positions(end: Int[Array, " B"], slots: int) -> Int[Array, "B S"]:

@@ -13,6 +13,7 @@ from dflash_jax.config.family import target_families
 from dflash_jax.graph.protocols import CacheMaker, TargetOutput, with_kernels
 from dflash_jax.kernels.caches import Cache, LayerCache
 from dflash_jax.nn.attention import (
+    Positions,
     attend,
     grown,
     rope_tables,
@@ -55,7 +56,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Int[Array, "B T"]
+        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Positions
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         c = self.config
         groups = c.num_heads // c.num_kv_heads
@@ -71,23 +72,22 @@ class Attention(nn.Module):
             qk = self.norm(qk, scale, c.rms_norm_eps, self.kernels)
         elif c.joint_norm:
             qk = self.over_heads(qk)
-        start, end = positions[:, 0], positions[:, -1] + 1
         if (rope := c.layer_rope(self.layer)) is not None:
-            turn = rope_tables(rope, c.rotated or c.head_dim, positions)
+            turn = rope_tables(rope, c.rotated or c.head_dim, positions.each)
             qk = rotate_leading(qk, *turn, self.kernels, neighbours=c.rotated_neighbours)
         q, k = qk[..., :groups, :], qk[..., groups, :]
         if c.query_growth:
-            q = grown(q, c.query_growth, c.rope, positions, c.max_length)
-        cache = write_keys_values(cache, k, v, start)
-        keys = slot_positions(end, cache.slots)
-        seen = visible(positions, keys, causal=True, window=self.window)
+            q = grown(q, c.query_growth, c.rope, positions.each, c.max_length)
+        cache = write_keys_values(cache, k, v, positions.start)
+        keys = slot_positions(positions.end, cache.slots)
+        seen = visible(positions.each, keys, causal=True, window=self.window)
         sinks = weight(self, "sinks", (c.num_kv_heads, groups), split=0) if self.sinks else None
         out = dot(
             attend(q, cache, seen, self.kernels, scale=c.score_scale, sinks=sinks),
             matrix(self, "o", (c.num_heads * c.head_dim, c.hidden_size), split=0),
         )
         if c.attention_bias:
-            out += weight(self, "o_bias", (c.hidden_size,))[None, None]
+            out = positions.zero_dead(out + weight(self, "o_bias", (c.hidden_size,))[None, None])
         return out, cache
 
     @nn.nowrap
@@ -131,7 +131,7 @@ class Layer(nn.Module):
         self,
         x: Float[Array, "B T D"],
         cache: LayerCache,
-        positions: Int[Array, "B T"],
+        positions: Positions,
         *,
         chunked: bool,  # for recurrent layers; attention ignores it
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
@@ -215,20 +215,24 @@ class Decoder(nn.Module):
         taps: tuple[int, ...] = (),
         chunked: bool = False,
         taps_at: str = LATE,
+        num_live: Int[Array, " B"] | None = None,
     ) -> TargetOutput:
         """Run T tokens at positions start .. start+T-1 of each row.
 
         Args:
+          num_live: tokens of each row that count, the first ones; all by default. Hidden states of
+            the others are zeros, which native kernels do not multiply.
           chunked: recurrent layers process the tokens in chunks instead of one by one.
           taps: which hidden states to return; 0 is the input of layer 0, i+1 the output of
             layer i (the last one before the final norm).
           taps_at: UPSTREAM takes the last one after the final norm; EARLY is LATE here.
         """
-        positions = start[:, None] + jnp.arange(tokens.shape[1])[None, :]
-        x = self.first(tokens)
+        positions = Positions.of(start, tokens.shape[1], num_live)
+        x = positions.zero_dead(self.first(tokens))
         states, written = [x], []
         for layer, cache in zip(self.layers, caches, strict=True):
             x, cache = layer(x, cache, positions, chunked=chunked)
+            x = positions.zero_dead(x)
             states.append(x)
             written.append(cache)
         hidden = self.final_norm(x, self.norm, self.config.rms_norm_eps, self.kernels)

@@ -88,6 +88,18 @@ def test_a_query_attends_alike_in_any_company(dtype: str) -> None:
     np.testing.assert_array_equal(ATTEND(*one, None)[0], together[1].reshape(9, -1))
 
 
+@pytest.mark.parametrize("slots", [33, 48])
+def test_queries_that_see_nothing_are_zeros_and_change_no_others(slots: int) -> None:
+    q, cache, seen = attention(9, 5, 40, slots)
+    whole = np.asarray(ATTEND(q, cache, seen, None))
+    rng = np.random.default_rng(1)
+    for share in (0.0, 0.2, 0.6, 1.0):
+        live = rng.random((2, 9, 1)) < share
+        found = np.asarray(ATTEND(q, cache, seen & live, None))
+        wanted = np.where(live, whole, 0)
+        np.testing.assert_array_equal(found.view(np.int32), wanted.view(np.int32))
+
+
 def test_slots_that_are_not_seen_are_not_read() -> None:
     q, cache, seen = attention(4, 2, 32, 48)
     clean = ATTEND(q, cache, seen, None)

@@ -200,6 +200,21 @@ def test_a_row_has_the_same_bits_alone_and_among_others(kind: str) -> None:
         np.testing.assert_array_equal(found, alone)
 
 
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", *KINDS])
+def test_rows_of_zeros_are_zeros_wherever_they_are_and_change_no_others(kind: str) -> None:
+    """Those of dead tokens; tiles of AMX are used for many live rows only."""
+    w, x = weights(kind, 256, 4099), draw(65, 256)
+    x[::3, 7] *= 50
+    alone = np.concatenate([MULTIPLY(x[i : i + 1], w) for i in range(len(x))])
+    rng = np.random.default_rng(0)
+    for rows in (1, 2, 9, 17, 65):
+        for share in (0.0, 0.1, 0.5, 0.9):
+            live = rng.random(rows) < share
+            found = np.asarray(MULTIPLY(np.where(live[:, None], x[:rows], -0.0), w))
+            wanted = np.where(live[:, None], alone[:rows], 0)
+            np.testing.assert_array_equal(found.view(np.int32), wanted.view(np.int32))
+
+
 @pytest.mark.parametrize("columns", [24, 5])
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_weights_change_their_layout_only(kind: str, columns: int) -> None:

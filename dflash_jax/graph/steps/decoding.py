@@ -64,7 +64,9 @@ def prefill(
     """Feed a prompt chunk; the token it decides is meaningful after the last chunk only."""
     num_fed, rules = inputs.num_fed, inputs.rules
     state = restart_rows(state, inputs.fresh)
-    target, drafter, hidden = forward(pair, params, state, inputs.tokens, chunked=True)
+    target, drafter, hidden = forward(
+        pair, params, state, inputs.tokens, chunked=True, num_live=num_fed
+    )
     last = jnp.maximum(num_fed - 1, 0)
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
     raw = logits = logits_of(pair, params, hidden)  # [B, 1, V]
@@ -117,7 +119,14 @@ def verify_block(
     """Verify a block as `verify` does, and return the processed logits before its results."""
     assert inputs.draft is not None
     drafted, rules, block = inputs.draft, inputs.rules, inputs.draft.block
-    target, drafter, hidden = forward(pair, params, state, block, chunked=not pair.exact)
+    target, drafter, hidden = forward(
+        pair,
+        params,
+        state,
+        block,
+        chunked=not pair.exact,
+        num_live=_num_live(pair, drafted, state, rules),
+    )
     raw = logits = logits_of(pair, params, hidden)
     if logits_state:
         logits = logits_state.process(raw, block[:, 1:], inputs.masks)
@@ -152,6 +161,17 @@ def verify_block(
         drafter = pair.committed(state.drafter, drafter, num_committed)
         state = commit(state, target, drafter, num_committed, anchor)
     return logits, state, logits_state and logits_state.count(out), out
+
+
+def _num_live(pair: Pair, drafted: Draft, state: DecodeState, rules: RowRules) -> RowInts | None:
+    """Return how many tokens of each row's block count: anchors of running rows, and drafts made.
+
+    None if the target computes all of them in any case.
+    """
+    if not pair.skips_dead_tokens:
+        return None
+    fed = 1 if drafted.num_drafts is None else 1 + drafted.num_drafts
+    return jnp.where(frozen(state.anchor, state.position, rules), 0, fed)
 
 
 def _decided(
@@ -229,7 +249,9 @@ def forced_tokens(
       The state, and which rows' hidden states are finite. Requiring all hidden states keeps the
       target's pass whole: with the caches alone, its last layer would compile differently.
     """
-    target, drafter, hidden = forward(pair, params, state, inputs.tokens, chunked=not pair.exact)
+    target, drafter, hidden = forward(
+        pair, params, state, inputs.tokens, chunked=not pair.exact, num_live=inputs.num_fed
+    )
     drafter = pair.committed(state.drafter, drafter, inputs.num_fed)
     finite = jnp.isfinite(hidden).all(axis=(1, 2))
     return commit(state, target, drafter, inputs.num_fed, inputs.anchor), None, finite

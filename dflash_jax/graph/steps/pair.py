@@ -83,6 +83,11 @@ class Pair:
         return isinstance(self.proposer, NGram | Copying)
 
     @property
+    def skips_dead_tokens(self) -> bool:
+        """Whether tokens that do not count cost nothing in the target's forward pass."""
+        return self.kernels == "native" and protocols.takes_num_live(self.target)
+
+    @property
     def keeps_logits(self) -> bool:
         """Whether drafts have the drafter's logits."""
         return self.report_top > 0 or self.acceptance is not None
@@ -139,11 +144,20 @@ class Pair:
 
 
 def forward(
-    pair: Pair, params: Params, state: DecodeState, tokens: Int[Array, "B T"], *, chunked: bool
+    pair: Pair,
+    params: Params,
+    state: DecodeState,
+    tokens: Int[Array, "B T"],
+    *,
+    chunked: bool,
+    num_live: Int[Array, " B"] | None = None,
 ) -> tuple[tuple[Update, ...], Any, Float[Array, "B T D"]]:
     """Run T tokens of each row through the target, and let the drafter observe them.
 
-    With `chunked`, recurrent layers run in their chunked form.
+    Args:
+      chunked: recurrent layers run in their chunked form.
+      num_live: tokens of each row that count, the first ones; all by default. Native kernels do
+        not compute the others.
 
     Returns:
       Updates of the target's caches, the drafter's state (with `Pair.keeps_taps`, what it has to
@@ -154,6 +168,8 @@ def forward(
     tokens, start = jax.lax.optimization_barrier((tokens, state.position))
     with jax.named_scope("target"):
         where = {"taps": pair.taps, "taps_at": pair.taps_at, "chunked": chunked}
+        if pair.skips_dead_tokens:
+            where["num_live"] = num_live
         out = pair.target_call(params, tokens, state.target, start, **where)
     expect_output(pair.target, out, (*tokens.shape, len(state.target)), pair.taps)
     out = jax.lax.optimization_barrier(out)

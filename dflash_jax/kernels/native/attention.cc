@@ -3,7 +3,7 @@
 //
 // A query's result depends neither on the other queries of a call nor on slots that it does not see:
 // dot products and sums are computed in one order, that of the slots, and slots that only other
-// queries see add zeros.
+// queries see add zeros. Queries that see no slot are those of dead tokens: their results are zeros.
 
 #include <immintrin.h>
 
@@ -90,13 +90,17 @@ struct Call {
   float* out;                           // [B, T, K, G, H]
   float scale;
   int64_t batch, tokens, heads, groups, width, slots;
-  std::vector<Range> live;              // [B, T]: from the first slot that a query sees to the last
-
-  // The first of a row's tile of queries, in the order of tokens and groups, and their number.
-  int64_t tiles() const { return (tokens * groups + kQueries - 1) / kQueries; }
+  std::vector<Range> live = {};         // [B, T]: from the first slot that a query sees to the last
+  std::vector<std::vector<int64_t>> seeing = {};  // of each row, the tokens that see any
 };
 
-// Returns the range of the bytes that are not zero, beginning at a multiple of the lanes.
+// Queries of a row and a head, in the order of the tokens that see any slot, and of groups.
+struct Queries {
+  int64_t b, head, first, count;
+};
+
+// Returns the range of the bytes that are not zero, beginning at a multiple of the lanes; {0, 0} if all
+// are zero.
 Range NotZero(const uint8_t* bytes, int64_t count) {
   auto empty = [bytes](int64_t at) {
     uint64_t word;
@@ -108,6 +112,7 @@ Range NotZero(const uint8_t* bytes, int64_t count) {
   while (begin < count && !bytes[begin]) begin++;
   while (end - 8 >= begin && empty(end - 8)) end -= 8;
   while (end > begin && !bytes[end - 1]) end--;
+  if (begin == end) return {0, 0};
   return {begin / kLanes * kLanes, end};
 }
 
@@ -118,11 +123,13 @@ class Tile {
   using Stored = typename Format::Stored;
 
  public:
-  Tile(const Call<Format>& call, int64_t b, int64_t head, int64_t first, float* scores)
-      : call_(call), b_(b), head_(head), range_{call.slots, 0}, scores_(scores),
+  Tile(const Call<Format>& call, const Queries& queries, float* scores)
+      : call_(call), b_(queries.b), head_(queries.head), range_{call.slots, 0}, scores_(scores),
         pitch_((call.slots + kLanes - 1) / kLanes * kLanes) {
+    const int64_t b = b_, head = head_;
     for (int r = 0; r < R; r++) {
-      const int64_t t = (first + r) / call.groups, g = (first + r) % call.groups;
+      const int64_t i = queries.first + r, g = i % call.groups;
+      const int64_t t = call.seeing[b][i / call.groups];
       const int64_t at = ((b * call.tokens + t) * call.heads + head) * call.groups + g;
       q_[r] = call.q + at * call.width;
       out_[r] = call.out + at * call.width;
@@ -283,37 +290,47 @@ class Tile {
 };
 
 template <typename Format, int R = kQueries>
-void AttendTile(const Call<Format>& call, int64_t b, int64_t head, int64_t first, float* scores) {
+void AttendTile(const Call<Format>& call, const Queries& queries, float* scores) {
   if constexpr (R > 1) {
-    if (call.tokens * call.groups - first < R)
-      return AttendTile<Format, R - 1>(call, b, head, first, scores);
+    if (queries.count < R) return AttendTile<Format, R - 1>(call, queries, scores);
   }
-  Tile<Format, R>(call, b, head, first, scores).Attend();
+  Tile<Format, R>(call, queries, scores).Attend();
 }
 
 template <typename Format>
 void Run(ffi::ThreadPool pool, Call<Format>& call) {
+  const int64_t size = call.heads * call.groups * call.width;  // of a token's results
   int64_t seen = 0;
-  for (int64_t i = 0; i < call.batch * call.tokens; i++) {
-    call.live.push_back(NotZero(call.seen + i * call.slots, call.slots));
-    seen += std::max<int64_t>(call.live.back().end - call.live.back().begin, 0);
+  std::vector<Queries> tiles;
+  call.seeing.resize(call.batch);
+  for (int64_t b = 0; b < call.batch; b++) {
+    for (int64_t t = 0; t < call.tokens; t++) {
+      const int64_t at = b * call.tokens + t;
+      const Range live = NotZero(call.seen + at * call.slots, call.slots);
+      call.live.push_back(live);
+      seen += live.end - live.begin;
+      if (live.end)
+        call.seeing[b].push_back(t);
+      else
+        std::fill_n(call.out + at * size, size, 0.0f);
+    }
+    const int64_t queries = static_cast<int64_t>(call.seeing[b].size()) * call.groups;
+    for (int64_t head = 0; head < call.heads; head++)
+      for (int64_t first = 0; first < queries; first += kQueries)
+        tiles.push_back({b, head, first, std::min<int64_t>(queries - first, kQueries)});
   }
-  const int64_t tiles = call.tiles(), per_row = call.heads * tiles;
-  const bool serial = 2 * seen * call.heads * call.groups * call.width < kSerial;
-  Split(pool, call.batch * per_row, 1, serial, [&](int64_t begin, int64_t end) {
+  Split(pool, tiles.size(), 1, 2 * seen * size < kSerial, [&](int64_t begin, int64_t end) {
     std::vector<float> scores(kQueries * ((call.slots + kLanes - 1) / kLanes * kLanes));
-    for (int64_t i = begin; i < end; i++)
-      AttendTile<Format>(call, i / per_row, i % per_row / tiles, i % tiles * kQueries,
-                         scores.data());
+    for (int64_t i = begin; i < end; i++) AttendTile<Format>(call, tiles[i], scores.data());
   });
 }
 
 // -- the handler --------------------------------------------------------------------------------
 
-using Queries = ffi::Buffer<ffi::F32, 5>;
+using Heads = ffi::Buffer<ffi::F32, 5>;
 using Mask = ffi::Buffer<ffi::PRED, 3>;
 
-ffi::Error Attend(ffi::ThreadPool pool, Queries q, ffi::AnyBuffer k, ffi::AnyBuffer v, Mask seen,
+ffi::Error Attend(ffi::ThreadPool pool, Heads q, ffi::AnyBuffer k, ffi::AnyBuffer v, Mask seen,
                   ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
                   ffi::Buffer<ffi::F32> sinks, ffi::ResultBuffer<ffi::F32> out, float scale) {
   const auto queries = q.dimensions(), keys = k.dimensions(), values = v.dimensions();
@@ -338,7 +355,7 @@ ffi::Error Attend(ffi::ThreadPool pool, Queries q, ffi::AnyBuffer k, ffi::AnyBuf
                       static_cast<const Stored*>(v.untyped_data()),
                       reinterpret_cast<const uint8_t*>(seen.typed_data()), optional(k_scale),
                       optional(v_scale), optional(sinks), out->typed_data(), scale, queries[0],
-                      queries[1], queries[2], queries[3], queries[4], keys[2], {}};
+                      queries[1], queries[2], queries[3], queries[4], keys[2]};
     Run(pool, call);
     return ffi::Error::Success();
   };
@@ -359,7 +376,7 @@ using namespace dflash;
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_attend, Attend,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<Queries>()
+                                  .Arg<Heads>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<Mask>()

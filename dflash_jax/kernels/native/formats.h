@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "integers.h"
+#include "live_rows.h"
 
 namespace dflash {
 
@@ -223,10 +224,10 @@ struct Quantised {
     return ((first * groups + group) << layout.rows) + row - (first << layout.rows);
   }
 
-  // Quantises rows of x [M, K] in groups of kGroup.
-  void Fill(const float* x, int64_t begin, int64_t end) {
+  // Quantises rows of activations in groups of kGroup.
+  void Fill(const LiveRows& x, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++)
-      for (int64_t g = 0; g < groups; g++) FillGroup(x + row * depth + g * kGroup, row, g);
+      for (int64_t g = 0; g < groups; g++) FillGroup(x[row] + g * kGroup, row, g);
   }
 
   // Quantises a row that is one group, whose largest magnitude is known.
@@ -369,10 +370,10 @@ struct QuantisedRows {
     return std::any_of(&outliers[begin], &outliers[end], [](const Outliers& o) { return o.count; });
   }
 
-  void Fill(const float* x, int64_t begin, int64_t end) {
+  void Fill(const LiveRows& x, int64_t begin, int64_t end) {
     std::vector<float> rest;
     for (int64_t row = begin; row < end; row++) {
-      const float* from = x + row * others.depth;
+      const float* from = x[row];
       const Ints most = Magnitudes(from);
       const int32_t largest = Max(most);
       if (!Outliers::Absent(most, largest)) outliers[row] = Outliers(from, others.depth);

@@ -19,15 +19,23 @@ struct Place {
   explicit Place(int64_t vector) : strip(vector / kVectors), lane(vector % kVectors * kLanes) {}
 };
 
-// The result, [M, N].
+// The result, [M, N], whose rows are counted as the live rows of activations are.
 struct Output {
   float* data;
   int64_t columns;
+  const LiveRows& rows;
   bool past_caches = false;  // whether it is larger than the caches, so that storing it there only costs
+
+  float* Row(int64_t row) const { return data + rows.at(row) * columns; }
+
+  // Writes the products of rows of zeros.
+  void Clear() const {
+    rows.EachDead([this](int64_t row) { std::fill_n(data + row * columns, columns, 0.0f); });
+  }
 
   void Put(int64_t row, int64_t vector, Floats values) const {
     const int64_t column = vector * kLanes;
-    float* to = data + row * columns + column;
+    float* to = Row(row) + column;
     if (column + kLanes <= columns) return Store(to, values);
     float last[kLanes];
     Store(last, values);

@@ -29,7 +29,7 @@ constexpr int kRows = DFLASH_AVX512 ? 8 : 4;   // most rows of a tile
 
 template <typename Format>
 struct FloatTile {
-  const float* x;
+  const LiveRows& x;
   const typename Format::Stored* w;  // [strips, K, 16]
   int64_t depth;
 
@@ -45,7 +45,8 @@ struct FloatTile {
       const Place place(vector + c);
       from[c] = w + place.strip * depth * kStrip + place.lane;
     }
-    const float* rows = x + row * depth;
+    const float* rows[R];
+    for (int r = 0; r < R; r++) rows[r] = x[row + r];
     for (int64_t k = 0; k < depth; k++) {
       Floats weights[C];
       for (int c = 0; c < C; c++) {
@@ -53,7 +54,7 @@ struct FloatTile {
         weights[c] = Format::Read(from[c] + k * kStrip);
       }
       for (int r = 0; r < R; r++) {
-        const Floats activation = All(rows[r * depth + k]);
+        const Floats activation = All(rows[r][k]);
         for (int c = 0; c < C; c++) sums[r][c] = MultiplyAdd(activation, weights[c], sums[r][c]);
       }
     }
@@ -85,7 +86,7 @@ struct Int8Tile : Int8Operands {
 };
 
 struct Int8ByFloatsTile {
-  const float* x;
+  const LiveRows& x;
   const uint8_t* w;    // [strips, K / 4, 16, 4], codes + 128
   const float* scale;  // [strips, 16]
   int64_t depth;
@@ -96,7 +97,8 @@ struct Int8ByFloatsTile {
   void Multiply(int64_t row, int64_t vector, const Output& out) const {
     static_assert(C == 1);
     const uint8_t* from = Quads(w, depth, Place(vector));
-    const float* rows = x + row * depth;
+    const float* rows[R];
+    for (int r = 0; r < R; r++) rows[r] = x[row + r];
     Floats sums[R];
     for (auto& sum : sums) sum = Zeros();
     for (int64_t k = 0; k < depth; k++) {
@@ -104,7 +106,7 @@ struct Int8ByFloatsTile {
       const Ints codes = ByteOf(LoadBytes(from + k / 4 * kQuads), k % 4);
       const Floats weights = ToFloats(Add(codes, AllInts(-128)));
       for (int r = 0; r < R; r++)
-        sums[r] = MultiplyAdd(All(rows[r * depth + k]), weights, sums[r]);
+        sums[r] = MultiplyAdd(All(rows[r][k]), weights, sums[r]);
     }
     const Floats scales = Load(scale + vector * kLanes);
     for (int r = 0; r < R; r++) out.Put(row + r, vector, dflash::Multiply(sums[r], scales));
@@ -197,7 +199,8 @@ void SplitColumns(ffi::ThreadPool pool, int64_t rows, int64_t depth, int64_t col
 }
 
 template <typename Tile>
-void Run(ffi::ThreadPool pool, const Tile& tile, int64_t rows, int64_t depth, const Output& out) {
+void Run(ffi::ThreadPool pool, const Tile& tile, int64_t depth, const Output& out) {
+  const int64_t rows = out.rows.count();
   // Few columns at a time, so that their weights stay in the cache for all rows.
   const int64_t step = rows <= kRows ? kClose / kLanes : 2;
   SplitColumns(pool, rows, depth, out.columns, [&](int64_t begin, int64_t end) {
@@ -210,16 +213,16 @@ void Run(ffi::ThreadPool pool, const Tile& tile, int64_t rows, int64_t depth, co
 
 // The same by tiles of AMX.
 template <typename Product>
-void RunTiled(ffi::ThreadPool pool, const Product& product, int64_t rows, int64_t depth,
-              const Output& out) {
+void RunTiled(ffi::ThreadPool pool, const Product& product, int64_t depth, const Output& out) {
+  const int64_t rows = out.rows.count();
   SplitColumns(pool, rows, depth, out.columns, [&](int64_t begin, int64_t end) {
     product.Multiply(rows, begin, end, out);
   });
 }
 
 template <typename Activations>
-void Fill(ffi::ThreadPool pool, Activations& quantised, const float* x, int64_t rows, int64_t depth) {
-  Split(pool, rows, 16, rows * depth < kSerial,
+void Fill(ffi::ThreadPool pool, Activations& quantised, const LiveRows& x, int64_t depth) {
+  Split(pool, x.count(), 16, x.count() * depth < kSerial,
         [&](int64_t begin, int64_t end) { quantised.Fill(x, begin, end); });
 }
 
@@ -237,15 +240,17 @@ ffi::Error Unfit() {
 
 ffi::Error FloatProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w,
                         ffi::ResultBuffer<ffi::F32> result) {
-  const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1];
-  const Output out{result->typed_data(), result->dimensions()[1]};
+  const int64_t depth = x.dimensions()[1];
+  const LiveRows rows(x.typed_data(), x.dimensions()[0], depth);
+  const Output out{result->typed_data(), result->dimensions()[1], rows};
   const int64_t strips = (out.columns + kStrip - 1) / kStrip;
   const auto run = [&](auto format) {
     using Format = decltype(format);
     constexpr int64_t kBytes = sizeof(typename Format::Stored);
     if (!Holds(w, strips * depth * kStrip * kBytes)) return Unfit();
     const auto* stored = static_cast<const typename Format::Stored*>(w.untyped_data());
-    Run(pool, FloatTile<Format>{x.typed_data(), stored, depth}, rows, depth, out);
+    out.Clear();
+    Run(pool, FloatTile<Format>{rows, stored, depth}, depth, out);
     return ffi::Error::Success();
   };
   switch (w.element_type()) {
@@ -260,39 +265,43 @@ ffi::Error FloatProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyB
 template <typename Work>
 ffi::Error Int8Product(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> w, ffi::Buffer<ffi::F32> scale,
                        ffi::ResultBuffer<ffi::F32> result, const Work& run) {
-  const int64_t quads = (x.dimensions()[1] + 3) / 4;
-  const Output out{result->typed_data(), result->dimensions()[1]};
+  const int64_t depth = x.dimensions()[1], quads = (depth + 3) / 4;
+  const LiveRows rows(x.typed_data(), x.dimensions()[0], depth);
+  const Output out{result->typed_data(), result->dimensions()[1], rows};
   const int64_t strips = (out.columns + kStrip - 1) / kStrip;
   if (!Holds(w, strips * quads * kQuads) || !Holds(scale, strips * kStrip * 4)) return Unfit();
-  run(x.dimensions()[0], x.dimensions()[1], out);
+  out.Clear();
+  run(depth, out);
   return ffi::Error::Success();
 }
 
 ffi::Error Int8ByInt8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> w,
                 ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> result) {
-  return Int8Product(x, w, scale, result, [&](int64_t rows, int64_t depth, const Output& out) {
+  return Int8Product(x, w, scale, result, [&](int64_t depth, const Output& out) {
+    const int64_t rows = out.rows.count();
     const bool tiled = Tiled(rows, kInt8TileRows) && depth && depth % kTileBytes == 0;
     QuantisedRows quantised(rows, depth, kUnsignedDot ? 128 : 0, tiled ? kInt8Tiles : CodeLayout());
-    Fill(pool, quantised, x.typed_data(), rows, depth);
+    Fill(pool, quantised, out.rows, depth);
     const Int8Operands operands{quantised, w.typed_data(), scale.typed_data(), depth};
-    if (tiled) return RunTiled(pool, Int8Tiles{operands}, rows, depth, out);
-    Run(pool, Int8Tile{operands}, rows, depth, out);
+    if (tiled) return RunTiled(pool, Int8Tiles{operands}, depth, out);
+    Run(pool, Int8Tile{operands}, depth, out);
   });
 }
 
 ffi::Error Int8ByFloats(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> w,
                         ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> result) {
-  return Int8Product(x, w, scale, result, [&](int64_t rows, int64_t depth, const Output& out) {
-    const Int8ByFloatsTile tile{x.typed_data(), w.typed_data(), scale.typed_data(), depth};
-    Run(pool, tile, rows, depth, out);
+  return Int8Product(x, w, scale, result, [&](int64_t depth, const Output& out) {
+    const Int8ByFloatsTile tile{out.rows, w.typed_data(), scale.typed_data(), depth};
+    Run(pool, tile, depth, out);
   });
 }
 
 template <typename Format>
 ffi::Error GroupProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs arrays,
                         ffi::ResultBuffer<ffi::F32> result) {
-  const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1];
-  const Output out{result->typed_data(), result->dimensions()[1]};
+  const int64_t depth = x.dimensions()[1];
+  const LiveRows rows(x.typed_data(), x.dimensions()[0], depth);
+  const Output out{result->typed_data(), result->dimensions()[1], rows};
   const int64_t strips = (out.columns + kStrip - 1) / kStrip;
   Arrays w{{}, depth / kGroup};
   if (depth % (kGroup * Format::kScaled) || arrays.size() != std::size(Format::kArrays)) return Unfit();
@@ -304,14 +313,15 @@ ffi::Error GroupProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Rema
     w.data[part] = array->untyped_data();
   }
   const bool shifted = Format::kBytewise && !kUnsignedDot;  // DotBytes takes the zero point off
-  const bool tiled = Tiled(rows, Format::kHalves ? kHalvesTileRows : kGroupTileRows);
-  Quantised quantised(rows, depth, kGroup, Format::kHalves ? 2 : 1, shifted ? 0 : Format::kZeroPoint,
+  const bool tiled = Tiled(rows.count(), Format::kHalves ? kHalvesTileRows : kGroupTileRows);
+  Quantised quantised(rows.count(), depth, kGroup, Format::kHalves ? 2 : 1, shifted ? 0 : Format::kZeroPoint,
                       tiled ? kGroupTiles : CodeLayout());
-  Fill(pool, quantised, x.typed_data(), rows, depth);
+  out.Clear();
+  Fill(pool, quantised, rows, depth);
   if (tiled)
-    RunTiled(pool, GroupTiles<Format>{quantised, w}, rows, depth, out);
+    RunTiled(pool, GroupTiles<Format>{quantised, w}, depth, out);
   else
-    Run(pool, GroupTile<Format>{quantised, w}, rows, depth, out);
+    Run(pool, GroupTile<Format>{quantised, w}, depth, out);
   return ffi::Error::Success();
 }
 

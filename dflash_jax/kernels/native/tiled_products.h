@@ -98,8 +98,8 @@ struct Int8Tiles : Int8Operands {
       return;
     }
     const Floats scales = Load(scale + strip * kStrip);
-    float* to = out.data + row * out.columns + strip * kStrip;
-    for (int64_t r = 0; r < count; r++, to += out.columns) {
+    for (int64_t r = 0; r < count; r++) {
+      float* to = out.Row(row + r) + strip * kStrip;
       const Floats factor = dflash::Multiply(All(x.others.scale[row + r]), scales);
       const Floats result = dflash::Multiply(ToFloats(sum_of(r)), factor);
       out.past_caches ? StorePastCaches(to, result) : Store(to, result);

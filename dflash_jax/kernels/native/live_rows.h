@@ -1,0 +1,64 @@
+// Rows of activations that have a number other than zero. The others are those of dead tokens: padding,
+// rows that wait, drafts that were not made. Their products are zeros, which need no weights.
+
+#ifndef DFLASH_NATIVE_LIVE_ROWS_H_
+#define DFLASH_NATIVE_LIVE_ROWS_H_
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace dflash {
+
+// Returns whether any number is not zero.
+inline bool AnyLive(const float* x, int64_t count) {
+  constexpr int64_t kTogether = 64;  // numbers between two branches
+  const auto bits = [x](int64_t i) {  // but for the sign
+    uint32_t word;
+    std::memcpy(&word, x + i, sizeof word);
+    return word << 1;
+  };
+  int64_t i = 0;
+  for (; i + kTogether <= count; i += kTogether) {
+    uint32_t any = 0;
+    for (int64_t k = 0; k < kTogether; k++) any |= bits(i + k);
+    if (any) return true;
+  }
+  while (i < count && !bits(i)) i++;
+  return i < count;
+}
+
+class LiveRows {
+ public:
+  // Finds the live rows of x [M, K], in their order.
+  LiveRows(const float* x, int64_t rows, int64_t depth) : x_(x), depth_(depth), all_(rows) {
+    for (int64_t row = 0; row < rows; row++)
+      if (AnyLive(x + row * depth, depth)) at_.push_back(row);
+  }
+
+  int64_t count() const { return static_cast<int64_t>(at_.size()); }
+  int64_t all() const { return all_; }
+  // The place of the i-th live row among all, and its numbers.
+  int64_t at(int64_t i) const { return at_[i]; }
+  const float* operator[](int64_t i) const { return x_ + at_[i] * depth_; }
+
+  // Calls work(row) for the rows that are not live.
+  template <typename Work>
+  void EachDead(const Work& work) const {
+    int64_t next = 0;
+    for (int64_t row = 0; row < all_; row++)
+      if (next < count() && at_[next] == row)
+        next++;
+      else
+        work(row);
+  }
+
+ private:
+  const float* const x_;
+  const int64_t depth_, all_;
+  std::vector<int64_t> at_;
+};
+
+}  // namespace dflash
+
+#endif  // DFLASH_NATIVE_LIVE_ROWS_H_
