@@ -41,7 +41,7 @@ def test_tokens_that_count_have_the_same_bits_beside_those_that_do_not(family: s
         after = target.apply(params, more, caches, jnp.asarray(NUM_LIVE, jnp.int32))
         return out.hidden, after.hidden
 
-    whole, after_whole = run(None)
+    whole, after_whole = run(jnp.full(ROWS, WIDTH, jnp.int32))
     found, after = run(jnp.asarray(NUM_LIVE, jnp.int32))
     live = (np.arange(WIDTH) < NUM_LIVE[:, None])[:, :, None]
     np.testing.assert_array_equal(found, np.where(live, whole, 0))

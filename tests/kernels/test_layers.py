@@ -136,13 +136,6 @@ def test_weights_are_exponentials_of_any_score(spread: float) -> None:
     np.testing.assert_allclose(found[0, 0], e / e.sum(), rtol=5e-7, atol=1e-38)
 
 
-def test_a_query_that_sees_nothing_is_not_finite() -> None:
-    q, cache, seen = attention(2, 1, 16, 24)
-    found = ATTEND(q, cache, seen.at[:, 1].set(False), None)
-    assert np.isfinite(found[:, 0]).all()
-    assert np.isnan(found[:, 1]).all()
-
-
 @pytest.mark.parametrize("shape", [(1, 1, 5), (2, 3, 64), (1, 40, 100), (2, 2, 3, 4, 24)])
 def test_norms_divide_by_the_root_of_the_mean_square(shape: tuple[int, ...]) -> None:
     x, w = draw(*shape), draw(*shape[2:], seed=1)

@@ -166,6 +166,8 @@ def forward(
     # The barriers make XLA compile the target alike in every program. Without that of the
     # positions, it would share the rotary table of the drafter where there is one.
     tokens, start = jax.lax.optimization_barrier((tokens, state.position))
+    if pair.skips_dead_tokens:
+        num_live = jax.lax.optimization_barrier(num_live)
     with jax.named_scope("target"):
         where = {"taps": pair.taps, "taps_at": pair.taps_at, "chunked": chunked}
         if pair.skips_dead_tokens:
