@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.config import DrafterConfig
 from dflash_jax.graph.protocols import CacheMaker, Draft, DraftSampler, SharedLayers, with_kernels
 from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.kernels.vocabulary import all_finite
 from dflash_jax.nn.attention import (
+    Positions,
     attend,
     rope_tables,
     rotate,
@@ -107,12 +108,15 @@ class DrafterAttention(nn.Module):
         return out + self.o_bias[None, None] if self.config.attention_bias else out
 
     def __call__(
-        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Int[Array, "B T"]
+        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Positions
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
-        cache = write_finite(cache, *self.keys_values(x, positions), positions[:, 0])
-        keys = slot_positions(positions[:, -1] + 1, cache.slots)
-        seen = visible(positions, keys, causal=self.causal, window=self.window)
-        heads = attend(self.queries(x, positions), cache, seen, self.kernels)
+        each = positions.each
+        cache = write_finite(cache, *self.keys_values(x, each), positions.start)
+        keys = slot_positions(positions.end, cache.slots)
+        seen = visible(each, keys, causal=self.causal, window=self.window)
+        if not positions.all_live:
+            seen &= (each >= 0)[:, :, None]
+        heads = attend(self.queries(x, each), cache, seen, self.kernels)
         return self.output(heads), cache
 
 
@@ -144,7 +148,7 @@ class DrafterLayer(nn.Module):
         self.mlp = GatedMLP(c.hidden_size, c.intermediate_size)
 
     def __call__(
-        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Int[Array, "B T"]
+        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Positions
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         return self.around(x, lambda h: self.attention(h, cache, positions))
 
@@ -255,20 +259,26 @@ class DFlash(nn.Module):
         x: Float[Array, "B T D"],
         caches: Sequence[LayerCache],
         start: Int[Array, " B"],
+        idle: Bool[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[LayerCache, ...]]:
         """Run a block whose anchor is at position `start` of each row.
 
         Args:
           x: target embeddings of [anchor, mask, mask, ...].
+          idle: rows whose blocks are not used; native kernels do not compute them.
+
         Returns:
           Hidden states after the final norm, including the anchor's row, and the caches. These
           hold the block's keys from `start` on, which later calls overwrite.
         """
-        positions = start[:, None] + jnp.arange(x.shape[1])[None, :]
-        x = self.scaled(x)
+        width = x.shape[1]
+        skipped = idle is not None and self.kernels == "native"
+        positions = Positions.of(start, width, jnp.where(idle, 0, width) if skipped else None)
+        x = positions.zero_dead(self.scaled(x))
         written = []
         for layer, cache in zip(self.layers, caches, strict=True):
             x, cache = layer(x, cache, positions)
+            x = positions.zero_dead(x)
             written.append(cache)
         return rms_norm(x, self.norm, self.config.rms_norm_eps, self.kernels), tuple(written)
 
@@ -279,8 +289,11 @@ class DFlash(nn.Module):
         start: Int[Array, " B"],
         shared: SharedLayers,
         places: int,
+        idle: Bool[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B R D"], Float[Array, "B R N"], tuple[LayerCache, ...]]:
         """Return hidden states and logits of R drafted places, and the caches after the call.
+
+        Rows that are `idle` may get any finite numbers.
 
         Masks attend to each other: a drafter that was trained on longer blocks sees one of that
         length here, too, and its last places are not used. The anchor's own place predicts nothing,
@@ -292,7 +305,7 @@ class DFlash(nn.Module):
         block = jnp.full(masks, c.mask_token_id, anchor.dtype)
         block = jnp.concatenate([anchor[:, None], block], axis=1)
         embed = self.embed if c.own_embedding else shared.embed
-        hidden, caches = self(embed(block), caches, start)
+        hidden, caches = self(embed(block), caches, start, idle)
         hidden = hidden[:, :length]
         said = project(hidden, self.head) if c.own_head else self.lent(hidden, shared)
         logits = self.adjust(said)
@@ -309,7 +322,9 @@ class DFlash(nn.Module):
         sampler: DraftSampler,
     ) -> tuple[Draft, tuple[LayerCache, ...]]:
         """Draft each place for itself."""
-        _, logits, caches = self.predict(caches, anchor, start, shared, sampler.places)
+        _, logits, caches = self.predict(
+            caches, anchor, start, shared, sampler.places, sampler.idle
+        )
         ids = self.tokens()
         choice = sampler.sample_all(logits, ids)
         told = {"logits": logits, "ids": ids}

@@ -17,6 +17,7 @@ from dflash_jax.graph.protocols import Draft, DraftSampler, SharedLayers
 from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.kernels.vocabulary import all_finite, top_k
 from dflash_jax.models.dflash import Attend, DFlash, DrafterAttention, Kept
+from dflash_jax.nn.attention import Positions
 from dflash_jax.nn.layers import GatedMLP, declare, dot, norm_weight, product, rms_norm, weight
 from dflash_jax.nn.objective import (
     Places,
@@ -87,7 +88,7 @@ class ConvolvedLayer(nn.Module):
         self.mlp = GatedMLP(c.hidden_size, c.intermediate_size)
 
     def __call__(
-        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Int[Array, "B T"]
+        self, x: Float[Array, "B T D"], cache: LayerCache, positions: Positions
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         return self.around(x, lambda h: self.attention(h, cache, positions))
 
@@ -131,7 +132,9 @@ class DFlash2(DFlash):
         sampler: DraftSampler,
     ) -> tuple[Draft, tuple[LayerCache, ...]]:
         """Draft along the selector's path."""
-        hidden, logits, caches = self.predict(caches, anchor, start, shared, sampler.places)
+        hidden, logits, caches = self.predict(
+            caches, anchor, start, shared, sampler.places, sampler.idle
+        )
         finite = all_finite(logits, self.kernels).all(axis=1)
         with jax.named_scope("selector"):
             unary, index = top_k(logits, self.config.selector_top_k)

@@ -51,7 +51,9 @@ class Domino(DFlash):
         sampler: DraftSampler,
     ) -> tuple[Draft, tuple[LayerCache, ...]]:
         """Draft each place by the tokens chosen before it."""
-        hidden, logits, caches = self.predict(caches, anchor, start, shared, sampler.places)
+        hidden, logits, caches = self.predict(
+            caches, anchor, start, shared, sampler.places, sampler.idle
+        )
         embed = self.embed if self.config.own_embedding else shared.embed
 
         def corrected(

@@ -63,7 +63,9 @@ class DSpark(DFlash):
         sampler: DraftSampler,
     ) -> tuple[Draft, tuple[LayerCache, ...]]:
         """Draft each place by the token chosen before it."""
-        hidden, logits, caches = self.predict(caches, anchor, start, shared, sampler.places)
+        hidden, logits, caches = self.predict(
+            caches, anchor, start, shared, sampler.places, sampler.idle
+        )
         if self.config.markov_rank:
             with jax.named_scope("markov"):
                 return self._by_markov(anchor, hidden, logits, sampler), caches
