@@ -169,7 +169,7 @@ def forward(
     if pair.skips_dead_tokens:
         num_live = jax.lax.optimization_barrier(num_live)
     with jax.named_scope("target"):
-        where = {"taps": pair.taps, "taps_at": pair.taps_at, "chunked": chunked}
+        where: dict[str, Any] = {"taps": pair.taps, "taps_at": pair.taps_at, "chunked": chunked}
         if pair.skips_dead_tokens:
             where["num_live"] = num_live
         out = pair.target_call(params, tokens, state.target, start, **where)
