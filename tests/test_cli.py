@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import fcntl
-import gc
 import io
 import json
 import os
@@ -13,8 +12,6 @@ import signal
 import struct
 import sys
 import termios
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +34,7 @@ from dflash_jax.graph.build import CompiledPrograms
 from dflash_jax.models import build_pair
 from dflash_jax.testing import random_params, tiny_drafter, tiny_target
 from dflash_jax.trainer.run import write_huggingface
-from dflash_jax.utils.command import INTERRUPTED, PIPE_CLOSED, exit_code
+from dflash_jax.utils.command import INTERRUPTED, PIPE_CLOSED
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -751,44 +748,6 @@ def test_every_command_has_help_and_the_version_is_told(capsys: pytest.CaptureFi
             main(arguments)
         assert ended.value.code == 0
         assert "dflash-jax" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_that_comes_during_garbage_collection_is_heard(number: int, code: int) -> None:
-    """Python drops exceptions in garbage collection, during which JAX runs Python code."""
-
-    def press(phase: str, about: dict[str, int]) -> None:
-        gc.callbacks.remove(press)
-        os.kill(os.getpid(), number)
-
-    def work() -> int:
-        gc.callbacks.append(press)
-        gc.collect()
-        time.sleep(5)
-        return 0
-
-    assert exit_code("a command", work) == code
-
-
-def test_a_repeated_signal_is_not_lost_while_its_timer_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    start, started = threading.Timer.start, []
-
-    def interrupted(timer: threading.Timer) -> None:
-        start(timer)
-        started.append(timer)
-        if len(started) == 1:
-            timer.join()  # it sends the signal now, in the hook
-
-    def work() -> int:
-        monkeypatch.setattr(threading.Timer, "start", interrupted)
-        sys.unraisablehook(SimpleNamespace(exc_type=KeyboardInterrupt))  # type: ignore[arg-type]
-        time.sleep(5)
-        return 0
-
-    assert exit_code("a command", work) == 130
-    assert len(started) == 2
 
 
 @pytest.mark.sample("generate")

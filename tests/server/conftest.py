@@ -106,6 +106,14 @@ def twin(engine: Engine, **changes: Any) -> Engine:
 
 
 @pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """Of the shipped target."""
+    found = Tokenizer.from_directory(locate("tiny", "target"))
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="session")
 def random_tiny() -> Engine:
     """A warm engine with random weights, three rows, and the shipped tokenizer."""
     target = tiny_target(num_layers=1, vocab_size=2048, eos_token_ids=(2040,))

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from dflash_jax.loading import locate
 from dflash_jax.server.completions import ChatWriter, decode_chat
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.responses import ResponsesWriter, decode_responses
@@ -21,13 +20,6 @@ CRM = {"type": "namespace", "name": "crm", "tools": [GET, {"type": "custom", "na
 MCP = {"type": "namespace", "name": "mcp__git__", "tools": [GET]}
 SEARCH = {"type": "web_search"}
 TEXT = '*** Begin "Patch"\n+é \U0001f600 \\n\t*** End'
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    found = Tokenizer.from_directory(locate("tiny", "target"))
-    assert found is not None
-    return found
 
 
 def responses(*tools: Any, **fields: Any) -> GenerationRequest:

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from dflash_jax.engine.structured.grammars import Grammars
-from dflash_jax.loading import locate
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.completions import decode_chat
 from dflash_jax.server.generation import structure_of
@@ -51,13 +50,6 @@ def message(**more: Any) -> GenerationRequest:
 NAMED = {"type": "function", "function": {"name": "P"}}
 STRICT = [{"type": "function", "function": {**FUNCTION, "strict": True}}]
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    found = Tokenizer.from_directory(locate("tiny", "target"))
-    assert found is not None
-    return found
 
 
 @pytest.fixture(scope="module")

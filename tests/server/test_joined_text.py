@@ -2,7 +2,6 @@
 
 import pytest
 
-from dflash_jax.loading import locate
 from dflash_jax.server.anthropic import MessagesWriter
 from dflash_jax.server.completions import ChatWriter
 from dflash_jax.tokenizer import Tokenizer
@@ -17,13 +16,6 @@ CASES = [
     (f"<think>A</think>One.{CALL}<think>B</think>Two.", "One.\nTwo.", "A\nB"),
     ("One. <think>A</think> two", "One. two", "A"),
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    found = Tokenizer.from_directory(locate("tiny", "target"))
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize("width", [1, 4, 100])

@@ -11,7 +11,6 @@ import pytest
 from benchmarks.audit.server import ASK, CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from dflash_jax.engine.structured.grammars import Grammars
 from dflash_jax.errors import StructureError
-from dflash_jax.loading import locate
 from dflash_jax.server import served_models
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.completions import decode_chat
@@ -100,13 +99,6 @@ EMAIL = {
     },
     "required": ["to"],
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    found = Tokenizer.from_directory(locate("tiny", "target"))
-    assert found is not None
-    return found
 
 
 @pytest.fixture(scope="module")

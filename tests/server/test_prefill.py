@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from dflash_jax.engine.vocabulary import opens_thought
-from dflash_jax.loading import locate
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.completions import decode_chat, decode_completion
 from dflash_jax.server.generation import prepare
@@ -24,13 +23,6 @@ from tests.server.test_replies import pieces
 
 USER = {"role": "user", "content": "Hi"}
 THOUGHT = {"type": "thinking", "thinking": "Let me", "signature": ""}
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    found = Tokenizer.from_directory(locate("tiny", "target"))
-    assert found is not None
-    return found
 
 
 def prompted(request: GenerationRequest, tokenizer: Tokenizer) -> EncodedPrompt:

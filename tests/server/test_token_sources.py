@@ -7,7 +7,6 @@ import httpx
 import pytest
 
 from dflash_jax.engine.result import Piece, Result, RoundTrace, Stats
-from dflash_jax.loading import locate
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.completions import ChatWriter
 from dflash_jax.server.reply import Reply
@@ -84,13 +83,6 @@ def test_other_apis_list_the_field_as_unknown() -> None:
     responses = decode_responses(json.dumps({"input": "U", "return_token_sources": True}).encode())
     for request in (messages, responses):
         assert any("return_token_sources" in warning for warning in request.warnings)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    found = Tokenizer.from_directory(locate("tiny", "target"))
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize("parallel", [True, False])
