@@ -117,7 +117,6 @@ def test_places_of_a_walk_are_drawn_as_the_target_draws_them() -> None:
     assert jnp.array_equal(choose.sample_all(both).index, chosen)
 
 
-@pytest.mark.exhaustive
 def test_drafts_from_some_tokens_are_drawn_as_from_all() -> None:
     columns, ids = rules(50, temperature=1.0, seed=np.arange(50)), jnp.asarray([4, 0, 5])
     choose = sampler(columns, 3, sampled=True)

@@ -19,7 +19,6 @@ from dflash_jax.testing import AMPLE, planned, tiny_drafter, tiny_target
 CASE = Path(__file__).with_name("two_devices_case.py")
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "names"),
     [
