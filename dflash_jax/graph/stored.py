@@ -4,6 +4,8 @@ A program has a file, named by the digest of its lowered text, and a note of tha
 identity that it is known by. After a change of the code that changes no program, programs are
 traced and lowered once to find their files again.
 
+Programs of a mesh, and those that name a device, are not kept.
+
 The folder lies in that of JAX's compilation cache, which is not asked for these programs: XLA
 cannot write one again that it has read from a file, as it leaves out the machine code.
 """
@@ -56,7 +58,7 @@ class StoredPrograms:
 
     def load(self, program: Program) -> jax.stages.Compiled | None:
         """Return a program without tracing it; None if it is not known."""
-        identity = self._identities.of(program)
+        identity = self._identities.of(program) if _on_one_device(program) else None
         key = self._contents(identity, NOTE) if identity else None
         return self._loaded(key.decode()) if key else None
 
@@ -64,7 +66,7 @@ class StoredPrograms:
         """Return a lowered program, from disk or compiled; it is known from now on."""
         text = lowered.as_text() or ""
         arguments = _arguments(lowered)
-        if not text or not arguments:
+        if not text or not arguments or not _on_one_device(program):
             return lowered.compile(compiler_options=self._options)
         key = digest([self._identities.environment, arguments, text])
         compiled = self._loaded(key)
@@ -87,7 +89,8 @@ class StoredPrograms:
             calls_lapack, *parts = pickle.loads(contents)
             if calls_lapack:
                 _start_lapack()
-            return serialize_executable.deserialize_and_load(*parts)
+            device = jax.config.values["jax_default_device"] or jax.local_devices()[0]
+            return serialize_executable.deserialize_and_load(*parts, execution_devices=[device])
         except Exception as error:
             log.warning("a kept program cannot be loaded, and is compiled again: %s", error)
             (self._folder / f"{key}{PROGRAM}").unlink(missing_ok=True)
@@ -172,6 +175,12 @@ def _unwritten() -> Iterator[None]:
     least = getattr(config, "persistent_cache_min_compile_time_secs", None)
     with contextlib.nullcontext() if least is None else least(math.inf):
         yield
+
+
+def _on_one_device(program: Program) -> bool:
+    """Return whether a program's arguments and results have no place but the default device."""
+    placed = any(x.sharding is not None for x in jax.tree.leaves(program.arguments))
+    return program.placement is None and not placed
 
 
 def _arguments(lowered: jax.stages.Lowered) -> str:

@@ -195,6 +195,19 @@ def test_programs_are_kept_where_jaxs_cache_is_and_only_on_processors(
             jax.config.update(name, value)
 
 
+def test_programs_with_places_are_not_kept(tmp_path: Path) -> None:
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    placed = jax.ShapeDtypeStruct((), jnp.float32, sharding=place)
+    programs = StoredPrograms(tmp_path, {})
+    for program in (
+        Program(KEY, first, (placed, NUMBER)),
+        Program(KEY, first, (NUMBER, NUMBER), placement=place),
+    ):
+        assert programs.load(program) is None
+        assert compiled(programs, program)(jnp.float32(1), jnp.float32(2)) == 2
+    assert not [*tmp_path.iterdir()]
+
+
 CHILD = """
 import os, sys
 from pathlib import Path
@@ -215,11 +228,15 @@ print(engine.generate([1, 2, 3], max_tokens=8, ignore_eos=True).token_ids)
 
 
 @pytest.mark.exhaustive
-def test_another_process_runs_what_it_has_not_traced_and_calls_lapack(tmp_path: Path) -> None:
+@pytest.mark.parametrize("devices", [1, 2])
+def test_another_process_runs_what_it_has_not_traced_and_calls_lapack(
+    tmp_path: Path, devices: int
+) -> None:
     outputs = []
     for arguments in ([], ["without tracing"]):
         command = [sys.executable, "-c", CHILD, str(tmp_path / "xla"), *arguments]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
         done = subprocess.run(
             command, capture_output=True, text=True, env=environment, timeout=300, check=False
         )
