@@ -353,9 +353,9 @@ def with_kernels(model: Any, kernels: str) -> Any:
     return model.clone(kernels=kernels)
 
 
-def takes_num_live(target: Any) -> bool:
-    """Return whether a target takes the numbers of tokens that count, with native kernels."""
-    return "num_live" in inspect.signature(type(target).__call__).parameters
+def takes(model: Any, name: str) -> bool:
+    """Return whether a model's `__call__` has an optional argument, such as `num_live`."""
+    return name in inspect.signature(type(model).__call__).parameters
 
 
 @contextlib.contextmanager

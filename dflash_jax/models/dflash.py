@@ -15,7 +15,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.config import DrafterConfig
-from dflash_jax.graph.protocols import CacheMaker, Draft, DraftSampler, SharedLayers, with_kernels
+from dflash_jax.graph.protocols import (
+    CacheMaker,
+    Draft,
+    DraftSampler,
+    SharedLayers,
+    takes,
+    with_kernels,
+)
 from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.kernels.vocabulary import all_finite
 from dflash_jax.nn.attention import (
@@ -272,8 +279,8 @@ class DFlash(nn.Module):
           hold the block's keys from `start` on, which later calls overwrite.
         """
         width = x.shape[1]
-        skipped = idle is not None and self.kernels == "native"
-        positions = Positions.of(start, width, jnp.where(idle, 0, width) if skipped else None)
+        num_live = None if idle is None else jnp.where(idle, 0, width)
+        positions = Positions.of(start, width, num_live)
         x = positions.zero_dead(self.scaled(x))
         written = []
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -305,7 +312,9 @@ class DFlash(nn.Module):
         block = jnp.full(masks, c.mask_token_id, anchor.dtype)
         block = jnp.concatenate([anchor[:, None], block], axis=1)
         embed = self.embed if c.own_embedding else shared.embed
-        hidden, caches = self(embed(block), caches, start, idle)
+        skips = self.kernels == "native" and takes(self, "idle")  # subclasses may not
+        arguments = (embed(block), caches, start)
+        hidden, caches = self(*arguments, idle) if skips else self(*arguments)
         hidden = hidden[:, :length]
         said = project(hidden, self.head) if c.own_head else self.lent(hidden, shared)
         logits = self.adjust(said)

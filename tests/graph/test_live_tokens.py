@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.audit.models import FAMILIES, Setup, random_engine
-from dflash_jax.graph.protocols import takes_num_live
+from dflash_jax.graph.protocols import takes
 from dflash_jax.kernels.native.build import library
 from dflash_jax.plan import Plan
 
@@ -26,7 +26,7 @@ def test_tokens_that_count_have_the_same_bits_beside_those_that_do_not(family: s
         Plan(rows=ROWS, chunk=WIDTH, max_length=64, kernels="native"),
     )
     target, params = engine.graph.pair.target, {"params": engine.params["target"]}
-    assert takes_num_live(target)
+    assert takes(target, "num_live")
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, engine.graph.config.vocab_size, (ROWS, WIDTH + MORE))
     first, more = jnp.asarray(tokens[:, :WIDTH]), jnp.asarray(tokens[:, WIDTH:])

@@ -85,7 +85,7 @@ class Pair:
     @property
     def skips_dead_tokens(self) -> bool:
         """Whether tokens that do not count cost nothing in the target's forward pass."""
-        return self.kernels == "native" and protocols.takes_num_live(self.target)
+        return self.kernels == "native" and protocols.takes(self.target, "num_live")
 
     @property
     def keeps_logits(self) -> bool:
