@@ -70,7 +70,6 @@ class Measurement:
         for name, engine in self.engines.items():
             engine.warm_up("greedy", *["sampled"][: max(options.temperatures) > 0])
             if name == AUTOMATIC:
-                engine.warm_up("depth")
                 engine.time_drafting()
 
     def _like(self, plan: Any) -> Any:

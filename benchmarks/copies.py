@@ -92,7 +92,7 @@ def engines(target: str, weights: str, blocks: Sequence[int], rows: int) -> dict
         if name.endswith(ADAPTIVE):
             alike = [other for other in found.values() if other.graph == engine.graph]
             engine.share_programs(alike[0])
-            engine.warm_up("greedy", "depth")
+            engine.warm_up("greedy")
             engine.time_drafting()
     return found
 

@@ -379,17 +379,6 @@ class ResolvedPlan(Plan):
         return max(self.chunk, self.block)
 
     @property
-    def narrower(self) -> tuple[int, ...]:
-        """Tokens of the blocks, narrower than `block`, that steps may verify instead.
-
-        Powers of two and 3; none where a token's bits depend on the width of a call.
-        """
-        if not self.exact or self.plain_width != 1:
-            return ()
-        blocks = {3, *(2**i for i in range(1, self.block.bit_length()))}
-        return tuple(sorted(block for block in blocks if block < self.block))
-
-    @property
     def fed_rows(self) -> int:
         """Rows that a prefill call feeds.
 

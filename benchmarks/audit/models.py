@@ -312,7 +312,7 @@ def build(setup: Setup, *, target: str = "tiny", drafter: str | None = "own") ->
     else:
         engine = scripted_engine(random_engine(setup, plan))
     wanted = [*setup.variants, *[Variant.PROMPT][: setup.prompt_logprobs]]
-    engine.warm_up(Variant.GREEDY, Variant.RECOVERY, *wanted, Variant.DEPTH, Variant.CHUNKS)
+    engine.warm_up(Variant.GREEDY, Variant.RECOVERY, *wanted, Variant.CHUNKS)
     return AuditedEngine(setup, engine, _limits(setup, engine))
 
 

@@ -21,7 +21,7 @@ from benchmarks.audit.scenario import AuditRequest, Failure, Scenario
 from dflash_jax.engine.engine import Engine, RequestHandle
 from dflash_jax.engine.result import Stats, TokenLogprob
 from dflash_jax.engine.scheduler import StepPacer
-from dflash_jax.engine.state_machine.speculation import BreakEven
+from dflash_jax.engine.state_machine.speculation import UNKNOWN, BreakEven
 from dflash_jax.errors import DFlashError
 from dflash_jax.graph.state import StepOutput
 from dflash_jax.testing import OWN, force_acceptance, set_row_scripts
@@ -189,8 +189,9 @@ class _Session:
         engine = audited.opened(segments=scenario.segments, folder=self._folder)
         engine.core.scheduler.pacer = ScriptedPacer(scenario.rounds)
         most, plan = scenario.break_even if engine.plan.exact else 0.0, engine.plan
-        costs = [(block, (1 + (most - 1) * block / plan.block,)) for block in plan.narrower]
-        engine.core.meter.use(BreakEven((0,), (most,), tuple(costs if most else ())))
+        blocks = (2, *(block for block in (4, 8, plan.block) if 2 < block <= plan.block))
+        lengths = tuple(1 + (most - 1) * block / plan.block for block in blocks)
+        engine.core.meter.use(BreakEven((1,), (0,), blocks, ((lengths,),)) if most else UNKNOWN)
         wanted = (session, number)
         failures = [x for x in scenario.failures if (x.session, x.engine) == wanted]
         calls = InterceptedCalls(failures, self._counts)

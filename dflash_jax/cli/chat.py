@@ -107,7 +107,6 @@ def _load(options: argparse.Namespace) -> Any:
     with shared.report_progress("compiling", quiet=False):
         engine.warm_up(shared.wanted_variant(options))
         engine.time_drafting()
-        engine.measures_drafting = True  # narrower blocks, once they are compiled
     return engine
 
 

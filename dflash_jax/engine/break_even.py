@@ -1,26 +1,34 @@
-"""Measure how many tokens a drafted round must commit to pay off, for each width of its block."""
+"""Measure how many tokens a drafted round must commit to pay off, by rows, context and drafts."""
 
 import itertools
 import math
 import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from dflash_jax.engine.model_runner import ModelRunner
-from dflash_jax.engine.scheduler import make_rules, steps_of_call
+from dflash_jax.engine.scheduler import steps_of_call
 from dflash_jax.engine.state_machine.speculation import BreakEven
-from dflash_jax.graph.keys import NARROWED, ProgramKey, Step, Variant
+from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.programs import is_multi_step
 from dflash_jax.graph.settings import untraced
-from dflash_jax.graph.state import read_output
-from dflash_jax.graph.steps.inputs import DecodeInputs, PrefillInputs
+from dflash_jax.graph.state import COMMITS_NOTHING, RowRules, idle_arrays, read_output
+from dflash_jax.graph.steps.inputs import CopyRowInputs, DecodeInputs, PrefillInputs
 
-POSITIONS = (0, 128, 512, 1024, 2048)  # tokens in the caches when steps are timed
+POSITIONS = (0, 512, 2048)  # tokens in the caches when steps are timed
 SAMPLES = 2  # of each step while requests run
 FURTHER, MARGIN = 2, 256  # a measurement serves up to this multiple of its position, and past it
 PREFILL_STEPS = 4  # tokens of a prompt chunk are fed in the time of as many plain steps, or faster
+
+
+class Timed(NamedTuple):
+    """A decode step to time: the rows that decode, and the tokens of their blocks."""
+
+    rows: int
+    block: int = 1  # 1 for a plain step
 
 
 class Stopwatch:
@@ -28,51 +36,73 @@ class Stopwatch:
 
     Args:
       variant: of the programs, which must be compiled.
+      row: that decodes where a single one does.
     """
 
-    def __init__(self, runner: ModelRunner, variant: Variant = Variant.GREEDY):
+    def __init__(self, runner: ModelRunner, variant: Variant = Variant.GREEDY, row: int = 0):
         self._runner, self.plan, self._variant = runner, runner.plan, variant
-        idle = [(None, False)] * runner.plan.rows
-        self._rules = make_rules(runner.plan, idle, {}, runner.executor.put)
+        self._row = row
+        self._rules: dict[Timed, RowRules] = {}
         self._most = runner.plan.steps_per_call if is_multi_step(self.plan, variant) else 1
-        self._counts: dict[ProgramKey, int] = {}
+        self._counts: dict[Timed, int] = {}
         self.fed = 0  # tokens in the caches
 
     @property
-    def steps(self) -> list[tuple[Step, int]]:
-        """The decode steps that are compiled, the narrowest first.
+    def rows(self) -> tuple[int, ...]:
+        """Numbers of rows to time steps for, ascending."""
+        return tuple(sorted({1, self.plan.rows}))
 
-        Speculative ones are told apart by the tokens of their blocks, 0 for the plan's.
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Numbers of tokens of a block to time, ascending; the last is the plan's.
+
+        Others cost as much as it does unless tokens that do not count are skipped.
         """
-        *narrower, _ = self._runner.blocks(self._variant)
-        return [(Step.PLAIN, 0), *((Step.SPECULATIVE, block) for block in (*narrower, 0))]
+        most = self.plan.block
+        fewer = self._runner.graph.pair.skips_dead_tokens
+        return (*(2**i for i in range(1, most.bit_length()) if fewer and 2**i < most), most)
 
-    def step_seconds(self, step: Step, block: int = 0) -> float:
+    def step_seconds(self, step: Timed) -> float:
         """Return the seconds of a step, in a call of as many as a request's make.
 
         A single step would bear all the costs of a call, which plain steps feel more.
         """
-        key = ProgramKey(step, self._variant, block)
-        if key not in self._counts:
-            self._seconds(key, 1)  # caches are cold, and earlier calls may still run
-            seconds = self._seconds(key, 1)
-            self._counts[key] = steps_of_call(seconds, self._most)
-            if self._counts[key] == 1:
+        if step not in self._counts:
+            self._seconds(step, 1)  # caches are cold, and earlier calls may still run
+            seconds = self._seconds(step, 1)
+            self._counts[step] = steps_of_call(seconds, self._most)
+            if self._counts[step] == 1:
                 return seconds
-        return self._seconds(key, self._counts[key])
+        return self._seconds(step, self._counts[step])
 
-    def _seconds(self, key: ProgramKey, count: int) -> float:
+    def _seconds(self, step: Timed, count: int) -> float:
+        key = ProgramKey(Step.PLAIN if step.block == 1 else Step.SPECULATIVE, self._variant)
         exactly = self._runner.executor.put(np.int32(-count)) if self._most > 1 else None
-        return self._call(key, DecodeInputs(self._rules, num_steps=exactly)) / count
+        return self._call(key, DecodeInputs(self._rules_of(step), num_steps=exactly)) / count
+
+    def _rules_of(self, step: Timed) -> RowRules:
+        """Return rules under which a step's rows are computed, but commit nothing."""
+        if step not in self._rules:
+            arrays, row = idle_arrays(self.plan), self._row
+            decodes = slice(row, row + 1) if step.rows == 1 else slice(step.rows)
+            arrays["limit"][decodes] = COMMITS_NOTHING
+            arrays["max_drafts"][:] = step.block - 1
+            self._rules[step] = RowRules(**self._runner.executor.put(arrays))
+        return self._rules[step]
 
     def feed(self) -> float:
-        """Feed the next chunk of a prompt to all rows, or to the first; return the seconds."""
+        """Feed the next chunk of a prompt to all rows; return the seconds."""
         rows, chunk = self.plan.fed_rows, self.plan.chunk
         row = None if rows == self.plan.rows else np.int32(0)
         tokens, num_fed = np.zeros((rows, chunk), np.int32), np.full(rows, chunk, np.int32)
-        inputs = PrefillInputs(tokens, num_fed, np.full(rows, not self.fed), self._rules, row=row)
+        fresh, rules = np.full(rows, not self.fed), self._rules_of(Timed(0))
+        inputs = PrefillInputs(tokens, num_fed, fresh, rules, row=row)
         self.fed += chunk
-        return self._call(ProgramKey(Step.PREFILL, self._variant), inputs)
+        seconds = self._call(ProgramKey(Step.PREFILL, self._variant), inputs)
+        for other in range(1, self.plan.rows) if row is not None else ():
+            copied = CopyRowInputs(np.int32(0), np.int32(other))
+            self._runner.change_rows(Step.COPY_ROW, copied)
+        return seconds
 
     def _call(self, key: ProgramKey, inputs: DecodeInputs | PrefillInputs) -> float:
         started = time.perf_counter()
@@ -91,65 +121,78 @@ class BreakEvenMeter:
         self._runner = runner
         self.value = BreakEven()  # until it is measured
         self.enabled = False  # whether requests may start a measurement
-        self.doubted = False  # whether the gain of any request was in doubt
 
     def use(self, known: BreakEven) -> None:
         """Use a measurement that was made before; none is made any more."""
         self.value, self.enabled = known, self.enabled and not known.positions
 
-    def measure(self, place: int) -> bool:
+    def measure(self, place: int, row: int) -> bool:
         """Measure if nothing is known about a position; return whether it did.
 
-        Once narrower blocks are compiled, all is measured again. Only the engine's turn may call
-        this.
+        Only the engine's turn may call this.
 
         Args:
           place: tokens in the longest row whose gain by drafting is in doubt.
+          row: its number.
         """
-        self.doubted, variant = True, self._variant
+        variant, known = self._variant, self.value
         if variant is None or jax.process_count() > 1:
             return False
-        known = BreakEven() if self.outdated else self.value
         if known.positions and place <= FURTHER * known.positions[-1] + MARGIN:
             return False
-        watch = Stopwatch(self._runner, variant)
-        seconds = {
-            step: min(watch.step_seconds(*step) for _ in range(SAMPLES)) for step in watch.steps
+        watch = Stopwatch(self._runner, variant, row)
+        least = {
+            step: min(watch.step_seconds(step) for _ in range(SAMPLES)) for step in _steps(watch)
         }
-        self.value = _extended(known, place, seconds)
+        seconds = {(place, step): x for step, x in least.items()}
+        self.value = _joined(known, _table(watch, seconds))
         return True
-
-    @property
-    def outdated(self) -> bool:
-        """Whether narrower blocks were compiled since it was measured."""
-        variant = self._variant
-        blocks = self._runner.blocks(variant)[:-1] if variant else []
-        return len(blocks) > len(self.value.narrower)
 
     @property
     def _variant(self) -> Variant | None:
         """The variant whose steps are measured, if they are compiled."""
         made, needed = self._runner.executables, (Step.SPECULATIVE, Step.PLAIN)
-        compiled = (v for v in NARROWED if all(ProgramKey(x, v) in made for x in needed))
+        variants = Variant.GREEDY, Variant.SAMPLED
+        compiled = (v for v in variants if all(ProgramKey(x, v) in made for x in needed))
         return next(compiled, None)
 
 
-def _extended(known: BreakEven, place: int, seconds: Mapping[tuple[Step, int], float]) -> BreakEven:
-    """Return a break-even with a further position, given the seconds of `Stopwatch.steps`."""
-    before, plain = dict(known.narrower), seconds[Step.PLAIN, 0]
+def _steps(watch: Stopwatch) -> list[Timed]:
+    return [Timed(rows, block) for rows in watch.rows for block in (1, *watch.blocks)]
 
-    def lengths(earlier: tuple[float, ...], block: int) -> tuple[float, ...]:
-        ratio = seconds[Step.SPECULATIVE, block] / plain
-        return *earlier, max([ratio, *earlier])  # a longer context makes no step cheaper
 
-    narrower = [(block, lengths(before.get(block, ()), block)) for _, block in seconds if block]
-    return BreakEven((*known.positions, place), lengths(known.lengths, 0), tuple(narrower))
+def _table(watch: Stopwatch, seconds: Mapping[tuple[int, Timed], float]) -> BreakEven:
+    """Return the break-even by the seconds of steps at positions."""
+    positions = tuple(sorted({position for position, _ in seconds}))
+
+    def length(rows: int, position: int, block: int) -> float:
+        return seconds[position, Timed(rows, block)] / seconds[position, Timed(rows)]
+
+    lengths = []
+    for rows in watch.rows:
+        # A longer context or a longer block makes no step cheaper: the contrary is noise.
+        table = np.array([[length(rows, at, n) for n in watch.blocks] for at in positions])
+        for axis in (0, 1):
+            table = np.maximum.accumulate(table, axis=axis)
+        lengths.append(tuple(map(tuple, table.tolist())))
+    return BreakEven(watch.rows, positions, watch.blocks, tuple(lengths))
+
+
+def _joined(known: BreakEven, further: BreakEven) -> BreakEven:
+    """Return a break-even with a further position, after those that are known."""
+    if not known.positions:
+        return further
+    lengths = []
+    for before, (new,) in zip(known.lengths, further.lengths, strict=True):
+        # A longer context makes no step cheaper.
+        lengths.append((*before, tuple(map(max, before[-1], new))))
+    return further._replace(
+        positions=(*known.positions, *further.positions), lengths=tuple(lengths)
+    )
 
 
 def measure(runner: ModelRunner, samples: int = 5, seconds: float = 3.0) -> BreakEven:
     """Return the least times of drafted steps over that of a plain one, at some positions.
-
-    Narrower blocks are measured if they are compiled.
 
     Args:
       samples: of each step at each position, repeated while there is time.
@@ -166,35 +209,27 @@ def measure(runner: ModelRunner, samples: int = 5, seconds: float = 3.0) -> Brea
 
 def _measure(runner: ModelRunner, samples: int, end: float) -> BreakEven:
     watch = Stopwatch(runner)
-    least: dict[tuple[int, Step, int], float] = {}
+    least: dict[tuple[int, Timed], float] = {}
     started, took = time.perf_counter(), 0.0
     while time.perf_counter() + took < end:
         for position in POSITIONS:
             if not _feed_up_to(watch, position, end):
                 break
-            for sample, step in itertools.product(range(samples), watch.steps):
-                place = watch.fed, *step
+            for sample, step in itertools.product(range(samples), _steps(watch)):
+                place = watch.fed, step
                 if not (sample and time.perf_counter() > end):
-                    least[place] = min(watch.step_seconds(*step), least.get(place, math.inf))
+                    least[place] = min(watch.step_seconds(step), least.get(place, math.inf))
         if watch.fed:
             runner.clear_rows(range(runner.plan.rows))  # the prompts are nobody's
         watch.fed, took = 0, took or time.perf_counter() - started
-    positions = tuple(sorted({position for position, _, _ in least}))
-
-    def lengths(block: int) -> tuple[float, ...]:
-        ratios = [least[at, Step.SPECULATIVE, block] / least[at, Step.PLAIN, 0] for at in positions]
-        # A longer context makes no step cheaper: what is larger than at a later position is noise.
-        return tuple(itertools.accumulate(reversed(ratios), min))[::-1]
-
-    narrower = tuple((block, lengths(block)) for _, block in watch.steps if block)
-    return BreakEven(positions, lengths(0), narrower)
+    return _table(watch, least)
 
 
 def _feed_up_to(watch: Stopwatch, position: int, end: float) -> bool:
     """Feed prompts up to a position; return whether the plan and the time have room for that."""
     if position > watch.plan.max_length - watch.plan.chunk:
         return False
-    seconds = watch.step_seconds(Step.PLAIN) * watch.plan.chunk / PREFILL_STEPS
+    seconds = watch.step_seconds(Timed(1)) * watch.plan.chunk / PREFILL_STEPS
     while watch.fed < position:
         if time.perf_counter() + seconds > end:
             return False

@@ -109,7 +109,7 @@ class EngineCore:
                 if self.runner.prefixes:
                     self.runner.prefixes.prefetch(sequence.cursor)
             before = [step.work for step in self.in_flight]
-            work = self.scheduler.schedule(before, self.runner.blocks)
+            work = self.scheduler.schedule(before)
             if work is not None:
                 self.in_flight.append(self.runner.execute(work))
         if not self.in_flight:
@@ -124,15 +124,14 @@ class EngineCore:
             self._measure()
 
     def _measure(self) -> None:
-        """Measure what each width of a block gains if that is in doubt for a request."""
-        running, block = self.scheduler.running, self._plan.block
-        outdated = self.meter.doubted and self.meter.outdated
+        """Measure what drafting gains if that is in doubt for a request."""
+        rows, block = enumerate(self.scheduler.rows), self._plan.block
         places = [
-            x.num_tokens
-            for x in running
-            if x.doubts_drafting(self.acceptance, block) or (outdated and x.prefilled)
+            (x.num_tokens, row)
+            for row, x in rows
+            if x and x.doubts_drafting(self.acceptance, block)
         ]
-        if places and self.meter.measure(max(places)):
+        if places and self.meter.measure(*max(places)):
             with self._lock:
                 for sequence in self.scheduler.running:
                     sequence.learn(self.meter.value)
@@ -467,9 +466,20 @@ def _event(
     if step.work.prefill:
         restored = step.work.sequences[row].cursor.num_cached > 0
         return controller.Prefilled(tokens[0], best, result.finite, restored, odds)
-    drafted = row in step.work.drafting
-    drafts, block = (result.num_drafts, step.work.block) if drafted else (0, 0)
-    return controller.Stepped(tokens, result.finite, result.draft_finite, best, drafts, odds, block)
+    work = step.work
+    drafts, block = 0, 0
+    if row in work.drafting:
+        drafts, block = result.num_drafts, 1 + work.drafting[row]
+    return controller.Stepped(
+        tokens,
+        result.finite,
+        result.draft_finite,
+        best,
+        drafts,
+        odds,
+        block,
+        rows=len(work.sequences),
+    )
 
 
 class TurnDriver:

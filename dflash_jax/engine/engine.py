@@ -38,8 +38,7 @@ from dflash_jax.tool_parsers.tool_schema import chat_tools
 from dflash_jax.utils import forking
 from dflash_jax.utils.progress import announced
 
-# Tokens that chunks of other widths would have spared, before these are compiled.
-AVOIDABLE_TOKENS = 1024
+SLOW_TOKENS = 2048  # of long prompts that are fed by single chunks before wide calls are compiled
 
 Messages = str | Sequence[dict[str, Any]]
 
@@ -404,9 +403,8 @@ class Engine:
         Args:
           variants: kinds of requests to expect: "greedy" (the default), "sampled", "penalized"
             (also biases and log-probabilities), "constrained" (structured output), "recovery",
-            "prompt" (log-probabilities of the prompt), "depth" (narrower blocks, which requests
-            verify where few drafts are accepted), "chunks" (prompts are fed in chunks of other
-            widths, narrower at their end and wider where no row decodes).
+            "prompt" (log-probabilities of the prompt), "chunks" (long prompts are fed in calls of
+            several chunks).
 
         Raises:
           RequestError: a variant has another name.
@@ -424,8 +422,8 @@ class Engine:
     def time_drafting(self) -> None:
         """Time drafted against plain steps, of an exact plan.
 
-        Requests then stop drafting while it does not pay off, and verify narrower blocks where that
-        pays off more, if these are compiled (`warm_up("depth")`). This changes no token.
+        Requests then stop drafting while it does not pay off, and make as many drafts as pay off
+        most. This changes no token.
 
         Raises:
           RequestError: requests are running.
@@ -536,16 +534,10 @@ class Engine:
         self.core.meter.use(other.core.meter.value)
 
     def _optional_variants(self) -> list[Variant]:
-        """Return variants that would make requests like those before faster, if nobody compiles
-        them: that of narrower blocks where drafting was in doubt, and that of other chunks.
-        """
-        runner, meter = self.core.runner, self.core.meter
-        gains = {
-            Variant.DEPTH: meter.doubted,
-            Variant.CHUNKS: runner.avoidable_tokens >= AVOIDABLE_TOKENS,
-        }
-        wanted = [x for x, gain in gains.items() if gain and not runner.compiled.wanted(x)]
-        return wanted if wanted and meter.enabled and not self.core.busy else []
+        """Return the variant that feeds long prompts faster, once it would have been worth it."""
+        runner, enough = self.core.runner, self.core.runner.slow_tokens >= SLOW_TOKENS
+        missing = enough and not runner.compiled.wanted(Variant.CHUNKS)
+        return [Variant.CHUNKS] if missing and not self.core.busy else []
 
     def _requests(self, prompt: Prompt, params: SamplingParams, n: int) -> list[Request]:
         if forking.parent:

@@ -21,11 +21,10 @@ from dflash_jax.engine.scheduler import SchedulerOutput
 from dflash_jax.engine.state_machine.trace import CallTime
 from dflash_jax.engine.structured.grammars import Grammar, MaskThread
 from dflash_jax.graph.abstract import PlannedPair
-from dflash_jax.graph.build import CompiledPrograms, Executable, prefill_widths
+from dflash_jax.graph.build import CompiledPrograms, Executable
 from dflash_jax.graph.executor import Executor
 from dflash_jax.graph.keys import (
     LOGITS_VARIANTS,
-    NARROWED,
     STEP_VARIANTS,
     ProgramKey,
     Step,
@@ -44,8 +43,6 @@ from dflash_jax.graph.steps.inputs import (
 )
 from dflash_jax.graph.steps.logits_processing import LogitsState, mask_words
 from dflash_jax.graph.steps.pair import Params
-
-WIDE_GAIN = 4  # a call of several chunks takes about a quarter less time than they do
 
 Output = tuple[int, tuple[int, ...], StepOutput]  # first row, rows that wait, and the output
 
@@ -82,8 +79,7 @@ class ModelRunner:
     """Compiled programs, and the state of all rows. The executor has the parameters.
 
     Every step consumes `state` and returns the next one. `prefixes` moves prompt segments between
-    rows and the prefix cache; it is None without one. `chunks` are the widths of prefill calls that
-    may be used besides the plan's.
+    rows and the prefix cache; it is None without one.
     """
 
     def __init__(self, graph: PlannedPair, executor: Executor):
@@ -91,8 +87,8 @@ class ModelRunner:
         plan, vocab = graph.plan, graph.config.vocab_size
         self._mask_words = mask_words(vocab)
         self.compiled = CompiledPrograms(executor.programs, executor.compile)
-        self._fed_rows, self._narrower, self.chunks = plan.fed_rows, plan.narrower, graph.chunks
-        self.avoidable_tokens = 0  # that prefill calls of other widths would have spared so far
+        self._fed_rows = plan.fed_rows
+        self.slow_tokens = 0  # of prompts, that wide calls would have fed faster so far
         self._multi_step = {x: is_multi_step(plan, x) for x in STEP_VARIANTS}
         self.state: Any = executor.empty_state()
         self.prefixes = self._make_prefixes(executor.params)
@@ -119,15 +115,6 @@ class ModelRunner:
         """The compiled programs."""
         return self.compiled.executables
 
-    def blocks(self, variant: Variant) -> list[int]:
-        """Return how many tokens blocks of a variant may have, ascending: the plan's is the last.
-
-        Narrower ones count once all of them are compiled.
-        """
-        keys = [ProgramKey(Step.SPECULATIVE, variant, block) for block in self._narrower]
-        ready = variant in NARROWED and all(key in self.executables for key in keys)
-        return [*(self._narrower if ready else ()), self.plan.block]
-
     # -- steps --------------------------------------------------------------------------------
 
     def execute(self, work: SchedulerOutput) -> InFlightStep:
@@ -137,10 +124,9 @@ class ModelRunner:
             return InFlightStep(work, started, tuple(self._prefill(work)))
         steps = self._num_steps[work.num_steps] if self._multi_step[work.variant] else None
         step = Step.SPECULATIVE if work.drafting else Step.PLAIN
-        width = work.block if work.drafting and work.block < self.plan.block else 0
         rows = tuple(work.sequences)
         inputs = DecodeInputs(work.rules, num_steps=steps)
-        output = self.step(step, work, inputs, rows, width=width)
+        output = self.step(step, work, inputs, rows)
         return InFlightStep(work, started, ((0, rows, output),))
 
     def _prefill(self, work: SchedulerOutput) -> Iterator[Output]:
@@ -164,7 +150,7 @@ class ModelRunner:
             from_row, count = fed.get(place, (row, 0))
             if count and not scores and start + count < len(cursor.prompt):
                 copied = CopyRowInputs(np.int32(from_row), np.int32(row))
-                self._change_rows(Step.COPY_ROW, copied)
+                self.change_rows(Step.COPY_ROW, copied)
                 cursor.num_fed += count
                 self._keep(row, cursor, start)
             else:
@@ -175,14 +161,16 @@ class ModelRunner:
         self, work: SchedulerOutput, sequences: Mapping[int, RunningRequest], *, first: int
     ) -> Iterator[Output]:
         """Dispatch one prefill call for rows from `first` on."""
-        rows, chunk = self._fed_rows, self._chunk(work, sequences.values())
-        tokens, num_fed = np.zeros((rows, chunk), np.int32), np.zeros(rows, np.int32)
+        rows, chunk = self._fed_rows, self.plan.chunk
+        several = self._wide_part(work, sequences.values())
+        width, most = (self.graph.wide_prefill, several) if several else (chunk, chunk)
+        tokens, num_fed = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
         fresh = np.zeros(rows, bool)
         starts = {row: sequence.cursor.num_fed for row, sequence in sequences.items()}
         last = []
         for row, sequence in sequences.items():
             cursor, at = sequence.cursor, row - first
-            part = cursor.prompt[starts[row] : starts[row] + chunk]
+            part = cursor.prompt[starts[row] : starts[row] + most]
             tokens[at, : len(part)], num_fed[at], fresh[at] = part, len(part), starts[row] == 0
             if sequence.request.params.prompt_logprobs is not None:
                 self._prompt_logprobs(row, cursor)
@@ -192,36 +180,32 @@ class ModelRunner:
                 self.set_logits_state(row, sequence)
         row = np.int32(first) if rows < self.plan.rows else None
         inputs = PrefillInputs(tokens, num_fed, fresh, work.rules, row=row)
-        if chunk > self.plan.chunk:
-            output = self._dispatch(ProgramKey(Step.PREFILL, Variant.GREEDY, chunk), inputs)
+        if several:
+            output = self._dispatch(ProgramKey(Step.PREFILL_WIDE), inputs)
         else:
-            width = chunk if chunk < self.plan.chunk else 0
-            output = self.step(Step.PREFILL, work, inputs, last, first=first, width=width)
+            output = self.step(Step.PREFILL, work, inputs, last, first=first)
         for row, sequence in sequences.items():
             self._keep(row, sequence.cursor, starts[row])
         if last:
             yield first, tuple(last), output
 
-    def _chunk(self, work: SchedulerOutput, sequences: Iterable[RunningRequest]) -> int:
-        """Return the tokens of a prefill call: fewer than the plan's chunk for the end of a prompt,
-        more for a long one where no row waits.
+    def _wide_part(self, work: SchedulerOutput, sequences: Iterable[RunningRequest]) -> int:
+        """Return how many tokens of a prompt a wide call feeds; 0 for a call of the plan's chunk.
+
+        Long prompts are fed so where no row decodes.
         """
-        chunk = self.plan.chunk
-        if not self.chunks:
-            return chunk
+        if not (work.wide and self.graph.wide_prefill):
+            return 0
         (sequence,) = sequences
-        if sequence.request.params.prompt_logprobs is not None:
-            return chunk
-        left = len(sequence.cursor.prompt) - sequence.cursor.num_fed
-        widths = prefill_widths(self.chunks, chunk, left, greedy=work.variant == Variant.GREEDY)
-        widths = [width for width in widths if width <= max(chunk, work.max_prefill_tokens)]
-        if widths:
-            self.avoidable_tokens += chunk // WIDE_GAIN if widths[0] > chunk else chunk - widths[0]
-        for width in widths:
-            variant = work.variant if width < chunk else Variant.GREEDY
-            if ProgramKey(Step.PREFILL, variant, width) in self.executables:
-                return width
-        return chunk
+        cursor, greedy = sequence.cursor, work.variant == Variant.GREEDY
+        left = len(cursor.prompt) - cursor.num_fed - (not greedy)  # it decides greedy tokens only
+        count = self.graph.wide_part(cursor.num_fed, left)
+        if not count or sequence.request.params.prompt_logprobs is not None:
+            return 0
+        if ProgramKey(Step.PREFILL_WIDE) in self.executables:
+            return count
+        self.slow_tokens += self.plan.chunk
+        return 0
 
     def step(
         self,
@@ -231,20 +215,18 @@ class ModelRunner:
         rows: Iterable[int],
         *,
         first: int = 0,
-        width: int = 0,
     ) -> StepOutput:
         """Dispatch a prefill or decode step, and start copying its output to the host.
 
         Args:
           rows: rows that wait for the output; their grammars constrain the constrained variant.
           first: first row of a prefill.
-          width: tokens of a block or chunk, if there are fewer than the plan's.
         """
         program = step
         if work.variant == Variant.CONSTRAINED:
             grammars = {row - first: (row, work.sequences[row].output.grammar) for row in rows}
             program, inputs = self._constrain(step, inputs, grammars)
-        return self._dispatch(ProgramKey(program, work.variant, width), inputs)
+        return self._dispatch(ProgramKey(program, work.variant), inputs)
 
     def _dispatch(self, key: ProgramKey, inputs: Any) -> StepOutput:
         output = self.run(key, inputs)
@@ -281,7 +263,7 @@ class ModelRunner:
     def force_tokens(self, forced: Mapping[int, ForcedTokens]) -> None:
         """Append tokens to rows, all of which must be frozen."""
         rows, block = self.plan.rows, self.plan.block
-        self._change_rows(Step.REPLACE_ANCHOR, forced_tokens.replacements(rows, forced))
+        self.change_rows(Step.REPLACE_ANCHOR, forced_tokens.replacements(rows, forced))
         for inputs in forced_tokens.blocks(rows, block, forced):
             self.run(ProgramKey(Step.FORCED_TOKENS), inputs)
 
@@ -308,7 +290,7 @@ class ModelRunner:
     def clear_rows(self, rows: Iterable[int]) -> None:
         """Clear rows that may hold non-finite numbers, before other requests get them."""
         mask = np.isin(np.arange(self.plan.rows), list(rows))
-        self._change_rows(Step.CLEAR_ROWS, mask)
+        self.change_rows(Step.CLEAR_ROWS, mask)
 
     def reset(self) -> None:
         """Make a new state, after a failed step consumed the old one."""
@@ -328,7 +310,7 @@ class ModelRunner:
             self.prefixes.disk.flush()
         self.executor.close()
 
-    def _change_rows(self, step: Step, inputs: Any) -> None:
+    def change_rows(self, step: Step, inputs: Any) -> None:
         self.state, _, _ = self.executables[ProgramKey(step)](None, self.state, None, inputs)
 
     def _constrain(

@@ -161,13 +161,11 @@ class RunningRequest:
         """Tokens of prompt and output so far."""
         return len(self.request.prompt) + self.state.num_decided
 
-    @property
-    def drafting(self) -> speculation.Drafting:
-        """What the width of the next block depends on."""
-        policy, most = self.policy, self.request.params.block_size
-        return speculation.Drafting(
-            self.state.drafting.acceptance, policy.break_even, self.num_tokens, most or None
-        )
+    def drafting(self, block: int) -> speculation.Drafting:
+        """Return what the number of its next drafts depends on, in a plan with such a block."""
+        own, known = self.state.drafting.acceptance, self.policy.break_even
+        most = self.request.params.block_size or block
+        return speculation.Drafting(own, known, self.num_tokens, most - 1)
 
     def doubts_drafting(self, history: speculation.AcceptanceHistory, block: int) -> bool:
         """Return whether the request drafts, but may not gain by it.

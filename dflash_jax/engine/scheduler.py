@@ -12,13 +12,13 @@ import numpy as np
 from dflash_jax.engine.running_request import RowSettings, RunningRequest
 from dflash_jax.engine.sampling_params import MIN_TEMPERATURE, OPTIONS
 from dflash_jax.engine.state_machine import OFF
-from dflash_jax.engine.state_machine.speculation import choose_block
-from dflash_jax.graph.abstract import JOINED
+from dflash_jax.engine.state_machine.speculation import choose_drafts
 from dflash_jax.graph.keys import LOGITS_VARIANTS, STEP_VARIANTS, Variant
 from dflash_jax.graph.state import RowRules, idle_arrays
 from dflash_jax.plan import ResolvedPlan
 
 _ROW_OPTIONS = OPTIONS.keys() & RowRules.__dataclass_fields__.keys() - {"seed"}
+MOST_WIDE = 2  # prompts that are fed in turn in wide calls
 BURST = 0.1  # seconds between two results that a reader does not notice as a pause
 
 
@@ -31,10 +31,9 @@ class SchedulerOutput:
     sequences: Mapping[int, RunningRequest]  # by row, those the work is for
     epochs: Mapping[int, int]  # of these sequences, by row
     prefill: bool = False  # whether each row is fed the next chunk of its prompt; else rows decode
-    max_prefill_tokens: int = 0  # most tokens of a prefill call wider than the plan's chunk
-    drafting: frozenset[int] = frozenset()  # rows that draft
+    wide: bool = False  # whether prefill calls may feed several chunks at once
+    drafting: Mapping[int, int] = dataclasses.field(default_factory=dict)  # drafts of each row
     num_steps: int = 1  # most decode steps of the call
-    block: int = 1  # tokens of the block of a decode step, of rows that draft
 
     def waits(self, row: int) -> bool:
         """Whether the sequence in a row still waits for results of this work."""
@@ -81,10 +80,9 @@ class Scheduler:
         self.waiting: collections.deque[RunningRequest] = collections.deque()  # the oldest first
         self.rows: list[RunningRequest | None] = [None] * plan.rows
         self.pacer = StepPacer(plan.steps_per_call)
-        self._widest = JOINED[-1] * plan.chunk
         self._prefilled_last = False
         self._rules: RowRules | None = None
-        self._rows_of_rules: list[tuple[RowSettings | None, bool]] = []
+        self._rows_of_rules: list[tuple[RowSettings | None, bool, int]] = []
         self._columns: dict[str, tuple[np.ndarray, Any]] = {}
 
     @property
@@ -120,14 +118,8 @@ class Scheduler:
     def schedule(
         self,
         in_flight: Sequence[SchedulerOutput] = (),
-        blocks: Callable[[Variant], Sequence[int]] | None = None,
     ) -> SchedulerOutput | None:
-        """Return the work of the next call, after that in flight; None if no row can use one.
-
-        Args:
-          blocks: returns the numbers of tokens that blocks of a variant may have, the plan's last;
-            by default the plan's only.
-        """
+        """Return the work of the next call, after that in flight; None if no row can use one."""
         if len(in_flight) == 1 and in_flight[0].num_steps > 1:
             return None  # most requests end in one of the next few steps: wait for the results
         active = {row: x for row, x in enumerate(self.rows) if x and not x.call_grammar}
@@ -140,37 +132,40 @@ class Scheduler:
         if self._prefilled_last:
             epochs = {row: x.epoch for row, x in loaded.items()}
             # Rows that decode wait for one chunk of each prompt, and prompts for one another.
-            max_prefill_tokens = 0 if decoding else self._widest // len(loaded)
             return SchedulerOutput(
                 variant,
                 self.rules(decoding),
                 loaded,
                 epochs,
                 prefill=True,
-                max_prefill_tokens=max_prefill_tokens,
+                wide=len(loaded) <= MOST_WIDE and not decoding,
             )
         if not decoding or self._may_all_end(decoding, in_flight):
             return None
-        drafting = frozenset(row for row, x in decoding.items() if x.settings.speculates)
+        block = self._plan.block
+        drafted = {row: x.drafting(block) for row, x in decoding.items() if x.settings.speculates}
+        drafting = choose_drafts(drafted, len(decoding))
         multi_step = variant not in LOGITS_VARIANTS and not (self.waiting or prompts)
         steps = self.pacer.num_steps if multi_step else 1
-        allowed = blocks(variant) if blocks else [self._plan.block]
-        drafted = [decoding[row].drafting for row in drafting] if allowed[1:] else []
-        block = choose_block(drafted, allowed)
         epochs = {row: x.epoch for row, x in decoding.items()}
         return SchedulerOutput(
             variant,
-            self.rules(decoding),
+            self.rules(decoding, drafting),
             decoding,
             epochs,
             drafting=drafting,
             num_steps=steps,
-            block=block,
         )
 
-    def rules(self, decoding: Container[int] = ()) -> RowRules:
+    def rules(
+        self, decoding: Container[int] = (), drafting: Mapping[int, int] | None = None
+    ) -> RowRules:
         """Return the rules of all rows, on the device; rows that do not decode have limit 0."""
-        rows = [(x.settings if x else None, row in decoding) for row, x in enumerate(self.rows)]
+        drafts = drafting or {}
+        rows = [
+            (x.settings if x else None, row in decoding, drafts.get(row, 0))
+            for row, x in enumerate(self.rows)
+        ]
         if self._rules is None or rows != self._rows_of_rules:
             self._rules = make_rules(self._plan, rows, self._columns, self._put)
             self._rows_of_rules = rows
@@ -183,7 +178,7 @@ class Scheduler:
 
         def may_end(row: int, sequence: RunningRequest) -> bool:
             unread = [x for x in in_flight if x.sequences.get(row) is sequence and x.waits(row)]
-            most = [x.num_steps * (x.block if row in x.drafting else 1) for x in unread]
+            most = [x.num_steps * (1 + x.drafting.get(row, 0)) for x in unread]
             length = len(sequence.request.prompt) + sequence.state.num_decided
             return length + sum(most) >= sequence.settings.limit
 
@@ -210,11 +205,11 @@ def variants_of(sequence: RunningRequest) -> list[Variant]:
 
 def make_rules(
     plan: ResolvedPlan,
-    rows: Sequence[tuple[RowSettings | None, bool]],
+    rows: Sequence[tuple[RowSettings | None, bool, int]],
     columns: dict[str, tuple[np.ndarray, Any]],
     put: Callable[[Any], Any] = jax.device_put,
 ) -> RowRules:
-    """Return the rules of rows, given the settings of each and whether it decodes.
+    """Return the rules of rows, given the settings of each, whether it decodes, and its drafts.
 
     Args:
       columns: arrays that are on the device already, by field of `RowRules`; updated in place, so
@@ -223,14 +218,13 @@ def make_rules(
     """
     host = idle_arrays(plan)
     host["max_drafts"][:] = 0
-    for row, (settings, decodes) in enumerate(rows):
+    for row, (settings, decodes, drafts) in enumerate(rows):
         if settings is None:
             continue
         request, params = settings.request, settings.request.params
         host["stop_ids"][row, : len(request.stop_ids)] = sorted(request.stop_ids)
         host["limit"][row] = settings.limit if decodes else 0
-        block = (params.block_size or plan.block) if settings.speculates else 1
-        host["max_drafts"][row] = block - 1
+        host["max_drafts"][row] = drafts
         for name in _ROW_OPTIONS:
             host[name][row] = getattr(params, name)
         if params.temperature > 0:

@@ -34,9 +34,7 @@ OPTIONS = (
 )
 
 
-# Widths of prefill calls that pay on a CPU: parts of a chunk, and numbers of chunks.
-SPLIT, JOINED = (4, 2), (4, 8)
-LEAST_CHUNK = 8  # fewer tokens are no cheaper
+JOINED = 8  # chunks that a wide prefill call feeds at once
 
 
 def path_name(path: Any) -> str:
@@ -145,21 +143,27 @@ class PlannedPair:
         return self.plan.kernels == "native" and getattr(self.pair.target, "any_width", False)
 
     @functools.cached_property
-    def chunks(self) -> tuple[int, ...]:
-        """Tokens of prefill calls besides `Plan.chunk`, ascending: narrower ones for the end of a
-        prompt, and wider ones that feed several chunks at once.
+    def wide_prefill(self) -> int:
+        """Tokens of the calls that feed several chunks of a long prompt at once; 0 for none.
 
-        None unless `any_width`; no wider ones where chunks cannot be cut from the caches
-        afterwards (rings, recurrent states).
+        There are such calls where no bit depends on the width, and chunks can be cut from the
+        caches afterwards (not from rings and recurrent states).
         """
         plan, state = self.plan, self.state
-        if not self.any_width:
-            return ()
-        narrower = [width for n in SPLIT if (width := plan.chunk // n) >= LEAST_CHUNK]
-        if not _keeps_all((state.target, state.drafter), plan.slots):
-            return tuple(narrower)
-        wider = [width for n in JOINED if (width := n * plan.chunk) < plan.max_length]
-        return (*narrower, *wider)
+        whole = _keeps_all((state.target, state.drafter), plan.slots)
+        width = JOINED * plan.chunk
+        return width if self.any_width and whole and width < plan.max_length else 0
+
+    def wide_part(self, start: int, left: int) -> int:
+        """Return how many of a prompt's next tokens a wide call feeds; 0 if chunks are as fast.
+
+        Args:
+          start: tokens that were fed before.
+          left: that a wide call may feed, which decides a greedy token if it feeds the last one.
+        """
+        width = self.wide_prefill
+        worth = 2 * left > width > 0 and start + width <= self.plan.slots
+        return min(left, width) if worth else 0
 
     @functools.cached_property
     def state(self) -> DecodeState:

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -174,22 +174,6 @@ def _compile(program: Program, stored: StoredPrograms | None) -> Executable:
     return built
 
 
-def prefill_widths(widths: Sequence[int], chunk: int, left: int, *, greedy: bool) -> list[int]:
-    """Return the widths of prefill calls, but `chunk`, that suit a prompt; the best first.
-
-    The end of a prompt takes a narrower call than `chunk`, a long one a wider call.
-
-    Args:
-      widths: ascending, as in `PlannedPair.chunks`.
-      left: tokens that are still to be fed.
-      greedy: whether the prompt's next token is a greedy one: wider calls decide no other.
-    """
-    if left <= chunk:
-        return [width for width in widths if left <= width < chunk]
-    most = left if greedy else left - 1
-    return [width for width in reversed(widths) if chunk < width <= most]
-
-
 class CompiledPrograms:
     """The programs of a plan, and those of them that are compiled.
 
@@ -232,15 +216,7 @@ class CompiledPrograms:
     def keys(self, variants: Iterable[Variant]) -> list[ProgramKey]:
         """Return the programs of the variants, each once."""
         needed = dict.fromkeys(key for variant in variants for key in self.variants[variant])
-
-        def used(key: ProgramKey) -> bool:
-            # Other widths only where the plan's are wanted: sampled ones once a request samples.
-            # Greedy chunks serve every request.
-            if key.block == 0 or (key.step, key.variant) == (Step.PREFILL, Variant.GREEDY):
-                return True
-            return key._replace(block=0) in self._wanted
-
-        return [key for key in needed if key in self.programs and used(key)]
+        return [key for key in needed if key in self.programs]
 
     def want(self, variants: Iterable[Variant]) -> None:
         """Count the variants' programs among those that will be compiled."""

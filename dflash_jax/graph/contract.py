@@ -95,7 +95,7 @@ def check_shapes(planned: PlannedPair) -> None:
     programs = declare(planned, variants=(Variant.GREEDY,), placed=False)
     try:
         for key, program in programs.items():
-            if key.step in DECODING and not key.block:
+            if key.step in DECODING:
                 _evaluate(program)
     except PlanError as error:
         if plan.kv_dtype == "auto":

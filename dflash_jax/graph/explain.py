@@ -191,7 +191,7 @@ def explain(planned: PlannedPair, device: Device, *, compile: bool = False) -> E
     built = compile_programs(programs.values()) if compile else {}
     reports = []
     for key, program in programs.items():
-        counted = work(planned, key.step, key.block) if key.step in _TIMED else None
+        counted = work(planned, key.step) if key.step in _TIMED else None
         time = roofline(counted, device, plan.dtype) if counted else None
         arguments = len(jax.tree.leaves(program.arguments))
         donated = len(jax.tree.leaves([program.arguments[i] for i in program.donated]))

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from dflash_jax.declared import unknown_names
 from dflash_jax.errors import PlanError, RequestError
 from dflash_jax.graph.abstract import PlannedPair, by_path, init_params, path_name
-from dflash_jax.graph.build import Executable, compile_programs, lower, prefill_widths
+from dflash_jax.graph.build import Executable, compile_programs, lower
 from dflash_jax.graph.contract import check_members, check_shapes
 from dflash_jax.graph.explain import Explanation, explain, explain_here
 from dflash_jax.graph.keys import STEP_VARIANTS, ProgramKey, Step, Variant
@@ -295,7 +295,7 @@ def keys_of(
         raise PlanError(f"names is {names!r}; expected a list of names, such as [{names!r}]")
     known = {str(key): key for key in programs}
     for key in programs:
-        if key.variant == Variant.GREEDY and not key.block:
+        if key.variant == Variant.GREEDY:
             known[str(key.step)] = key
     keys = []
     for name in names:
@@ -343,7 +343,6 @@ class GraphPrograms(Mapping[str, Executable]):
         self.graph = graph
         self._executables = {str(key): made for key, made in executables.items()}
         self._rules = graph.rules()
-        self._chunks = sorted({k.block for k in executables if k.step == Step.PREFILL} - {0})
 
     def __getitem__(self, name: str) -> Executable:
         return self._executables[name]
@@ -384,10 +383,12 @@ class GraphPrograms(Mapping[str, Executable]):
         program, single = self._program(Step.PREFILL, rules), plan.fed_rows < plan.rows
         at, where = (0, np.int32(row)) if single else (row, None)
         out: Any = None
-        start = 0
+        start, wide = 0, self._executables.get(Step.PREFILL_WIDE)
         while start < len(ids):
-            run, width = self._prefill_of(len(ids) - start, program)
-            part = ids[start : start + width]
+            run, width, part = program, plan.chunk, ids[start : start + plan.chunk]
+            left = len(ids) - start - (program.key.variant != Variant.GREEDY)
+            if wide and (several := self.graph.wide_part(start, left)):
+                run, width, part = wide, self.graph.wide_prefill, ids[start : start + several]
             fed = np.zeros((plan.fed_rows, width), np.int32)
             count, fresh = np.zeros(plan.fed_rows, np.int32), np.zeros(plan.fed_rows, bool)
             fed[at, : len(part)], count[at], fresh[at] = part, len(part), start == 0
@@ -440,17 +441,6 @@ class GraphPrograms(Mapping[str, Executable]):
     def _output(self, state: Any, rules: RowRules, out: StepOutput) -> Output:
         part = _first(state)
         return Output(out, _ended(part.anchor, part.position, rules))
-
-    def _prefill_of(self, left: int, usual: Executable) -> tuple[Executable, int]:
-        """Return the program that feeds the next of a prompt's tokens, and its width."""
-        chunk, key = self.graph.plan.chunk, usual.key
-        for width in prefill_widths(
-            self._chunks, chunk, left, greedy=key.variant == Variant.GREEDY
-        ):
-            variant = key.variant if width < chunk else Variant.GREEDY
-            if made := self._executables.get(str(key._replace(variant=variant, block=width))):
-                return made, width
-        return usual, chunk
 
     def _program(self, step: Step, rules: RowRules) -> Executable:
         sampled = bool((np.asarray(rules.temperature) > 0).any())

@@ -8,6 +8,7 @@ class Step(enum.StrEnum):
     """What a program does."""
 
     PREFILL = "prefill"  # feed a prompt chunk
+    PREFILL_WIDE = "prefill_wide"  # feed several chunks of a long prompt
     PLAIN = "plain"  # decode one token per row
     SPECULATIVE = "speculative"  # draft, verify and commit a block
     DRAFT = "draft"  # its two halves, where the host or another device comes between
@@ -32,18 +33,17 @@ class Variant(enum.StrEnum):
     CONSTRAINED = "constrained"  # structured output
     PENALIZED = "penalized"  # penalties, biases, log-probabilities of the output
     PROMPT = "prompt"  # log-probabilities of the prompt
-    DEPTH = "depth"  # fewer drafts are verified than the plan's block has
-    CHUNKS = "chunks"  # prompts are fed in narrower or wider chunks than the plan's
+    CHUNKS = "chunks"  # long prompts are fed in calls of several chunks
 
 
 # Variants that prefill and decode steps exist in. Each also serves the requests of those before it.
 STEP_VARIANTS = (Variant.GREEDY, Variant.SAMPLED, Variant.PENALIZED, Variant.CONSTRAINED)
 LOGITS_VARIANTS = (Variant.PENALIZED, Variant.CONSTRAINED)  # steps that carry a logits state
-NARROWED = (Variant.GREEDY, Variant.SAMPLED)  # that have steps of narrower blocks and chunks
 _NEEDED_BY = {
     Step.FORCED_TOKENS: (Variant.RECOVERY,),
     Step.REPLACE_ANCHOR: (Variant.RECOVERY,),
     Step.PROMPT_LOGPROBS: (Variant.PROMPT,),
+    Step.PREFILL_WIDE: (Variant.CHUNKS,),
     Step.SET_LOGITS_STATE: LOGITS_VARIANTS,
 }
 
@@ -53,13 +53,9 @@ class ProgramKey(NamedTuple):
 
     step: Step
     variant: Variant | None = None  # None for steps without variants
-    # Tokens of a block narrower than the plan's (`Plan.narrower`), or of a chunk of a prompt of
-    # another width (`PlannedPair.chunks`); 0 for the plan's.
-    block: int = 0
 
     def __str__(self) -> str:
-        names = ",".join(str(x) for x in self[1:] if x)
-        return f"{self.step}[{names}]" if names else str(self.step)
+        return f"{self.step}[{self.variant}]" if self.variant else str(self.step)
 
     @property
     def identifier(self) -> str:
@@ -73,13 +69,10 @@ class ProgramKey(NamedTuple):
         Raises:
           ValueError: there is no such step or variant.
         """
-        step, _, names = text.removesuffix("]").partition("[")
-        variant, _, block = names.partition(",")
-        return cls(Step(step), Variant(variant) if variant else None, int(block or 0))
+        step, _, variant = text.removesuffix("]").partition("[")
+        return cls(Step(step), Variant(variant) if variant else None)
 
     @property
     def needed_by(self) -> tuple[Variant, ...]:
         """Variants whose requests need the program."""
-        if self.block:
-            return (Variant.CHUNKS if self.step == Step.PREFILL else Variant.DEPTH,)
         return (self.variant,) if self.variant else _NEEDED_BY.get(self.step, STEP_VARIANTS)

@@ -65,7 +65,7 @@ def budget(planned: PlannedPair) -> Budget:
     plan, target, state = planned.plan, sizes_of(planned.config), planned.state
     weights = sum(sum(sizes.values()) for sizes in weight_bytes(planned).values())
     item = jnp.dtype(plan.compute_dtype).itemsize
-    wide = max(plan.rows * plan.block, plan.fed_rows * max((plan.chunk, *planned.chunks)))
+    wide = max(plan.rows * plan.block, plan.fed_rows * max(plan.chunk, planned.wide_prefill))
     # Native kernels keep a thread's scores of a few queries; only the mask is whole.
     scores = wide * plan.slots * (1 if plan.kernels == "native" else 12 * target.num_heads)
     hidden = 8 * item * wide * (target.hidden_size + target.intermediate_size)
@@ -100,17 +100,12 @@ def sizes_of(config: Any) -> _Sizes:
     return _Sizes(**known | {name: getattr(config, name) for name in names})
 
 
-def work(planned: PlannedPair, step: Step, block: int = 0) -> StepWork:
-    """Return the minimum work of a prefill, plain or speculative step with full caches.
-
-    Args:
-      block: tokens of a speculative step's block or of a prompt's chunk; 0 for the plan's.
-    """
+def work(planned: PlannedPair, step: Step) -> StepWork:
+    """Return the minimum work of a prefill, plain or speculative step with full caches."""
     plan, state, target = planned.plan, planned.state, sizes_of(planned.config)
     prefill, drafting = step == Step.PREFILL, step == Step.SPECULATIVE
-    width = block or (
-        plan.chunk if prefill else plan.plain_width if step == Step.PLAIN else plan.block
-    )
+    usual = plan.chunk if prefill else plan.block
+    width = plan.plain_width if step == Step.PLAIN else usual
     rows = plan.fed_rows if prefill else plan.rows
     tokens, head_rows = rows * width, rows * (1 if prefill else width)
     once = dataclasses.replace(plan, weight_layout="row_major")  # a call reads one of two copies

@@ -13,7 +13,6 @@ from dflash_jax.graph import two_devices
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.keys import (
     LOGITS_VARIANTS,
-    NARROWED,
     STEP_VARIANTS,
     ProgramKey,
     Step,
@@ -72,7 +71,10 @@ def declare(
     plan, pair = planned.plan, planned.pair
     if pair.drafter is None or not plan.two_devices:
         declared = _Declaration(plan, pair, planned.params, planned.state)
-        programs = [*declared.all(variants), *declared.other_chunks(planned.chunks, variants)]
+        programs = [*declared.all(variants)]
+        if planned.wide_prefill:
+            wide = declared.prefill(Variant.GREEDY, planned.wide_prefill)
+            programs.append(dataclasses.replace(wide, key=ProgramKey(Step.PREFILL_WIDE)))
         mesh = mesh_of(planned) if placed else None
         if mesh is not None:
             programs = [_over_devices(p, mesh, planned.model_axes) for p in programs]
@@ -114,8 +116,6 @@ class _Declaration:
                 yield from (self.draft(variant), self.verify(variant))
             else:
                 yield self._decode(Step.SPECULATIVE, variant)
-            for block in self.plan.narrower if variant in NARROWED else ():
-                yield _of_width(block, self._decode(Step.SPECULATIVE, variant, block))
 
     def updates(self) -> dict[int, Program]:
         """Programs that update a drafter on its own device, by the tokens the target was fed."""
@@ -142,7 +142,7 @@ class _Declaration:
             arguments = (None, None, self.logits_state, row)
             yield Program(ProgramKey(Step.SET_LOGITS_STATE), _set_row, arguments, STATES)
         for variant in variants:
-            yield from (self._prefill(variant), self._decode(Step.PLAIN, variant))
+            yield from (self.prefill(variant), self._decode(Step.PLAIN, variant))
 
     def row_programs(self) -> Iterator[Program]:
         """Programs that change rows without a model: pending tokens, broken rows, prefixes."""
@@ -165,14 +165,8 @@ class _Declaration:
             place = given.SegmentInputs(_int32(), _int32(), segment)
             yield self._rows(Step.PUT_SEGMENT, put, place)
 
-    def other_chunks(self, widths: Sequence[int], variants: Sequence[Variant]) -> Iterator[Program]:
-        """Prefills of other widths; wider ones serve every variant, as most decide no token."""
-        for width in widths:
-            wide = width > self.plan.chunk
-            for variant in (Variant.GREEDY,) if wide else [x for x in NARROWED if x in variants]:
-                yield _of_width(width, self._prefill(variant, width))
-
-    def _prefill(self, variant: Variant, width: int = 0) -> Program:
+    def prefill(self, variant: Variant, width: int = 0) -> Program:
+        """A prefill; a wide one serves every variant, as it decides no token."""
         plan, fed = self.plan, self.plan.fed_rows
         single = fed < plan.rows
         tokens, num_fed, fresh = _int32(fed, width or plan.chunk), _int32(fed), _flags(fed)
@@ -182,9 +176,9 @@ class _Declaration:
         sizes = self.pair.output_sizes(1, drafts=False)
         return _wrapped(program, steps.single_row, sizes=sizes) if single else program
 
-    def _decode(self, step: Step, variant: Variant, block: int = 0) -> Program:
+    def _decode(self, step: Step, variant: Variant) -> Program:
         plan, plain = self.plan, step == Step.PLAIN
-        width = plan.plain_width if plain else block or plan.block
+        width = plan.plain_width if plain else plan.block
         multi = is_multi_step(plan, variant)
         masks = self._masks(variant, plan.rows, width)
         inputs = given.DecodeInputs(self.rules, _int32() if multi else None, masks)
@@ -230,10 +224,6 @@ class _Declaration:
         """Return a program that changes rows without a model."""
         function = functools.partial(_change_rows, function)
         return Program(ProgramKey(step), function, (None, self.state, None, inputs), STATES)
-
-
-def _of_width(width: int, program: Program) -> Program:
-    return dataclasses.replace(program, key=program.key._replace(block=width))
 
 
 def _wrapped(program: Program, wrapper: Call, **static: Any) -> Program:

@@ -41,7 +41,9 @@ class RowRules:
     """
 
     stop_ids: Int[Array, "B E"]  # padded with -1
-    limit: Int[Array, " B"]  # maximum length of prompt and output together; 0 freezes a row
+    # Maximum length of prompt and output together; 0 freezes a row, and one with COMMITS_NOTHING is
+    # computed, but stays as it is: its steps can be timed.
+    limit: Int[Array, " B"]
     max_drafts: Int[Array, " B"]  # drafts to verify; a row with 0 decodes plainly in any step
     temperature: Float[Array, " B"]  # 0 is greedy
     top_k: Int[Array, " B"]  # 0 is off
@@ -55,6 +57,8 @@ class RowRules:
     # need none. None leaves the odds out of the program.
     opening: Int[Array, " B"] | None = None
 
+
+COMMITS_NOTHING = -1  # a limit
 
 # Maximum number of choices of a row: tokens that may continue the name of a declared tool. Of more,
 # the first by id count.

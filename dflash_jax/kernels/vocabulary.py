@@ -11,26 +11,33 @@ CHUNK = 128  # values that are skipped together if their maximum is too small
 Ranked = tuple[Float[Array, "*places N"], Int[Array, "*places N"]]  # values and indices
 
 
-def argmax(scores: Float[Array, "*places N"], kernels: str) -> Int[Array, "*places"]:
+def argmax(
+    scores: Float[Array, "*places N"], kernels: str, live: Bool[Array, "*places"] | None = None
+) -> Int[Array, "*places"]:
     """Return the index of the largest score of each place, the first of equal ones.
 
     A place with NaN gets an undefined index within range. By XLA as two reductions: that of
     `jnp.argmax`, of values and places together, is 3 to 7 times slower on a CPU. The barrier makes
     both reductions read the same numbers: fused into each of them, the computation of the scores
     might round differently, and no score would equal the largest.
+
+    Args:
+      live: places that are not known to be zeros, which native kernels do not read; all by default.
     """
     if kernels == "native":
-        return largest(scores)[0]
+        return largest(scores, live)[0]
     scores = jax.lax.optimization_barrier(scores)
     last = scores.shape[-1] - 1
     is_best = scores == scores.max(axis=-1, keepdims=True)
     return jnp.where(is_best, jnp.arange(last + 1, dtype=jnp.int32), last).min(axis=-1)
 
 
-def all_finite(x: Float[Array, "*places N"], kernels: str) -> Bool[Array, "*places"]:
-    """Return whether all numbers of each place are finite."""
+def all_finite(
+    x: Float[Array, "*places N"], kernels: str, live: Bool[Array, "*places"] | None = None
+) -> Bool[Array, "*places"]:
+    """Return whether all numbers of each place are finite; arguments as for `argmax`."""
     if kernels == "native":
-        return largest(x)[1]
+        return largest(x, live)[1]
     return jnp.isfinite(x).all(axis=-1)
 
 

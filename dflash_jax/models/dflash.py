@@ -118,7 +118,7 @@ class DrafterAttention(nn.Module):
         self, x: Float[Array, "B T D"], cache: LayerCache, positions: Positions
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         each = positions.each
-        cache = write_finite(cache, *self.keys_values(x, each), positions.start)
+        cache = write_finite(cache, *self.keys_values(x, each), positions, self.kernels)
         keys = slot_positions(positions.end, cache.slots)
         seen = visible(each, keys, causal=self.causal, window=self.window)
         if not positions.all_live:
@@ -131,11 +131,12 @@ def write_finite(
     cache: LayerCache,
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
-    start: Int[Array, " B"],
+    positions: Positions,
+    kernels: str,
 ) -> LayerCache:
     """Write rows with non-finite numbers as 0, so that they do not affect later drafts."""
     k, v = (jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype)) for x in (k, v))
-    return write_keys_values(cache, k, v, start)
+    return write_keys_values(cache, k, v, positions, kernels)
 
 
 class DrafterLayer(nn.Module):
@@ -254,11 +255,11 @@ class DFlash(nn.Module):
         """Return the caches with the context keys of T tokens at start .. start+T-1."""
         with jax.named_scope("context"):
             c = self.fuse(taps)
-            positions = start[:, None] + jnp.arange(c.shape[1])[None, :]
+            positions = Positions.of(start, c.shape[1])
             written = []
             for layer, cache in zip(self.layers, caches, strict=True):
-                k, v = layer.attention.keys_values(c, positions)
-                written.append(write_finite(cache, k, v, start))
+                k, v = layer.attention.keys_values(c, positions.each)
+                written.append(write_finite(cache, k, v, positions, self.kernels))
             return tuple(written)
 
     def __call__(

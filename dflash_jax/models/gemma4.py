@@ -71,7 +71,7 @@ class Gemma4Attention(nn.Module):
             k_norm = norm_weight(self, "k_norm", width)
             k = rotate(norm(qkv[..., groups, :], k_norm), *turn, self.kernels)
             v = norm(qkv[..., -1, :], None)
-            cache = write_keys_values(cache, k, v, positions.start)
+            cache = write_keys_values(cache, k, v, positions, self.kernels)
         keys = slot_positions(positions.end, cache.slots)
         seen = visible(positions.each, keys, causal=True, window=window)
         heads = attend(q, cache, seen, self.kernels, scale=SCALE)

@@ -70,7 +70,7 @@ class GatedAttention(nn.Module):
         k = rms_norm_from_one(k, norm_weight(self, "k_norm", c.head_dim), eps, self.kernels)
         turn = rope_tables(c.rope, c.rotary_dim, positions.each)
         q, k = (rotate_leading(a, *turn, self.kernels) for a in (q, k))
-        cache = write_keys_values(cache, k, v, positions.start)
+        cache = write_keys_values(cache, k, v, positions, self.kernels)
         keys = slot_positions(positions.end, cache.slots)
         seen = visible(positions.each, keys, causal=True, window=None)
         out = attend(q, cache, seen, self.kernels)

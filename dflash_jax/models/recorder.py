@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.config import TargetConfig
 from dflash_jax.graph.protocols import CacheMaker, Draft, DraftSampler, SharedLayers
 from dflash_jax.kernels.caches import LayerCache
-from dflash_jax.nn.attention import write_keys_values
+from dflash_jax.nn.attention import Positions, write_keys_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +43,11 @@ class Recorder:
         start: Int[Array, " B"],
     ) -> tuple[LayerCache, ...]:
         """Return the caches with the taps of T tokens at start .. start+T-1."""
+        positions = Positions.of(start, tokens.shape[1])
         pairs = zip(taps[::2], [*taps[1::2], taps[-1]], caches, strict=False)
         return tuple(
-            write_keys_values(cache, k[:, :, None], v[:, :, None], start) for k, v, cache in pairs
+            write_keys_values(cache, k[:, :, None], v[:, :, None], positions, "xla")
+            for k, v, cache in pairs
         )
 
     def propose(

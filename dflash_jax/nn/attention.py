@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Int8, Num
 
 from dflash_jax.config import RopeConfig
 from dflash_jax.kernels.caches import LayerCache
-from dflash_jax.kernels.native.layers import attend_native, rotate_pairs
+from dflash_jax.kernels.native.layers import attend_native, rotate_pairs, write_native
 from dflash_jax.nn.layers import product
 
 # Rotary position embeddings with half-split pairs, absolute positions and float32 angles.
@@ -143,36 +143,6 @@ def grown(
 PIECE = 256  # slots that `attend_pieces` handles at a time
 
 
-def write_keys_values(
-    cache: LayerCache,
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K H"],
-    start: Int[Array, " B"],
-) -> LayerCache:
-    """Return the cache with k, v written at positions start .. start+T-1 of each batch row.
-
-    A mask excludes non-finite keys, but not non-finite values: zero times infinity is NaN. Such a
-    value is therefore written as zero and its key as NaN. Queries that see the slot become
-    non-finite, as they should; queries before a rejected draft do not.
-    """
-    k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))  # [B, K, T, H]
-    if cache.k_scale is None:
-        k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
-    finite = jnp.isfinite(v)
-    k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
-    names, arrays = ["k", "v"], [k, v]
-    if cache.k_scale is not None:
-        names, arrays = ["k", "k_scale", "v", "v_scale"], [*to_int8(k), *to_int8(v)]
-    if k.shape[2] == 1:
-        # XLA copies the whole cache to write a single row; the copy of it lands in an unused slot.
-        arrays = [jnp.concatenate([x, x], axis=2) for x in arrays]
-    put = _put_ring if cache.ring else _put
-    written: dict[str, Any] = {
-        name: put(getattr(cache, name), x, start) for name, x in zip(names, arrays, strict=True)
-    }
-    return dataclasses.replace(cache, **written)
-
-
 def to_int8(x: Float[Array, "... H"]) -> tuple[Int8[Array, "... H"], Float[Array, "..."]]:
     """Return codes from -127 to 127 and the scale of each vector."""
     x32 = x.astype(jnp.float32)
@@ -236,6 +206,42 @@ class Positions:
             return x
         live = jnp.expand_dims(self.each >= 0, range(2, x.ndim))
         return jnp.where(live, x, 0)
+
+
+def write_keys_values(
+    cache: LayerCache,
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    positions: Positions,
+    kernels: str,
+) -> LayerCache:
+    """Return the cache with k, v written at the positions of T tokens of each batch row.
+
+    What is written for dead tokens is undefined, and seen by none.
+
+    A mask excludes non-finite keys, but not non-finite values: zero times infinity is NaN. Such a
+    value is therefore written as zero and its key as NaN. Queries that see the slot become
+    non-finite, as they should; queries before a rejected draft do not.
+    """
+    if kernels == "native":
+        return write_native(cache, k, v, positions.each)
+    k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))  # [B, K, T, H]
+    if cache.k_scale is None:
+        k, v = k.astype(cache.k.dtype), v.astype(cache.v.dtype)
+    finite = jnp.isfinite(v)
+    k, v = jnp.where(finite, k, jnp.nan), jnp.where(finite, v, 0)
+    names, arrays = ["k", "v"], [k, v]
+    if cache.k_scale is not None:
+        names, arrays = ["k", "k_scale", "v", "v_scale"], [*to_int8(k), *to_int8(v)]
+    if k.shape[2] == 1:
+        # XLA copies the whole cache to write a single row; the copy of it lands in an unused slot.
+        arrays = [jnp.concatenate([x, x], axis=2) for x in arrays]
+    put = _put_ring if cache.ring else _put
+    written: dict[str, Any] = {
+        name: put(getattr(cache, name), x, positions.start)
+        for name, x in zip(names, arrays, strict=True)
+    }
+    return dataclasses.replace(cache, **written)
 
 
 def slot_positions(end: Int[Array, " B"], slots: int) -> Int[Array, "B S"]:

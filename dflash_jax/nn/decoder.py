@@ -78,7 +78,7 @@ class Attention(nn.Module):
         q, k = qk[..., :groups, :], qk[..., groups, :]
         if c.query_growth:
             q = grown(q, c.query_growth, c.rope, positions.each, c.max_length)
-        cache = write_keys_values(cache, k, v, positions.start)
+        cache = write_keys_values(cache, k, v, positions, self.kernels)
         keys = slot_positions(positions.end, cache.slots)
         seen = visible(positions.each, keys, causal=True, window=self.window)
         sinks = weight(self, "sinks", (c.num_kv_heads, groups), split=0) if self.sinks else None

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.graph.protocols import WEIGHTS, WeightInfo
-from dflash_jax.kernels.native.layers import normalise
+from dflash_jax.kernels.native.layers import gate, normalise
 from dflash_jax.kernels.products import Weight, contract, gather
-from dflash_jax.quant.layouts import FLOAT, MATRIX, StructuredWeight
+from dflash_jax.quant.layouts import FLOAT, MATRIX, Interleaved, StructuredWeight
 
 
 def weight(
@@ -228,6 +228,20 @@ def softcap(logits: Float[Array, "..."], cap: float | None) -> Float[Array, "...
     return jnp.float32(cap) * jnp.tanh(logits / jnp.float32(cap))
 
 
+def gated(
+    gate_up: Float[Array, "... 2 F"], activation: Callable[[Array], Array], *, native: bool
+) -> Float[Array, "... F"]:
+    """Return activation(gate) · up.
+
+    Args:
+      native: by a native kernel, as the next product; it knows SiLU and `gelu_tanh`.
+    """
+    if native and activation in (nn.silu, gelu_tanh):
+        return gate(gate_up, gelu=activation is gelu_tanh).astype(gate_up.dtype)
+    first, up = halves(gate_up)
+    return activation(first) * up
+
+
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) · up(x)); gate and up are one weight [D, 2, F].
 
@@ -247,10 +261,8 @@ class GatedMLP(nn.Module):
         )  # [B, T, 2, F]
         if self.bias:
             gate_up += weight(self, "gate_up_bias", (2, self.hidden), split=1)[None, None]
-        gate, up = halves(gate_up)
-        out = dot(
-            self.activation(gate) * up, matrix(self, "down", (self.hidden, self.width), split=0)
-        )
+        down = matrix(self, "down", (self.hidden, self.width), split=0)
+        out = dot(gated(gate_up, self.activation, native=isinstance(down, Interleaved)), down)
         if self.bias:
             out += weight(self, "down_bias", (self.width,))[None, None]
         return out

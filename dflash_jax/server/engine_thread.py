@@ -267,7 +267,6 @@ class Worker:
         """Find out when drafting pays off; return whether the hosts are still there."""
         try:
             self._loaded.time_drafting()
-            self._loaded.measures_drafting = True  # narrower blocks, compiled after `ready`
         except BaseException as error:  # nothing may end this thread silently
             self._recover(errors.as_exception(error))
             return not isinstance(error, HostError)

@@ -187,7 +187,7 @@ RECOVERING = Policy(
     ),
 )
 NO_DRAFTS = dataclasses.replace(RECOVERING, speculative=False)
-RARE_DRAFTS = dataclasses.replace(RECOVERING, break_even=BreakEven((0,), (9.0,)))
+RARE_DRAFTS = dataclasses.replace(RECOVERING, break_even=BreakEven.constant(9.0))
 RETRYING = dataclasses.replace(RECOVERING, recovery=dataclasses.replace(OFF, empty_retry=True))
 RETRYING_BOTH = dataclasses.replace(
     RECOVERING,

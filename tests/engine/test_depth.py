@@ -1,25 +1,25 @@
 """Depth per request: steps verify as many drafts as pay off, and no token depends on that."""
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from dflash_jax import Plan
 from dflash_jax.engine import break_even, scheduler
-from dflash_jax.engine.break_even import Stopwatch
+from dflash_jax.engine.break_even import Stopwatch, Timed
 from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.state_machine.speculation import NO_HISTORY, BreakEven
+from dflash_jax.engine.state_machine.speculation import NO_HISTORY, BreakEven, Drafting
 from dflash_jax.graph.graph import Graph
-from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.keys import ProgramKey, Step
 from dflash_jax.graph.ngram import NGram
+from dflash_jax.graph.steps.acceptance import frozen
 from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.kernels.native.build import library
-from dflash_jax.plan import LEAST
 from dflash_jax.testing import (
     force_acceptance,
     random_engine,
@@ -34,9 +34,8 @@ from dflash_jax.testing import (
 pytestmark = pytest.mark.skipif(not library(), reason=f"no native kernels: {library().reason}")
 
 PROMPT, NEW, BLOCK = [3, 1, 4, 1, 5], 120, 8
-COSTS = BreakEven((0,), (1.6,), ((2, (1.1,)), (3, (1.25,)), (4, (1.3,))))
+COSTS = BreakEven((1,), (0,), (2, 4, 8), (((1.1, 1.3, 1.6),),))
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 5, "top_k": 20}
-SPECULATIVE = ProgramKey(Step.SPECULATIVE, Variant.GREEDY)
 TARGET = tiny_target(num_layers=2, windows=(12, None))
 
 
@@ -49,28 +48,25 @@ def scripted() -> Engine:
     small: dict[str, Any] = {"num_layers": 1, "windows": (None,), "causal": (False,)}
     drafter = tiny_drafter(TARGET, target_layer_ids=(0,), **small)
     engine = scripted_engine(random_engine(TARGET, drafter, plan(rows=3)))
-    engine.warm_up("greedy", "sampled", "depth")
+    engine.warm_up("greedy", "sampled")
     return engine
 
 
 @pytest.fixture
-def alternating(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Let the blocks of successive calls take turns; return those that were used."""
-    used: list[int] = []
-    turns = itertools.cycle([2, 8, 3, 4, 8, 2])
+def alternating(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
+    """Let the numbers of drafts of successive calls and rows take turns; return those used."""
+    used: set[int] = set()
+    turns = itertools.cycle([1, 7, 2, 5, 3, 7, 4, 6])
 
-    def choose(rows: Any, blocks: Sequence[int]) -> int:
-        assert blocks == [2, 3, 4, 8]
-        used.append(next(turns))
-        return used[-1]
+    def choose(drafting: Mapping[int, Drafting], rows: int) -> dict[int, int]:
+        assert len(drafting) <= rows
+        chosen = {row: min(next(turns), x.most) for row, x in drafting.items()}
+        used.update(chosen.values())
+        return chosen
 
-    monkeypatch.setattr(scheduler, "choose_block", choose)
+    monkeypatch.setattr(scheduler, "choose_drafts", choose)
     yield used
-    assert {*used} == {2, 3, 4, 8}
-
-
-def narrower(engine: Engine) -> list[ProgramKey]:
-    return [x for x in engine.core.runner.compiled.programs if Variant.DEPTH in x.needed_by]
+    assert used == {*range(1, BLOCK)}
 
 
 def of_rows(engine: Engine, answers: Sequence[list[int]], patterns: Sequence[list[int]]) -> None:
@@ -85,8 +81,8 @@ def of_rows(engine: Engine, answers: Sequence[list[int]], patterns: Sequence[lis
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
-def test_tokens_are_the_plain_ones_whatever_the_blocks(
-    alternating: list[int], options: dict[str, Any]
+def test_tokens_are_the_plain_ones_whatever_the_drafts(
+    alternating: set[int], options: dict[str, Any]
 ) -> None:
     """Several rows, more requests than rows, one of them drafting less, one of them plainly."""
     engine = scripted()
@@ -122,7 +118,7 @@ def test_every_drafter_may_draft_less(kind: str) -> None:
         assert graph.plan.lookahead  # a block is chosen while another one is in flight
     else:
         engine = random_engine(TARGET, tiny_drafter(TARGET, kind, windows=(12, None)), plan())
-    engine.warm_up("greedy", "depth")
+    engine.warm_up("greedy")
     text = PROMPT * 6
     plain = engine.generate(text, max_tokens=60, speculative=False)
     found = engine.generate(text, max_tokens=60)
@@ -154,89 +150,40 @@ def test_a_request_verifies_fewer_drafts_where_fewer_are_accepted_and_more_again
     engine.core.meter.use(BreakEven())
 
 
-def test_easy_and_hard_requests_share_the_block_that_pays_off_most_in_total() -> None:
+def test_easy_and_hard_requests_of_a_step_draft_as_each_gains() -> None:
     engine = scripted()
     engine.core.meter.value, engine.core.acceptance = COSTS, NO_HISTORY
     set_script(engine, [])
     plain = engine.generate(PROMPT, max_tokens=NEW, speculative=False).token_ids
-
-    def run(*patterns: list[int]) -> list[list[int]]:
-        of_rows(engine, [plain] * 3, patterns)
-        engine.core.acceptance = NO_HISTORY
-        results = engine.generate_many([PROMPT] * 3, max_tokens=NEW)
-        assert [x.token_ids for x in results] == [plain] * 3
-        return [x.stats.drafts_per_round for x in results]
-
-    hard = run([1], [1], [1])
-    assert all(counts.count(1) > len(counts) / 2 for counts in hard)
-    mixed = run([7], [7], [1])
-    assert {*mixed[0]} == {*mixed[1]} == {7}
+    of_rows(engine, [plain] * 3, [[7], [1], [7]])
+    results = engine.generate_many([PROMPT] * 3, max_tokens=NEW)
+    assert [x.token_ids for x in results] == [plain] * 3
+    easy, hard, other = (x.stats.drafts_per_round for x in results)
+    assert {*easy[:-1]} == {*other[:-1]} == {7}
+    assert hard.count(1) + hard.count(2) > len(hard) / 2, hard
     engine.core.meter.use(BreakEven())
 
 
-def test_whole_blocks_are_verified_where_the_cost_of_others_is_unknown() -> None:
+def test_all_drafts_are_verified_where_their_costs_are_unknown() -> None:
     engine = scripted()
     set_script(engine, [])
-    for known in (BreakEven(), BreakEven((0,), (0.5,))):
+    for known in (BreakEven(), BreakEven.constant(0.5)):
         engine.core.meter.value, engine.core.acceptance = known, NO_HISTORY
         found = engine.generate(PROMPT, max_tokens=40)
         assert {*found.stats.drafts_per_round} == {7}
     engine.core.meter.use(BreakEven())
 
 
-# -- programs --------------------------------------------------------------------------------------
+# -- measuring -------------------------------------------------------------------------------------
 
 
-def test_narrower_blocks_are_programs_of_their_own_that_update_the_state_in_place() -> None:
-    engine = scripted()
-    made = engine.core.runner.executables
-    whole = made[SPECULATIVE]
-    for variant, block in itertools.product((Variant.GREEDY, Variant.SAMPLED), (2, 3, 4)):
-        key = ProgramKey(Step.SPECULATIVE, variant, block)
-        assert ProgramKey.parse(str(key)) == key
-        assert key.needed_by == (Variant.DEPTH,)
-        assert made[key].aliased_bytes == made[key].donated_bytes == whole.donated_bytes
-        _, _, out = jax.eval_shape(
-            engine.core.runner.compiled.programs[key].function,
-            *engine.core.runner.compiled.programs[key].arguments,
-        )
-        assert out.packed.shape[-1] == block + 5
-    assert made[SPECULATIVE._replace(block=2)].temporary_bytes <= whole.temporary_bytes
-    assert engine.core.runner.blocks(Variant.SAMPLED) == [2, 3, 4, BLOCK]
-    assert engine.core.runner.blocks(Variant.PENALIZED) == [BLOCK]
-    text = engine.graph.explain()
-    assert "speculative[greedy,4]" in str(text)
-    work = {program.name: program.work for program in text.programs}
-    narrow, full = (work[f"speculative[greedy{x}]"] for x in (",2", ""))
-    assert narrow is not None
-    assert full is not None
-    assert narrow.flops < full.flops
-
-
-def test_plans_whose_bits_depend_on_the_width_have_no_narrower_blocks() -> None:
-    for target, changes in (
-        (tiny_hybrid(), {}),
-        (TARGET, {"kernels": "xla"}),
-        (TARGET, {"kernels": "xla", "exact": False}),
-        (TARGET, {"plain_width": BLOCK}),
-    ):
-        engine = random_engine(target, tiny_drafter(target), plan(**changes))
-        assert engine.plan.narrower == ()
-        assert not narrower(engine)
-        assert engine.core.runner.compiled.wanted(Variant.DEPTH)  # there are none to compile
-        assert engine.core.runner.blocks(Variant.GREEDY) == [BLOCK]
-
-
-def test_narrower_blocks_are_3_and_powers_of_two() -> None:
-    found = {n: dataclasses.replace(LEAST, block=n).narrower for n in (2, 3, 4, 6, 8, 16)}
-    wide = {6: (2, 3, 4), 8: (2, 3, 4), 16: (2, 3, 4, 8)}
-    assert found == {2: (), 3: (2,), 4: (2, 3)} | wide
-    assert dataclasses.replace(LEAST, block=8, plain_width=8).narrower == ()
-    alone = random_engine(TARGET, None, plan())  # without a drafter there is no block
-    assert not narrower(alone)
-
-
-# -- compiling and measuring -----------------------------------------------------------------------
+def test_blocks_are_timed_by_powers_of_two_where_drafts_that_are_not_made_cost_nothing() -> None:
+    assert Stopwatch(scripted().core.runner).blocks == (2, 4, 8)
+    assert Stopwatch(scripted().core.runner).rows == (1, 3)
+    hybrid = random_engine(tiny_hybrid(), tiny_drafter(tiny_hybrid()), plan())
+    xla = random_engine(TARGET, tiny_drafter(TARGET), plan(kernels="xla"))
+    assert Stopwatch(hybrid.core.runner).rows == (1,)
+    assert [Stopwatch(x.core.runner).blocks for x in (hybrid, xla)] == [(2, 4, 8), (8,)]
 
 
 @pytest.fixture
@@ -244,66 +191,22 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make drafted steps cost as in `COSTS`, by any clock."""
     timed = Stopwatch.step_seconds
 
-    def step_seconds(watch: Stopwatch, step: Step, block: int = 0) -> float:
-        timed(watch, step, block)
-        return 1.0 if step is Step.PLAIN else COSTS.at(0, block)
+    def step_seconds(watch: Stopwatch, step: Timed) -> float:
+        timed(watch, step)
+        return 1.0 if step.block == 1 else COSTS.at(0, step.block)
 
     monkeypatch.setattr(Stopwatch, "step_seconds", step_seconds)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.usefixtures("clock")
-def test_narrower_blocks_are_compiled_for_the_request_after_one_that_gains_little() -> None:
-    small: dict[str, Any] = {"num_layers": 1, "windows": (None,), "causal": (False,)}
-    drafter = tiny_drafter(TARGET, target_layer_ids=(0,), **small)
-    engine = scripted_engine(random_engine(TARGET, drafter, plan()))
-    compiled, meter = engine.core.runner.compiled, engine.core.meter
-    engine.warm_up()
-    few = {*engine.core.runner.executables}
-    plain = engine.generate(PROMPT, max_tokens=NEW, speculative=False).token_ids
-    tokens, vocab = [*PROMPT, *plain], engine.graph.config.vocab_size
-
-    def run(accepted: int) -> Any:
-        set_script(engine, force_acceptance(tokens, len(PROMPT), [accepted], vocab))
-        found = engine.generate(PROMPT, max_tokens=NEW)
-        assert found.token_ids == plain
-        return found.stats
-
-    set_script(engine, [0] * 160)
-    engine.generate(PROMPT, max_tokens=NEW)
-    assert not engine._optional_variants()  # nothing is measured, as nobody asked for it
-    engine.core.acceptance, engine.measures_drafting = NO_HISTORY, True
-    run(7)
-    assert not meter.doubted
-    assert {*engine.core.runner.executables} == few  # so start-up is as fast as before
-    run(1)
-    assert meter.doubted
-    assert meter.value == COSTS._replace(positions=meter.value.positions, narrower=())
-    assert {*engine.core.runner.executables} == few
-    stats = run(1)
-    assert stats.compile_s > 0
-    assert {*engine.core.runner.executables} - few == {
-        SPECULATIVE._replace(block=block) for block in (2, 3, 4)
-    }  # sampled ones once a request samples
-    assert meter.value == COSTS._replace(positions=meter.value.positions)
-    assert stats.drafts_per_round.count(1) > 5
-    assert run(1).compile_s == 0
-    assert meter.value.positions[0] < len(PROMPT) + 16  # at once
-    assert compiled.wanted(Variant.DEPTH)
-    engine.warm_up("sampled")
-    assert not compiled.wanted(Variant.DEPTH)
-    engine.measures_drafting = False
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("clock")
-def test_costs_are_measured_beforehand_where_programs_are_compiled() -> None:
+def test_costs_are_measured_beforehand() -> None:
     engine = scripted()
     engine.time_drafting()
     value = engine.core.meter.value
-    assert [block for block, _ in value.narrower] == [2, 3, 4]
-    for block in (2, 3, 4, None):
-        assert [value.at(place, block) for place in (0, 50)] == [COSTS.at(0, block)] * 2
+    assert value.blocks == (2, 4, 8)
+    for block, rows in itertools.product((2, 3, 4, 8), (1, 2, 3)):
+        for place in (0, 50):
+            assert value.at(place, block, rows) == pytest.approx(COSTS.at(0, block))
     engine.core.meter.use(BreakEven())
 
 
@@ -313,10 +216,35 @@ def test_measuring_goes_on_with_the_context(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(break_even, "FURTHER", 0)
     monkeypatch.setattr(break_even, "MARGIN", 0)
     meter = engine.core.meter
-    meter.value = BreakEven((4,), (9.0,))  # measured before the narrower ones were compiled
-    assert meter.measure(10)
-    assert meter.value == COSTS._replace(positions=(10,))
-    assert meter.measure(20)
+    meter.value = BreakEven()
+    assert meter.measure(10, 1)
+    assert meter.measure(20, 0)
     assert meter.value.positions == (10, 20)
     assert meter.value.at(20, 2) == COSTS.at(0, 2)
     engine.core.meter.use(BreakEven())
+
+
+def test_steps_are_timed_with_their_tokens_and_move_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of frozen rows are skipped, so that frozen rows would cost nothing."""
+    engine = scripted()
+    set_script(engine, [])
+    engine.generate_many([PROMPT] * 3, max_tokens=5)
+    runner = engine.core.runner
+    before = [np.asarray(x).copy() for x in (runner.state.position, runner.state.anchor)]
+    fed: list[int] = []
+    run = runner.run
+
+    def counted(key: ProgramKey, inputs: Any) -> Any:
+        live = ~np.asarray(frozen(runner.state.anchor, runner.state.position, inputs.rules))
+        drafts = np.asarray(inputs.rules.max_drafts) if key.step is Step.SPECULATIVE else 0
+        fed.append(int((live * (1 + drafts)).sum()))
+        return run(key, inputs)
+
+    monkeypatch.setattr(runner, "run", counted)
+    watch = Stopwatch(runner, row=2)
+    for rows, block in ((1, 1), (3, 1), (1, 4), (3, 8)):
+        fed.clear()
+        assert watch.step_seconds(Timed(rows, block)) > 0
+        assert {*fed} == {rows * block}
+    after = [np.asarray(x) for x in (runner.state.position, runner.state.anchor)]
+    assert all(map(np.array_equal, before, after))

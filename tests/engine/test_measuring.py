@@ -8,7 +8,7 @@ import pytest
 import dflash_jax as dj
 from dflash_jax import Plan
 from dflash_jax.engine import break_even
-from dflash_jax.engine.break_even import Stopwatch
+from dflash_jax.engine.break_even import Stopwatch, Timed
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.state_machine import speculation
 from dflash_jax.engine.state_machine.speculation import NO_HISTORY, TRIAL, BreakEven
@@ -44,9 +44,9 @@ def costly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make drafted steps cost as much as three plain ones, by any clock."""
     timed = Stopwatch.step_seconds
 
-    def step_seconds(watch: Stopwatch, step: Any, block: int = 0) -> float:
-        timed(watch, step, block)
-        return 3.0 if step == break_even.Step.SPECULATIVE else 1.0
+    def step_seconds(watch: Stopwatch, step: Timed) -> float:
+        timed(watch, step)
+        return 3.0 if step.block > 1 else 1.0
 
     monkeypatch.setattr(Stopwatch, "step_seconds", step_seconds)
 
@@ -54,7 +54,7 @@ def costly(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.usefixtures("costly")
 def test_measuring_changes_no_token(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Rows are frozen meanwhile, at any position and next to prompts that are being fed."""
+    """Rows stay as they are meanwhile, at any position and next to prompts that are being fed."""
     engine = make(name, rows=2)
     set_script(engine, [])
     prompts = [PROMPT, list(range(40)), [7]]
@@ -81,7 +81,7 @@ def test_a_request_stops_drafting_where_it_loses() -> None:
 
     def run(accepted: int, **options: Any) -> Any:
         engine.core.meter.value, engine.measures_drafting = BreakEven(), True
-        engine.core.acceptance, engine.core.meter.doubted = NO_HISTORY, False
+        engine.core.acceptance = NO_HISTORY
         set_script(engine, force_acceptance(tokens, len(PROMPT), [accepted], vocab))
         found = engine.generate(PROMPT, max_tokens=NEW, **options)
         assert found.token_ids == (drawn if options else plain)
@@ -90,12 +90,12 @@ def test_a_request_stops_drafting_where_it_loses() -> None:
     lost = run(1)
     assert lost.rounds <= 2 * TRIAL  # a call makes several
     assert lost.plain_steps >= NEW - 4 * TRIAL
-    assert engine.core.meter.value.lengths == (3.0,)
+    assert engine.core.meter.value.at(0) == 3.0
     won = run(3)  # accepted nearly always: nothing is measured
     assert (won.plain_steps, engine.core.meter.value) == (0, BreakEven())
     seeded = run(1, **sampled)  # whose tokens depend on no mode either
     assert seeded.plain_steps >= NEW - 4 * TRIAL
-    assert engine.core.meter.value.lengths == (3.0,)
+    assert engine.core.meter.value.at(0) == 3.0
     engine.measures_drafting = False
     engine.core.meter.use(BreakEven())
     set_script(engine, force_acceptance(tokens, len(PROMPT), [1], vocab))
@@ -110,7 +110,7 @@ def test_many_short_requests_measure_as_one_long_one_does() -> None:
     set_script(engine, [0] * 160)
     for _ in range(TRIAL + 2):
         engine.generate(PROMPT, max_tokens=6)
-    assert engine.core.meter.value.lengths == (3.0,)
+    assert engine.core.meter.value.at(0) == 3.0
     engine.measures_drafting = False
 
 
@@ -118,5 +118,5 @@ def test_loaded_engines_measure_what_nobody_measured() -> None:
     plan = dj.Plan(max_length=64)
     engine = dj.load("tiny", plan=plan)
     assert engine.measures_drafting
-    engine.core.meter.use(BreakEven((0,), (2.0,)))  # measured by other means)
+    engine.core.meter.use(BreakEven.constant(2.0))  # measured by other means)
     assert not engine.measures_drafting

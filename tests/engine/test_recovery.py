@@ -486,7 +486,7 @@ def test_decode_modes_change_only_by_a_measured_cost(tiny: Engine, truth: list[i
     engine.core.runner.compiled.executables = tiny.core.runner.executables
     engine.time_drafting()
     assert engine.core.meter.value.at(0) > 0
-    engine.core.meter.use(BreakEven((0,), (3.9,)))  # the random drafter commits fewer tokens
+    engine.core.meter.use(BreakEven.constant(3.9))  # the random drafter commits fewer tokens
     found = engine.generate(PROMPT, max_tokens=60)
     assert found.token_ids == truth
     assert found.stats.fallbacks["below_break_even"] >= 1

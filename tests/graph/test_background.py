@@ -56,11 +56,10 @@ def test_every_program_is_of_a_variant_and_a_variant_has_all_that_its_requests_u
     assert set().union(*found.values()) == set(tiny.core.runner.compiled.programs)
     forced = {ProgramKey(Step.FORCED_TOKENS), ProgramKey(Step.REPLACE_ANCHOR)}
     scored, logits = ProgramKey(Step.PROMPT_LOGPROBS), ProgramKey(Step.SET_LOGITS_STATE)
-    widths = {key for key in tiny.core.runner.compiled.programs if key.block}
     for variant in STEP_VARIANTS:
         needed = {
             key for key in tiny.core.runner.compiled.programs if key.variant in (variant, None)
-        } - widths
+        }
         others = forced | {scored}
         if variant not in (Variant.PENALIZED, Variant.CONSTRAINED):
             others |= {logits}
@@ -68,9 +67,6 @@ def test_every_program_is_of_a_variant_and_a_variant_has_all_that_its_requests_u
         assert found[variant][0].step == Step.PLAIN  # decides on a GPU which kernels others take
     assert set(found[Variant.RECOVERY]) == forced
     assert found[Variant.PROMPT] == (scored,)
-    assert set(found[Variant.DEPTH]) | set(found[Variant.CHUNKS]) == widths
-    assert {key.step for key in found[Variant.DEPTH]} == {Step.SPECULATIVE}
-    assert {key.step for key in found[Variant.CHUNKS]} == {Step.PREFILL}
 
 
 def test_what_a_request_waits_for_comes_before_what_nobody_asked_for(

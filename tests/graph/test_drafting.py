@@ -79,7 +79,7 @@ def test_sampled_output_keeps_its_distribution_where_drafting_stops(
         target, drafter, Plan(rows=ROWS, max_length=16, block=3, chunk=8), seed=4
     )
     # One round drafts; requests in which any of its drafts was accepted go on, the others stop.
-    engine.core.meter.use(speculation.BreakEven((0,), (1.2,)))
+    engine.core.meter.use(speculation.BreakEven.constant(1.2))
     monkeypatch.setattr(speculation, "PROBE", 1)
     monkeypatch.setattr(speculation, "PRIOR", 0)
     engine.core.acceptance = known = speculation.AcceptanceHistory(length=9.0, requests=1)

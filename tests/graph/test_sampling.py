@@ -273,7 +273,7 @@ def test_the_narrowest_filters_leave_the_likeliest_token(filters: dict[str, Any]
     wanted = Request(prompt=(1,), params=SamplingParams(**filters))
     plan = Plan(rows=1, max_length=8, block=2, chunk=2, stop_slots=1)
     row = RowSettings(wanted, limit=9, speculates=True, choices=(), opening=-1)
-    p = probabilities(jnp.asarray([[[3.0, 30.0, 10.0]]]), make_rules(plan, [(row, True)], {}))
+    p = probabilities(jnp.asarray([[[3.0, 30.0, 10.0]]]), make_rules(plan, [(row, True, 0)], {}))
     assert p.tolist() == [[[0, 1, 0]]]  # 30 / 2e-38 is infinite
 
 

@@ -58,7 +58,7 @@ def test_calls_keep_handles_and_values_apart() -> None:
     for known in (
         ProgramKey(Step.PLAIN, Variant.GREEDY),
         ProgramKey(Step.COPY_ROW),
-        ProgramKey(Step.SPECULATIVE, Variant.SAMPLED, 4),
+        ProgramKey(Step.SPECULATIVE, Variant.SAMPLED),
     ):
         assert ProgramKey.parse(str(known)) == known
     assert read.key == "plain[greedy]"

@@ -1,5 +1,6 @@
-"""Attention, norms and rotations by native kernels: their numbers, and tokens in any company."""
+"""Layers by native kernels: their numbers, and tokens in any company."""
 
+import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -11,9 +12,23 @@ import pytest
 
 from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.kernels.native.build import library
-from dflash_jax.kernels.native.layers import attend_native, drawn, normalise, rotate_pairs
+from dflash_jax.kernels.native.layers import (
+    attend_native,
+    drawn,
+    gate,
+    normalise,
+    rotate_pairs,
+    write_native,
+)
 from dflash_jax.nn import layers
-from dflash_jax.nn.attention import attend, attend_whole, rotate, to_int8, write_keys_values
+from dflash_jax.nn.attention import (
+    Positions,
+    attend,
+    attend_whole,
+    rotate,
+    to_int8,
+    write_keys_values,
+)
 
 pytestmark = pytest.mark.skipif(
     not library(), reason=f"there are no native kernels: {library().reason}"
@@ -111,7 +126,7 @@ def test_slots_that_are_not_seen_are_not_read() -> None:
 def test_numbers_that_are_not_finite_reach_those_who_see_them_only() -> None:
     q, cache, _ = attention(4, 2, 32, 48)
     k, v = (jnp.swapaxes(x[:, :, :4], 1, 2) for x in (cache.k, cache.v))
-    cache = write_keys_values(cache, k, v.at[:, 2].set(jnp.inf), jnp.array([10, 10]))
+    cache = write_keys_values(cache, k, v.at[:, 2].set(jnp.inf), places(4, 10, 10), "xla")
     seen = jnp.arange(48)[None, None] <= (10 + jnp.arange(4))[None, :, None]
     found = np.asarray(ATTEND(q, cache, jnp.broadcast_to(seen, (2, 4, 48)), None))
     assert np.isfinite(found[:, :2]).all()
@@ -157,6 +172,70 @@ def test_rotations_turn_pairs_by_their_tokens_angle(shape: tuple[int, ...]) -> N
         only = np.s_[b : b + 1, t : t + 1]
         alone = rotate_pairs(x[only], cos[only], sin[only])
         np.testing.assert_array_equal(alone[0, 0], found[b, t])
+
+
+WRITE = jax.jit(write_native, donate_argnums=0)
+
+
+def places(width: int, *start: int) -> Positions:
+    return Positions.of(jnp.array(start), width)
+
+
+@pytest.mark.parametrize("ring", [False, True], ids=["plain", "ring"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_and_values_are_written_in_place_as_by_xla(dtype: str, ring: bool) -> None:
+    _, cache, _ = attention(1, 1, 20, 24, dtype)
+    cache = dataclasses.replace(cache, ring=ring)
+    k, v = draw(2, 5, 3, 20, seed=5) * 9, draw(2, 5, 3, 20, seed=6)
+    v[0, 1, 2, 3], v[1, 0, 0, :] = np.inf, 0
+    v[1, 4, 1, 1] = 1e6  # infinite in float16
+    k[0, 3, 1, :], k[1, 2, 0, 7] = 0, np.nan
+    where = places(5, 19, 22 if ring else 3)
+    wanted = write_keys_values(cache, k, v, where, "xla")
+    given = jax.tree.map(jnp.copy, cache)
+    before = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(given)]
+    found = WRITE(given, k, v, where.each)
+    assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(found)] == before
+    for mine, xla in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        rounding = 1e-6 if mine.ndim == 3 else 0  # XLA divides scales by 127 otherwise
+        np.testing.assert_allclose(np.float32(mine), np.float32(xla), rtol=rounding, atol=0)
+
+
+def test_dead_tokens_and_those_past_the_end_of_a_cache_are_not_written() -> None:
+    _, cache, _ = attention(1, 1, 20, 24)
+    before = np.asarray(cache.k).copy()
+    k, v = (draw(2, 40, 3, 20, seed=s) for s in (5, 6))
+    each = np.array(places(40, 20, 0).each)
+    each[1] = -1
+    found = np.asarray(WRITE(cache, k, v, each).k)
+    np.testing.assert_array_equal(found[0, :, 20:], np.swapaxes(k[0, :4], 0, 1))
+    np.testing.assert_array_equal(found[0, :, :20], before[0, :, :20])
+    np.testing.assert_array_equal(found[1], before[1])
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2, 5), (2, 3, 2, 64), (1, 9, 2, 100)])
+@pytest.mark.parametrize("gelu", [False, True], ids=["silu", "gelu"])
+def test_gates_are_activations_times_factors(shape: tuple[int, ...], gelu: bool) -> None:
+    x = draw(*shape) * 8
+    x[0, 0, 0, :4] = 0, -200, 200, -30
+    first, up = x[..., 0, :].astype(np.float64), x[..., 1, :].astype(np.float64)
+    inner = np.sqrt(8 / np.pi) * (first + 0.044715 * first**3) if gelu else first
+    exact = first / (1 + np.exp(-np.clip(inner, -700, 700))) * up
+    run = jax.jit(functools.partial(gate, gelu=gelu))
+    found = np.asarray(run(x))
+    np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-30)
+    for b, t in np.ndindex(*shape[:2]):
+        np.testing.assert_array_equal(run(x[b : b + 1, t : t + 1])[0, 0], found[b, t])
+
+
+def test_gates_of_dead_tokens_are_zeros_and_what_is_not_finite_stays_so() -> None:
+    x = draw(1, 4, 2, 24)
+    x[0, 1], x[0, 2, 0, 3], x[0, 3, 1, 5] = 0, np.nan, np.inf
+    found = np.asarray(gate(x, gelu=False))
+    assert not found[0, 1].any()
+    assert np.isnan(found[0, 2, 3])
+    assert np.isinf(found[0, 3, 5])
+    assert np.isfinite(found).sum() == found.size - 2
 
 
 def test_layers_use_the_kernels_that_they_are_given() -> None:

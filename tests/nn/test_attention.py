@@ -14,6 +14,7 @@ from dflash_jax.graph.build import jit
 from dflash_jax.kernels.caches import LayerCache, empty_cache
 from dflash_jax.nn.attention import (
     PIECE,
+    Positions,
     attend,
     attend_pieces,
     attend_whole,
@@ -24,7 +25,13 @@ from dflash_jax.nn.attention import (
 )
 
 B, T, S, K, H = 2, 3, 8, 2, 4
-WRITE = jit(write_keys_values)
+
+
+@jit
+def write(cache: LayerCache, k: Any, v: Any, start: Any) -> LayerCache:
+    return write_keys_values(cache, k, v, Positions.of(start, k.shape[1]), "xla")
+
+
 WHOLE, PIECES = (jit(functools.partial(f, scale=0.7)) for f in (attend_whole, attend_pieces))
 starts = st.lists(st.integers(0, 40), min_size=B, max_size=B)
 
@@ -76,7 +83,7 @@ def test_rows_land_at_their_positions_and_hide_nothing_before_them(
     old = np.arange(B * K * S * H, dtype=np.float32).reshape(B, K, S, H)
     cache = LayerCache(k=jnp.asarray(old), v=jnp.asarray(-old), ring=ring)
     k = 1000 + np.arange(B * width * K * H, dtype=np.float32).reshape(B, width, K, H)
-    new = WRITE(cache, k, -k, start)
+    new = write(cache, k, -k, start)
     assert new.ring == ring
     wanted, certain = old.copy(), np.ones((B, S), bool)
     for b in range(B):
@@ -92,7 +99,7 @@ def test_rows_land_at_their_positions_and_hide_nothing_before_them(
 def test_rows_are_cast_to_the_dtype_of_the_cache() -> None:
     cache = empty_cache(1, K, S, H, dtype=jnp.bfloat16)
     rows = jnp.full((1, T, K, H), 1.001, jnp.float32)
-    new = write_keys_values(cache, rows, rows, jnp.array([2]))
+    new = write(cache, rows, rows, jnp.array([2]))
     assert new.k.dtype == new.v.dtype == jnp.bfloat16
     assert new.k[0, 0, 2, 0] == jnp.bfloat16(1.001)
 
@@ -186,7 +193,7 @@ def test_non_finite_values_reach_only_queries_that_see_them(dtype: Any, ring: bo
     positions = start[:, None] + jnp.arange(T)[None, :]
     seen = visible(positions, slot_positions(start + T, S), causal=True, window=T)
     clean, spoilt = (
-        WHOLE(q[:, :, :, None], WRITE(cache, k, x, start), seen, None)
+        WHOLE(q[:, :, :, None], write(cache, k, x, start), seen, None)
         for x in (v, v.at[:, at, 1, 2].set(bad))
     )
     np.testing.assert_array_equal(spoilt[:, :at], clean[:, :at])
@@ -198,7 +205,7 @@ def test_an_int8_cache_holds_each_row_to_half_a_step(ring: bool) -> None:
     rng = np.random.default_rng(6)
     k, v = (jnp.asarray(rng.standard_normal((B, T, K, H)), jnp.float32) for _ in range(2))
     k = k.at[0, 1].set(0)  # a scale of zero
-    cache = WRITE(empty_cache(B, K, S, H, dtype=jnp.int8, ring=ring), k, v, jnp.array([1, 4]))
+    cache = write(empty_cache(B, K, S, H, dtype=jnp.int8, ring=ring), k, v, jnp.array([1, 4]))
     for name, rows in (("k", k), ("v", v)):
         codes, scale = getattr(cache, name), getattr(cache, f"{name}_scale")
         assert codes.dtype == jnp.int8

@@ -332,7 +332,7 @@ def test_a_failed_step_ends_its_requests_and_not_the_server(
     random_tiny: Engine, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException]
 ) -> None:
     engine = twin(random_tiny)
-    engine.core.meter.use(timed := BreakEven((0,), (0.5,)))
+    engine.core.meter.use(timed := BreakEven.constant(0.5))
     engine.core.runner.compiled.seconds = 0.5  # a restart keeps both
     advance, failures = Engine.advance, [True]
 

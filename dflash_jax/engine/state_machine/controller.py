@@ -133,6 +133,7 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
         finite=event.draft_finite,
         break_even=policy.break_even,
         position=policy.prompt_tokens + state.fed,
+        rows=event.rows,
         fixed=policy.fixed,
     )
     died = drafting.dead and not state.drafting.dead

@@ -175,6 +175,7 @@ class Stepped(NamedTuple):
     call_odds: float | None = None
     # Tokens of the row's block where it drafted, which a drafter may leave without drafts; else 0.
     block: int = 0
+    rows: int = 1  # that decoded in the step
 
 
 class Cancelled(NamedTuple):

@@ -1,12 +1,12 @@
-"""Decide whether the next step drafts, and how many tokens its block has.
+"""Decide whether the next step drafts, and how many tokens the block of each row has.
 
-Counts tokens, never seconds. A step verifies the plan's block or a narrower one (`Plan.narrower`),
-which costs less and commits fewer tokens where many drafts are accepted.
+Counts tokens, never seconds. A row verifies as many drafts as pay off: where native kernels skip
+tokens that do not count, a draft that is not made costs nothing.
 """
 
 import bisect
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 # Notes about drafting, which go to logs, and retries to `stats.fallbacks`. Plain decoding has none
 # of them, and no token, finish reason or `stats.recovery` depends on them. Whether "drafter_dead"
@@ -37,29 +37,50 @@ INHERITED = 4.0  # rounds that the acceptance of earlier requests weighs as much
 
 
 class BreakEven(NamedTuple):
-    """Tokens that a drafted round must commit to pay off, by the tokens before it.
+    """Tokens that a drafted round must commit to pay off.
 
-    That is the time of a drafted step over that of a plain one. Where attention is limited by
-    arithmetic, it takes longer for a block than for a token, so that the number grows with the
-    context.
+    That is the time of a drafted step over that of a plain one, by the rows that decode, by the
+    tokens before the step, and by the tokens of each row's block. Where a step is limited by
+    arithmetic, a block takes longer than a token, so that the number grows with all three.
     """
 
-    positions: tuple[int, ...] = ()  # tokens before the step, ascending; none if nothing is known
-    lengths: tuple[float, ...] = ()  # break-even of the plan's block at each
-    narrower: tuple[tuple[int, tuple[float, ...]], ...] = ()  # tokens of others, and theirs
+    rows: tuple[int, ...] = ()  # ascending, as those below; all empty if nothing is known
+    positions: tuple[int, ...] = ()  # tokens before the step
+    blocks: tuple[int, ...] = ()  # tokens of each row's block; the last is the plan's
+    lengths: tuple[tuple[tuple[float, ...], ...], ...] = ()  # break-even [rows][positions][blocks]
 
-    def at(self, position: int, block: int | None = None) -> float:
-        """Return the number at a position, interpolated; 0 if it is unknown.
+    @classmethod
+    def constant(cls, length: float) -> "BreakEven":
+        """Return a break-even that is the same for every step."""
+        return cls((1,), (0,), (1,), (((length,),),))
+
+    def at(self, position: int, block: float | None = None, rows: int = 1) -> float:
+        """Return the number for a step, interpolated; 0 if it is unknown.
 
         Args:
-          block: tokens of a block; by default, and where it was not measured, the plan's.
+          block: tokens of each row's block, in the mean; by default the plan's.
+          rows: that decode.
         """
-        lengths = dict(self.narrower).get(block or 0, self.lengths)
-        after = bisect.bisect_right(self.positions, position)
-        if not self.positions or after in (0, len(self.positions)):
-            return lengths[max(after - 1, 0)] if lengths else 0.0
-        (low, high), (first, last) = (x[after - 1 : after + 1] for x in (self.positions, lengths))
-        return first + (last - first) * (position - low) / (high - low)
+        if not self.lengths:
+            return 0.0
+        where = (rows, position, self.blocks[-1] if block is None else block)
+        return _interpolated((self.rows, self.positions, self.blocks), self.lengths, where)
+
+
+def _interpolated(axes: tuple[tuple[int, ...], ...], table: Any, where: tuple[float, ...]) -> float:
+    """Return a number between those of a table, in which axes are nested; its ends go on."""
+    if not axes:
+        return table
+    axis, place = axes[0], where[0]
+    after = bisect.bisect_right(axis, place)
+
+    def along(i: int) -> float:
+        return _interpolated(axes[1:], table[i], where[1:])
+
+    if after in (0, len(axis)):
+        return along(max(after - 1, 0))
+    low, first = axis[after - 1], along(after - 1)
+    return first + (along(after) - first) * (place - low) / (axis[after] - low)
 
 
 UNKNOWN = BreakEven()
@@ -84,16 +105,18 @@ class Acceptance(NamedTuple):
         tried = counted(self.tried, min(accepted + 1, block - 1))
         return Acceptance(tried, counted(self.kept, accepted))
 
-    def tokens(self, block: int) -> float:
-        """Return how many tokens a round with a block of some tokens is expected to commit."""
-        total = reached = 1.0
-        rate, known = FIRST_PLACE, len(self.tried)
-        for i in range(block - 1):
+    def reached(self, drafts: int) -> Iterator[float]:
+        """Yield the probability that each of so many drafts is accepted, those before it too."""
+        reached, rate, known = 1.0, FIRST_PLACE, len(self.tried)
+        for i in range(drafts):
             tried, kept = (self.tried[i], self.kept[i]) if i < known else (0.0, 0.0)
             rate = (kept + NEIGHBOUR * rate) / (tried + NEIGHBOUR)
             reached *= rate
-            total += reached
-        return total
+            yield reached
+
+    def tokens(self, block: int) -> float:
+        """Return how many tokens a round with a block of some tokens is expected to commit."""
+        return 1 + sum(self.reached(block - 1))
 
     def weighing(self, rounds: float) -> "Acceptance":
         """Return the same acceptance, as if known from at most so many rounds."""
@@ -108,8 +131,8 @@ class DraftingState(NamedTuple):
     drafted: int = 0  # drafts so far
     accepted: int = 0  # of these
     bad: int = 0  # steps in a row whose draft was not finite
-    # Mean tokens per round; those of a narrower block count by what they would be worth in the time
-    # of the plan's. 0 where nothing is known.
+    # Mean tokens per round; those of a block of fewer tokens count by what they would be worth in
+    # the time of the plan's. 0 where nothing is known.
     length: float = 0.0
     total: float = 0.0  # of all rounds, counted the same way
     evidence: int = 0  # rounds that the mean rests on
@@ -167,30 +190,44 @@ NO_HISTORY = AcceptanceHistory()
 
 
 class Drafting(NamedTuple):
-    """What the best block of a row that drafts depends on."""
+    """What the number of drafts of a row that drafts depends on."""
 
     acceptance: Acceptance
     break_even: BreakEven
     position: int
-    most: int | None = None  # tokens that its request allows
-
-    def gain(self, block: int) -> float:
-        """Return the tokens that a block is expected to commit in the time of a plain step."""
-        tokens = self.acceptance.tokens(min(block, self.most or block))
-        return tokens / self.break_even.at(self.position, block)
+    most: int  # drafts that its request and the plan allow, at least 1
 
 
-def choose_block(rows: Sequence[Drafting], blocks: Sequence[int]) -> int:
-    """Return the block with which the rows of a step commit the most tokens in its time.
+def choose_drafts(drafting: Mapping[int, Drafting], rows: int) -> dict[int, int]:
+    """Return how many drafts each row makes, so that a step commits the most tokens in its time.
+
+    The first draft of each row is made in any case. Others follow in the order of the probability
+    that they are accepted, as long as that gains; all do where it is not known what they cost.
 
     Args:
-      blocks: numbers of tokens to choose from; the last is the plan's, which is chosen unless the
-        costs of all are known.
+      drafting: the rows that draft.
+      rows: all that decode, some of them plainly.
     """
-    narrower = {*blocks[:-1]}
-    if not narrower or any(narrower - dict(row.break_even.narrower).keys() for row in rows):
-        return blocks[-1]
-    return max(reversed(blocks), key=lambda block: sum(row.gain(block) for row in rows))
+    if not drafting or not all(x.break_even.blocks[1:] for x in drafting.values()):
+        return {row: x.most for row, x in drafting.items()}
+    position = sum(x.position for x in drafting.values()) // len(drafting)
+    known = next(iter(drafting.values())).break_even
+    blocks, times = known.blocks, [known.at(position, block, rows) for block in known.blocks]
+    slope = (times[1] - times[0]) / (blocks[1] - blocks[0])
+    blocks, times = (0, *blocks), (times[0] - slope * blocks[0], *times)
+    odds = {row: tuple(x.acceptance.reached(x.most)) for row, x in drafting.items()}
+    further = sorted(((p, row) for row, each in odds.items() for p in each[1:]), reverse=True)
+    tokens = rows + sum(each[0] for each in odds.values())
+    best, most = 0, 0.0
+    for count in range(len(further) + 1):
+        tokens += further[count - 1][0] if count else 0.0
+        drafts = (len(odds) + count) / rows
+        if (gain := tokens / _interpolated((blocks,), times, (1 + drafts,))) >= most:
+            best, most = count, gain
+    chosen = dict.fromkeys(odds, 1)
+    for _, row in further[:best]:
+        chosen[row] += 1
+    return chosen
 
 
 def after_step(
@@ -202,6 +239,7 @@ def after_step(
     finite: bool,
     break_even: BreakEven,
     position: int,
+    rows: int = 1,
     fixed: bool,
 ) -> tuple[DraftingState, str | None]:
     """Return the state after a step, and the reason if drafting stops or pauses.
@@ -211,10 +249,12 @@ def after_step(
       drafts: number of tokens drafted for the row; 0 in a plain step.
       block: tokens of the block if the row drafted, as some drafters propose nothing; else 0.
       position: tokens before the step.
+      rows: that decoded in it.
       fixed: see `Policy`.
     """
     block = max(block, drafts + 1)
-    whole, own = break_even.at(position), break_even.at(position, block)
+    whole = break_even.at(position, rows=rows)
+    own = break_even.at(position, block, rows)
     if not finite:
         state = state._replace(bad=state.bad + 1)
         if state.bad >= BAD_DRAFTS:
@@ -249,7 +289,7 @@ def after_step(
         return state._replace(dead=True, off=off), off
     if state.trial == 0 and state.length < whole:
         pause = min(PAUSE << min(state.pauses, 8), LONGEST_PAUSE)
-        cheapest = min(whole, *(break_even.at(position, x) for x, _ in break_even.narrower), own)
+        cheapest = min(whole, own, break_even.at(position, 1, rows))
         if 1 < cheapest < whole:  # a probe loses less time, and may come sooner
             pause = max(round(pause * (cheapest - 1) / (whole - 1)), PROBE)
         return state._replace(pause=pause, pauses=state.pauses + 1), "below_break_even"

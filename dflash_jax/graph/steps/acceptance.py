@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from dflash_jax.graph.state import Logits, RowInts, RowRules
+from dflash_jax.graph.state import COMMITS_NOTHING, Logits, RowInts, RowRules
 from dflash_jax.kernels.vocabulary import all_finite
 
 
@@ -38,12 +38,14 @@ def cut(
     stops = is_stop(tokens, rules)
     first_stop = jnp.where(stops.any(axis=1), jnp.argmax(stops, axis=1) + 1, tokens.shape[1])
     most = jnp.minimum(jnp.minimum(n, first_stop), rules.limit - position - 1)
-    return jnp.where(frozen(anchor, position, rules), 0, most)
+    none = frozen(anchor, position, rules) | (rules.limit == COMMITS_NOTHING)
+    return jnp.where(none, 0, most)
 
 
 def frozen(anchor: RowInts, position: RowInts, rules: RowRules) -> Bool[Array, " B"]:
     """Return which rows decide nothing until the host acts: at a stop token or the limit."""
-    return is_stop(anchor[:, None], rules)[:, 0] | (position + 1 >= rules.limit)
+    ended = (position + 1 >= rules.limit) & (rules.limit != COMMITS_NOTHING)
+    return is_stop(anchor[:, None], rules)[:, 0] | ended
 
 
 def stops_masked(logits: Logits, rules: RowRules) -> Logits:
@@ -53,8 +55,12 @@ def stops_masked(logits: Logits, rules: RowRules) -> Logits:
     return mask(logits, outside)
 
 
-def finite_places(logits: Logits, kernels: str) -> RowInts:
-    """Return the number of leading places of each row whose logits are finite."""
+def finite_places(logits: Logits, kernels: str, live: Bool[Array, "B T"] | None = None) -> RowInts:
+    """Return the number of leading places of each row whose logits are finite.
+
+    Args:
+      live: places whose logits are not known to be zeros; all by default.
+    """
     places = logits.shape[1]
-    good = all_finite(logits, kernels)
+    good = all_finite(logits, kernels, live)
     return jnp.where(good, places, jnp.arange(places)[None, :]).min(axis=1)

@@ -78,7 +78,7 @@ def prefill(
     best = sampling.next_best(logits, token, zero, state.position + num_fed, rules, **how)
     logprobs = logits_state.logprobs(raw, token[:, None]) if logits_state else None
     finite = (finite_places(raw, pair.kernels) > 0) | (num_tokens == 0)
-    odds = sampling.call_odds(raw, token, zero, rules)
+    odds = sampling.call_odds(raw, token, zero, rules, pair.kernels)
     more: Any = {"call_odds": odds, "tops": _tops(pair, None, raw)}
     out = pack_output(token[:, None], num_tokens, best, finite, zero, **more)
     out = dataclasses.replace(out, logprobs=logprobs)
@@ -119,20 +119,18 @@ def verify_block(
     """Verify a block as `verify` does, and return the processed logits before its results."""
     assert inputs.draft is not None
     drafted, rules, block = inputs.draft, inputs.rules, inputs.draft.block
+    num_live = _num_live(pair, drafted, state, rules)
+    live = None if num_live is None else jnp.arange(block.shape[1])[None, :] < num_live[:, None]
     target, drafter, hidden = forward(
-        pair,
-        params,
-        state,
-        block,
-        chunked=not pair.exact,
-        num_live=_num_live(pair, drafted, state, rules),
+        pair, params, state, block, chunked=not pair.exact, num_live=num_live
     )
     raw = logits = logits_of(pair, params, hidden)
     if logits_state:
         logits = logits_state.process(raw, block[:, 1:], inputs.masks)
     with jax.named_scope("verify"):
-        tokens, num_decided = _decided(pair, drafted, logits, state.position, rules)
-        good = finite_places(raw, pair.kernels)
+        seen = None if logits_state else live  # logits that are processed are no zeros
+        tokens, num_decided = _decided(pair, drafted, logits, seen, state.position, rules)
+        good = finite_places(raw, pair.kernels, live)
         num_committed = cut(
             jnp.minimum(num_decided, good), tokens, state.anchor, state.position, rules
         )
@@ -149,7 +147,7 @@ def verify_block(
             if drafted.copied is not None:
                 num_drafts += jnp.where(drafted.copied & (num_drafts > 0), COPIED, 0)
         logprobs = logits_state.logprobs(raw, tokens) if logits_state else None
-        odds = sampling.call_odds(raw, anchor, last, rules)
+        odds = sampling.call_odds(raw, anchor, last, rules, pair.kernels)
         drafting = drafted.num_drafts is not None
         reported = pair.output_sizes(block.shape[1], drafts=drafting).drafts
         more: Any = {"drafts": block[:, 1:] if reported else None, "call_odds": odds}
@@ -175,13 +173,19 @@ def _num_live(pair: Pair, drafted: Draft, state: DecodeState, rules: RowRules) -
 
 
 def _decided(
-    pair: Pair, drafted: Draft, logits: Logits, position: RowInts, rules: RowRules
+    pair: Pair,
+    drafted: Draft,
+    logits: Logits,
+    live: Bool[Array, "B T"] | None,
+    position: RowInts,
+    rules: RowRules,
 ) -> tuple[Int[Array, "B T"], RowInts]:
     """Return the decided tokens, accepted drafts first, and how many of them are valid."""
     block, count = drafted.block, drafted.num_drafts
-    seen = logits if count is not None else logits[:, :1]
-    how: dict[str, Any] = {"sampled": pair.sampled, "kernels": pair.kernels}
-    chosen = sampling.choose_tokens(seen, position + 1, rules, **how)
+    if count is None:
+        logits, live = logits[:, :1], None if live is None else live[:, :1]
+    how: dict[str, Any] = {"sampled": pair.sampled, "kernels": pair.kernels, "live": live}
+    chosen = sampling.choose_tokens(logits, position + 1, rules, **how)
     num_decided = jnp.ones_like(position) if count is None else accept(block, chosen, count)
     token = jnp.take_along_axis(chosen, num_decided[:, None] - 1, axis=1)
     if pair.acceptance is not None and count is not None:

@@ -111,9 +111,11 @@ class RowDraftSampler:
         self, logits: Float[Array, "B R N"], ids: Int[Array, " N"] | None = None
     ) -> DraftChoice:
         """Choose all places at once, each as the target would by these logits."""
-        finite = all_finite(logits, self.kernels).all(axis=1)
+        live = jnp.broadcast_to(~self.idle[:, None], logits.shape[:2])
+        finite = all_finite(logits, self.kernels, live).all(axis=1)
         if not self.sampled:  # one pass over the vocabulary less than comparing zeros
-            return DraftChoice(jnp.where(finite[:, None], argmax(logits, self.kernels), 0), finite)
+            best = argmax(logits, self.kernels, live)
+            return DraftChoice(jnp.where(finite[:, None], best, 0), finite)
         logits = jnp.where(finite[:, None, None], logits, 0.0)
 
         def drawn() -> Int[Array, "B R"]:

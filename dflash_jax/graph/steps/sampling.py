@@ -34,14 +34,21 @@ def choose_token(
 
 
 def choose_tokens(
-    logits: Logits, position: RowInts, rules: RowRules, *, sampled: bool, kernels: str
+    logits: Logits,
+    position: RowInts,
+    rules: RowRules,
+    *,
+    sampled: bool,
+    kernels: str,
+    live: Bool[Array, "B T"] | None = None,
 ) -> Int[Array, "B T"]:
     """Return the token that each place chooses.
 
     Args:
       position: of each row's first token.
+      live: places whose logits are not known to be zeros; all by default.
     """
-    best = argmax(logits, kernels)
+    best = argmax(logits, kernels, live)
     if not sampled:
         return best
 
@@ -101,21 +108,29 @@ def next_best(
     Chosen as by `choose_token`, among tokens that are no stop tokens. It has a random key of its
     own: given that the key of `token` drew a stop token, the others would not have their
     probabilities under that key. A row with `RowRules.choices` gets the best of those, sampled or
-    not. Rows whose token is no stop token get the best one, which is unused.
+    not. Rows whose token is no stop token get some token, which is unused.
     """
-    row = _place(logits, at)
-    free = stops_masked(row, rules)[:, 0]
-    best = argmax(free, kernels)
-    if sampled:
-        needed = is_stop(token[:, None], rules)[:, 0] & (rules.temperature > 0)
-        best = _draw_where(needed, free, best, position, rules, NEXT_BEST, kernels)
-    if rules.choices is None:
-        return best
-    return jnp.where(rules.choices[:, 0] >= 0, _best_choice(row[:, 0], rules.choices), best)
+    stopped = is_stop(token[:, None], rules)[:, 0]
+
+    def found() -> RowInts:
+        row = _place(logits, at)
+        free = stops_masked(row, rules)[:, 0]
+        best = argmax(free, kernels)
+        if sampled:
+            needed = stopped & (rules.temperature > 0)
+            best = _draw_where(needed, free, best, position, rules, NEXT_BEST, kernels)
+        if rules.choices is None:
+            return best
+        return jnp.where(rules.choices[:, 0] >= 0, _best_choice(row[:, 0], rules.choices), best)
+
+    if kernels != "native":
+        return found()
+    wanted = stopped if rules.choices is None else stopped | (rules.choices[:, 0] >= 0)
+    return jax.lax.cond(wanted.any(), found, lambda: token)
 
 
 def call_odds(
-    logits: Logits, token: RowInts, at: RowInts, rules: RowRules
+    logits: Logits, token: RowInts, at: RowInts, rules: RowRules, kernels: str
 ) -> Float[Array, " B"] | None:
     """Return the log-ratio of the probabilities of `RowRules.opening` and of the decided token.
 
@@ -126,16 +141,24 @@ def call_odds(
     """
     if rules.opening is None:
         return None
-    row = _place(logits, at)[:, 0].astype(jnp.float32)
-    pair = jnp.maximum(jnp.stack([rules.opening, token], axis=1), 0)
-    opening, other = jnp.moveaxis(jnp.take_along_axis(row, pair, axis=1), 1, 0)
-    if rules.choices is not None:
-        other = jnp.where(rules.choices[:, 0] >= 0, row.max(axis=1), other)
-    return opening - other
+    pair, rows = jnp.stack([rules.opening, token], axis=1), jnp.arange(len(token))[:, None]
+    both = logits.at[rows, at[:, None], jnp.maximum(pair, 0)].get(mode="clip")
+    opening, other = jnp.moveaxis(both.astype(jnp.float32), 1, 0)
+    if rules.choices is None:
+        return opening - other
+    among = rules.choices[:, 0] >= 0
+
+    def of_choices() -> Float[Array, " B"]:
+        largest = _place(logits, at)[:, 0].astype(jnp.float32).max(axis=1)
+        return jnp.where(among, largest, other)
+
+    if kernels == "native":  # a pass over the vocabulary is a part of a step's time there
+        return opening - jax.lax.cond(among.any(), of_choices, lambda: other)
+    return opening - of_choices()
 
 
 def _place(logits: Logits, at: RowInts) -> Float[Array, "B 1 V"]:
-    return jnp.take_along_axis(logits, at[:, None, None], axis=1)
+    return jnp.take_along_axis(logits, at[:, None, None], axis=1, mode="clip")
 
 
 def _draw_where(

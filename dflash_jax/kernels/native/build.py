@@ -40,7 +40,7 @@ NO_TILES = (
 )
 PRODUCTS = ("float", "int8", "int8_by_floats", "q8_0", "q4_0", "q4_1", "int4z", "q4_k", "q6_k")
 # Of the handlers, each dflash_NAME.
-NAMES = (*PRODUCTS, "attend", "norm", "rotate", "largest", "draw")
+NAMES = (*PRODUCTS, "attend", "norm", "rotate", "gate", "largest", "draw", "write", "write_int8")
 WAIT = compiling.PATIENCE + 30  # seconds to wait for a process that compiles
 # "SOURCES-COMPILER-CONTENTS.so", the digests of three things.
 LIBRARY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}-([0-9a-f]{64})\.so")

@@ -66,6 +66,10 @@ inline Floats Maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline float Greatest(Floats v) { return _mm512_reduce_max_ps(v); }
 // A bit for each lane whose numbers are equal.
 inline unsigned Equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
+// The numbers of `a` where those of `x` are negative, of `b` elsewhere.
+inline Floats WhereNegative(Floats x, Floats a, Floats b) {
+  return _mm512_mask_blend_ps(_mm512_movepi32_mask(_mm512_castps_si512(x)), b, a);
+}
 inline Floats Exp(Floats x) {
   const Floats n = _mm512_roundscale_ps(_mm512_mul_ps(x, All(1.44269504f)), 0);
   Floats r = _mm512_fnmadd_ps(n, All(0.693145752f), x);  // the first 16 bits of ln 2, and the rest
@@ -94,6 +98,7 @@ inline float Greatest(Floats v) {
 inline unsigned Equal(Floats a, Floats b) {
   return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ));
 }
+inline Floats WhereNegative(Floats x, Floats a, Floats b) { return _mm256_blendv_ps(b, a, x); }
 inline Floats Exp(Floats x) {
   constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   const Floats n = _mm256_round_ps(_mm256_mul_ps(x, All(1.44269504f)), kNearest);

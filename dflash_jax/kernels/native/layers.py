@@ -1,7 +1,9 @@
-"""Attention, norms, rotations, largest numbers and draws by native kernels, in float32.
+"""Layers by native kernels, and largest numbers and draws of rows, in float32.
 
 A token has the same bits in any company, which XLA does not promise.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,31 @@ def attend_native(
     return heads.astype(q.dtype)
 
 
+def write_native(
+    cache: LayerCache,
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    positions: Int[Array, "B T"],
+) -> LayerCache:
+    """Compute `nn.attention.write_keys_values` in the cache's own memory.
+
+    Args:
+      positions: of the tokens; those with a negative one are not written.
+    """
+    names = ("k", "v") if cache.k_scale is None else ("k", "v", "k_scale", "v_scale")
+    kept = [getattr(cache, name) for name in names]
+    out = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in kept]
+    aliases = {3 + i: i for i in range(len(kept))}
+    call = jax.ffi.ffi_call(
+        "dflash_write" if cache.k_scale is None else "dflash_write_int8",
+        out,
+        input_output_aliases=aliases,
+    )
+    numbers = (x.astype(jnp.float32) for x in (k, v))
+    written = call(*numbers, positions.astype(jnp.int32), *kept, ring=cache.ring)
+    return dataclasses.replace(cache, **dict(zip(names, written, strict=True)))
+
+
 def normalise(
     x: Float[Array, "... D"], w: Float[Array, "*over D"], eps: float
 ) -> Float[Array, "... D"]:
@@ -52,11 +79,25 @@ def rotate_pairs(
     return jax.ffi.ffi_call("dflash_rotate", out)(vectors, *angles).reshape(x.shape)
 
 
-def largest(x: Float[Array, "*places N"]) -> tuple[Int[Array, "*places"], Bool[Array, "*places"]]:
-    """Return the first index of each place's largest number, and whether all are finite."""
+def gate(x: Float[Array, "*places 2 F"], *, gelu: bool) -> Float[Array, "*places F"]:
+    """Return silu(x[0]) · x[1], or the same by the tanh approximation of GELU, in float32."""
+    rows = x.astype(jnp.float32).reshape(-1, *x.shape[-2:])
+    out = jax.ShapeDtypeStruct((len(rows), rows.shape[2]), jnp.float32)
+    return jax.ffi.ffi_call("dflash_gate", out)(rows, gelu=gelu).reshape(*x.shape[:-2], -1)
+
+
+def largest(
+    x: Float[Array, "*places N"], live: Bool[Array, "*places"] | None = None
+) -> tuple[Int[Array, "*places"], Bool[Array, "*places"]]:
+    """Return the first index of each place's largest number, and whether all are finite.
+
+    Args:
+      live: places that are not known to be zeros; all by default.
+    """
     rows, places = x.astype(jnp.float32).reshape(-1, x.shape[-1]), x.shape[:-1]
+    read = jnp.ones(len(rows), bool) if live is None else live.ravel()
     out = [jax.ShapeDtypeStruct((len(rows),), dtype) for dtype in (jnp.int32, jnp.bool_)]
-    index, finite = jax.ffi.ffi_call("dflash_largest", out)(rows)
+    index, finite = jax.ffi.ffi_call("dflash_largest", out)(rows, read)
     return index.reshape(places), finite.reshape(places)
 
 

@@ -1,4 +1,4 @@
-// Norms, rotations, largest numbers and draws of rows, as XLA FFI handlers. A row has the same bits in any
+// Norms, rotations, gates, largest numbers and draws of rows, as XLA FFI handlers. A row has the same bits in any
 // company, which XLA does not promise: it compiles a loop over one row otherwise than a loop over several.
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "common.h"
+#include "live_rows.h"
 
 namespace dflash {
 namespace {
@@ -38,7 +39,10 @@ ffi::Error Norm(ffi::ThreadPool pool, Rows x, Rows w, ffi::Result<Rows> out, flo
   float* to = out->typed_data();
   Split(pool, rows, kRows, rows * width < kSerial, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++)
-      NormaliseRow(from + i * width, weights + i % kinds * width, width, eps, to + i * width);
+      if (AnyLive(from + i * width, width))
+        NormaliseRow(from + i * width, weights + i % kinds * width, width, eps, to + i * width);
+      else
+        std::fill_n(to + i * width, width, 0.0f);
   });
   return ffi::Error::Success();
 }
@@ -65,7 +69,63 @@ ffi::Error Rotate(ffi::ThreadPool pool, Vectors x, Rows cos, Rows sin, ffi::Resu
   const int64_t half = width / 2;
   Split(pool, rows, kRows, rows * heads * width < kSerial, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin * heads; i < end * heads; i++)
-      RotateRow(from + i * width, c + i / heads * half, s + i / heads * half, half, to + i * width);
+      if (AnyLive(from + i * width, width))
+        RotateRow(from + i * width, c + i / heads * half, s + i / heads * half, half, to + i * width);
+      else
+        std::fill_n(to + i * width, width, 0.0f);
+  });
+  return ffi::Error::Success();
+}
+
+// x / (1 + exp(-y)), by a power that is at most 1.
+inline Floats TimesSigmoid(Floats x, Floats y) {
+  const Floats e = Exp(Zeros() - Maximum(y, Zeros() - y));
+  return x * WhereNegative(y, e, All(1.0f)) / (All(1.0f) + e);
+}
+
+struct Silu {
+  static Floats Of(Floats x) { return TimesSigmoid(x, x); }
+};
+
+// The tanh approximation of GELU: (1 + tanh(y)) / 2 is the sigmoid of 2 y.
+struct Gelu {
+  static Floats Of(Floats x) {
+    const Floats cube = x * x * x;
+    return TimesSigmoid(x, All(2 * 0.7978845608f) * MultiplyAdd(cube, All(0.044715f), x));
+  }
+};
+
+// activation(gate) times up, which follows gate.
+template <typename Activation>
+void GateRow(const float* gate, int64_t width, float* out) {
+  const float* up = gate + width;
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes)
+    Store(out + i, Activation::Of(Load(gate + i)) * Load(up + i));
+  if (i == width) return;
+  float last[2][kLanes] = {};
+  std::copy_n(gate + i, width - i, last[0]);
+  std::copy_n(up + i, width - i, last[1]);
+  Store(last[0], Activation::Of(Load(last[0])) * Load(last[1]));
+  std::copy_n(last[0], width - i, out + i);
+}
+
+// Gate and up [M, 2, F] of M rows; those of dead tokens are zeros, and stay so.
+ffi::Error Gate(ffi::ThreadPool pool, Vectors x, ffi::Result<Rows> out, bool gelu) {
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[2];
+  if (x.dimensions()[1] != 2) return ffi::Error::InvalidArgument("expected a gate and a factor");
+  const float* from = x.typed_data();
+  float* to = out->typed_data();
+  Split(pool, rows, kRows, rows * width < kSerial, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const float* gate = from + i * 2 * width;
+      if (!AnyLive(gate, 2 * width))
+        std::fill_n(to + i * width, width, 0.0f);
+      else if (gelu)
+        GateRow<Gelu>(gate, width, to + i * width);
+      else
+        GateRow<Silu>(gate, width, to + i * width);
+    }
   });
   return ffi::Error::Success();
 }
@@ -101,15 +161,24 @@ void LargestOf(const float* x, int64_t width, int32_t* index, bool* finite) {
   *index = static_cast<int32_t>(std::min(i, width - 1));
 }
 
-ffi::Error Largest(ffi::ThreadPool pool, Rows x, ffi::ResultBuffer<ffi::S32> index,
-                   ffi::ResultBuffer<ffi::PRED> finite) {
+using Flags = ffi::Buffer<ffi::PRED, 1>;
+
+// Rows that are not live are taken to be zeros, and not read.
+ffi::Error Largest(ffi::ThreadPool pool, Rows x, Flags live,
+                   ffi::ResultBuffer<ffi::S32> index, ffi::ResultBuffer<ffi::PRED> finite) {
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
-  if (width < 1) return ffi::Error::InvalidArgument("rows without numbers have no largest");
+  if (width < 1 || live.dimensions()[0] != rows)
+    return ffi::Error::InvalidArgument("rows without numbers have no largest");
+  const bool* counts = live.typed_data();
   const float* from = x.typed_data();
   int32_t* to = index->typed_data();
   bool* good = finite->typed_data();
   Split(pool, rows, 1, rows * width < kSerial, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) LargestOf(from + i * width, width, to + i, good + i);
+    for (int64_t i = begin; i < end; i++)
+      if (counts[i])
+        LargestOf(from + i * width, width, to + i, good + i);
+      else
+        to[i] = 0, good[i] = true;
   });
   return ffi::Error::Success();
 }
@@ -208,10 +277,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_draw, Draw,
                                   .Arg<Keys>()
                                   .Ret<ffi::Buffer<ffi::S32>>());
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_gate, Gate,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Vectors>()
+                                  .Ret<Rows>()
+                                  .Attr<bool>("gelu"));
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_largest, Largest,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<Rows>()
+                                  .Arg<Flags>()
                                   .Ret<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::PRED>>());
 

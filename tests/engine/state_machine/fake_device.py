@@ -249,8 +249,8 @@ class Device:
 
 
 def always(length: float) -> BreakEven:
-    """Return a break-even that is the same at every position."""
-    return BreakEven((0,), (length,))
+    """Return a break-even that is the same for every step."""
+    return BreakEven.constant(length)
 
 
 def run(

@@ -61,12 +61,15 @@ words = st.builds(
     st.booleans(),
     st.sampled_from(CALLS),
 )
+RISING = BreakEven((1,), (0, 30), (4,), (((1.0,), (9.0,)),))
 policies = st.builds(
     Policy,
     max_tokens=st.integers(1, 60),
     stop_ids=st.sampled_from([STOPS, STOPS, frozenset[int]()]),
     speculative=st.booleans(),
-    break_even=st.sampled_from([UNKNOWN, always(2.0), BreakEven((0, 30), (1.0, 9.0))]),
+    break_even=st.sampled_from(
+        [UNKNOWN, always(2.0), BreakEven((1,), (0, 30), (4,), (((1.0,), (9.0,)),))]
+    ),
     recovery=recoveries,
     words=words,
 )

@@ -24,7 +24,7 @@ from dflash_jax.engine.state_machine.speculation import (
     Drafting,
     DraftingState,
     after_step,
-    choose_block,
+    choose_drafts,
 )
 
 SCRIPT = range(10, 700)
@@ -132,14 +132,16 @@ def test_drafting_below_break_even_pauses_and_is_tried_again() -> None:
 
 
 def test_break_even_is_interpolated_between_the_positions_where_it_was_measured() -> None:
-    found = BreakEven((0, 100, 300), (1.2, 1.4, 2.0))
+    found = BreakEven((1,), (0, 100, 300), (4,), (((1.2,), (1.4,), (2.0,)),))
     assert [found.at(n) for n in (0, 100, 300, 9000)] == [1.2, 1.4, 2.0, 2.0]
     assert [found.at(n) for n in (50, 150)] == pytest.approx([1.3, 1.55])
     assert UNKNOWN.at(7) == 0
 
 
 def test_drafting_stops_where_the_context_is_so_long_that_it_no_longer_pays_off() -> None:
-    rising = BreakEven((0, 400), (1.5, 5.5))  # 2 tokens a round pay off up to position 50
+    rising = BreakEven(
+        (1,), (0, 400), (4,), (((1.5,), (5.5,)),)
+    )  # 2 tokens a round pay off up to position 50
     for prompt, drafts in ((0, True), (200, False)):
         policy = Policy(max_tokens=600, prompt_tokens=prompt, break_even=rising)
         seen = Device(scripted(SCRIPT), policy, accepts=[1]).run()
@@ -210,10 +212,17 @@ def test_a_drafter_that_recovers_is_used_again() -> None:
     assert seen.state.drafting.drafts
 
 
-# -- how many tokens a block has -------------------------------------------------------------------
+# -- how many drafts a row makes -------------------------------------------------------------------
 
-COSTS = BreakEven((0,), (1.6,), ((2, (1.1,)), (4, (1.3,))))
 BLOCKS = (2, 4, 8)
+
+
+def costing(*lengths: float) -> BreakEven:
+    """Return the break-even of blocks of 2, 4 and 8 tokens, for any number of rows."""
+    return BreakEven((1,), (0,), BLOCKS, ((lengths,),))
+
+
+COSTS = costing(1.1, 1.3, 1.6)
 
 
 def accepting(*rounds: int, block: int = 8) -> Acceptance:
@@ -224,8 +233,10 @@ def accepting(*rounds: int, block: int = 8) -> Acceptance:
     return seen
 
 
-def chosen(*rows: Acceptance, costs: BreakEven = COSTS, most: int | None = None) -> int:
-    return choose_block([Drafting(seen, costs, 40, most) for seen in rows], BLOCKS)
+def chosen(*rows: Acceptance, costs: BreakEven = COSTS, most: int = 8, plain: int = 0) -> list[int]:
+    """Return the tokens of each row's block, next to some rows that decode plainly."""
+    drafting = {row: Drafting(seen, costs, 40, most - 1) for row, seen in enumerate(rows)}
+    return [1 + drafts for drafts in choose_drafts(drafting, len(rows) + plain).values()]
 
 
 @pytest.mark.parametrize(
@@ -235,20 +246,17 @@ def chosen(*rows: Acceptance, costs: BreakEven = COSTS, most: int | None = None)
         ([0] * 30, (1.1, 1.3, 1.6), 2),
         ([1] * 30, (1.1, 1.3, 1.6), 2),
         ([3] * 30, (1.1, 1.3, 1.6), 4),
-        ([2, 3] * 15, (1.1, 1.3, 1.6), 4),
-        ([7] * 30, (1.1, 1.3, 5.0), 4),  # a block that is too dear
+        ([4] * 30, (1.1, 1.3, 1.6), 5),
+        ([7] * 30, (1.1, 1.3, 5.0), 4),  # more drafts are too dear
         ([3] * 30, (1.1, 2.5, 2.6), 2),
-        ([1] * 30, (1.1, 1.25, 1.4), 2),
         ([0, 7] * 15, (1.1, 1.3, 1.6), 8),  # text that is copied at times
         ([], (1.1, 1.3, 1.6), 8),  # nothing is known
     ],
 )
-def test_the_block_is_the_one_that_pays_off_most(
+def test_a_row_makes_the_drafts_that_pay_off_most(
     rounds: list[int], costs: tuple[float, float, float], block: int
 ) -> None:
-    two, four, eight = costs
-    known = BreakEven((0,), (eight,), ((2, (two,)), (4, (four,))))
-    assert chosen(accepting(*rounds), costs=known) == block
+    assert chosen(accepting(*rounds), costs=costing(*costs)) == [block]
 
 
 def test_the_tokens_of_a_block_follow_from_the_acceptance_at_each_place() -> None:
@@ -266,7 +274,7 @@ def test_a_narrow_block_whose_drafts_are_all_accepted_grows() -> None:
     seen = accepting(*[0] * 200)
     used = []
     for _ in range(40):
-        used.append(chosen(seen))
+        used += chosen(seen)
         seen = seen.after_round(used[-1] - 1, used[-1])
     assert used[0] == 2
     assert used[-1] == 8
@@ -275,32 +283,39 @@ def test_a_narrow_block_whose_drafts_are_all_accepted_grows() -> None:
 
 def test_a_wide_block_of_which_little_is_accepted_shrinks_soon() -> None:
     seen, rounds = accepting(*[7] * 200), 0
-    while chosen(seen) > 2:
-        seen, rounds = seen.after_round(1, chosen(seen)), rounds + 1
+    while chosen(seen) > [3]:
+        seen, rounds = seen.after_round(1, *chosen(seen)), rounds + 1
     assert 3 <= rounds <= 25
 
 
-def test_rows_of_a_step_share_the_block_that_pays_off_most_in_total() -> None:
+def test_rows_draft_as_their_own_drafts_are_accepted() -> None:
     easy, hard = accepting(*[7] * 30), accepting(*[1] * 30)
-    assert [chosen(easy), chosen(hard)] == [8, 2]
-    assert chosen(easy, easy, hard) == 8
-    assert chosen(easy, *[hard] * 30) == 2
-    assert chosen(easy, most=3) == 4  # whose requests allow fewer drafts
+    assert chosen(easy, hard, hard) == [8, 2, 2]
+    assert chosen(easy, most=3) == [3]  # what its request allows
+    dear = costing(1.5, 3.0, 9.0)  # each draft costs as much as a token
+    assert chosen(easy, hard, costs=dear) == [2, 2]
+    assert choose_drafts({}, 3) == {}
 
 
-def test_the_plans_block_is_used_where_costs_are_unknown() -> None:
+def test_a_draft_costs_less_where_fewer_rows_draft_or_decode() -> None:
+    some = accepting(*[0, 3] * 30)
+    crowded = BreakEven((1, 8), (0,), BLOCKS, (((1.1, 1.2, 1.3),), ((1.2, 2.4, 5.0),)))
+    alone, with_plain, with_others = (
+        chosen(*[some] * n, costs=crowded, plain=plain)[0] for n, plain in ((1, 0), (1, 7), (8, 0))
+    )
+    assert with_others == 2
+    assert with_others <= with_plain <= alone
+    assert alone >= 4
+    assert crowded.at(40, 4, 1) == 1.2
+    assert crowded.at(40, 4, 8) == crowded.at(40, 4, 16) == 2.4
+    assert crowded.at(40, 3, 1) == pytest.approx(1.15)
+
+
+def test_all_drafts_are_made_where_their_costs_are_unknown() -> None:
     hard = accepting(*[0] * 30)
-    assert chosen(hard, costs=UNKNOWN) == chosen(hard, costs=always(1.5)) == 8
-    some = [Drafting(hard, COSTS, 40), Drafting(hard, always(1.5), 40)]
-    assert choose_block(some, BLOCKS) == 8
-    assert choose_block([Drafting(hard, COSTS, 40)], (8,)) == 8
-    assert choose_block([], BLOCKS) == 8
-
-
-def test_costs_of_narrower_blocks_are_interpolated_as_well() -> None:
-    known = BreakEven((0, 100), (1.5, 2.0), ((4, (1.2, 1.4)),))
-    assert known.at(50, 4) == pytest.approx(1.3)
-    assert known.at(50) == known.at(50, 8) == known.at(50, 2) == pytest.approx(1.75)
+    assert chosen(hard, costs=UNKNOWN) == chosen(hard, costs=always(1.5)) == [8]
+    some = {0: Drafting(hard, COSTS, 40, 7), 1: Drafting(hard, always(1.5), 40, 3)}
+    assert choose_drafts(some, 2) == {0: 7, 1: 3}
 
 
 def stepped(state: DraftingState, decided: int, block: int, **changes: int) -> DraftingState:
@@ -310,7 +325,7 @@ def stepped(state: DraftingState, decided: int, block: int, **changes: int) -> D
 
 
 def test_a_narrow_block_is_worth_what_its_tokens_are_in_the_time_of_the_plans() -> None:
-    """So that drafting continues where any width pays off, and stops where none does."""
+    """So that drafting continues where any number of drafts pays off, and stops where none does."""
     state = DraftingState()
     for _ in range(200):
         state = stepped(state, 2, 2)
@@ -339,7 +354,7 @@ def test_later_requests_begin_with_the_block_of_earlier_ones() -> None:
     hard = DraftingState(rounds=30, total=45.0, acceptance=accepting(*[1] * 30))
     history = NO_HISTORY.after_request(hard)
     first = history.first_state(1, 1.2)
-    assert chosen(first.acceptance) == 2
+    assert chosen(first.acceptance) <= [3]
     for _ in range(12):  # it weighs little
         first = stepped(first, 8, 8)
-    assert chosen(first.acceptance) == 8
+    assert chosen(first.acceptance) == [8]

@@ -1,0 +1,190 @@
+// Keys and values written into the slots of a cache, as XLA FFI handlers. They update the cache in place: the
+// results are the caches that were given.
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "common.h"
+
+namespace dflash {
+namespace {
+
+constexpr int64_t kSerial = 1 << 15;  // calls with fewer numbers run on one thread
+
+// How a cache stores a number, and the number that is read from there.
+struct AsFloat32 {
+  using Stored = float;
+  static float Of(float x) { return x; }
+  static float Read(float stored) { return stored; }
+};
+
+struct AsBFloat16 {
+  using Stored = uint16_t;
+  static uint16_t Of(float x) {  // to nearest, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return std::isnan(x) ? 0x7FC0 : static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+  }
+  static float Read(uint16_t stored) {
+    const uint32_t bits = static_cast<uint32_t>(stored) << 16;
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+  }
+};
+
+struct AsFloat16 {
+  using Stored = uint16_t;
+  static uint16_t Of(float x) { return static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)); }
+  static float Read(uint16_t stored) { return _cvtsh_ss(stored); }
+};
+
+// A mask excludes non-finite keys, but not non-finite values: zero times infinity is NaN. Such a value is
+// written as zero, and its key as NaN, so that queries which see the slot are not finite, and others are.
+template <typename As>
+struct Guarded {
+  const float *k, *v;
+  float key(int64_t i) const { return Finite(i) ? k[i] : std::numeric_limits<float>::quiet_NaN(); }
+  float value(int64_t i) const { return Finite(i) ? v[i] : 0.0f; }
+  bool AllFinite(int64_t width) const {
+    float sum = 0;  // of zeros, unless a number is not finite
+    for (int64_t i = 0; i < width; i++) sum += v[i] * 0.0f;
+    return sum == 0;
+  }
+
+ private:
+  bool Finite(int64_t i) const { return std::isfinite(As::Read(As::Of(v[i]))); }
+};
+
+// Writes the codes of H numbers and their scale.
+template <typename Number>
+void Quantise(const Number& number, int64_t width, int8_t* codes, float* scale) {
+  float greatest = 0;
+  bool finite = true;
+  for (int64_t i = 0; i < width; i++) {
+    greatest = std::max(greatest, std::fabs(number(i)));
+    finite = finite && !std::isnan(number(i));
+  }
+  *scale = finite ? greatest / 127.0f : std::numeric_limits<float>::quiet_NaN();
+  const float divisor = *scale == 0 ? 1.0f : *scale;
+  for (int64_t i = 0; i < width; i++) {
+    const float code = std::nearbyint(number(i) / divisor);
+    codes[i] = std::isnan(code) ? 0 : static_cast<int8_t>(std::clamp(code, -128.0f, 127.0f));
+  }
+}
+
+using Vectors = ffi::Buffer<ffi::F32, 4>;
+using Positions = ffi::Buffer<ffi::S32, 2>;
+
+// Calls write(from, to) with the offsets of each vector in the arguments [B, T, K, H] and in the cache
+// [B, K, S, H], both in vectors. Dead tokens, whose position is negative, and tokens past the end of a cache that
+// is no ring are not written.
+template <typename Write>
+ffi::Error Each(ffi::ThreadPool pool, Vectors k, Vectors v, Positions positions, int64_t slots, bool ring,
+                const Write& write) {
+  const auto dims = k.dimensions(), same = v.dimensions();
+  const int64_t batch = dims[0], tokens = dims[1], heads = dims[2];
+  if (!std::equal(dims.begin(), dims.end(), same.begin()) || positions.dimensions()[0] != batch ||
+      positions.dimensions()[1] != tokens)
+    return ffi::Error::InvalidArgument("the shapes of keys, values and caches do not fit");
+  const int32_t* position = positions.typed_data();
+  const bool serial = batch * tokens * heads * dims[3] < kSerial;
+  Split(pool, batch * tokens, 1, serial, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; token++) {
+      const int64_t b = token / tokens, at = position[token];
+      if (at < 0 || (at >= slots && !ring)) continue;
+      const int64_t slot = at % slots;
+      for (int64_t head = 0; head < heads; head++)
+        write(token * heads + head, (b * heads + head) * slots + slot);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+template <typename As>
+ffi::Error WriteFloats(ffi::ThreadPool pool, Vectors k, Vectors v, Positions positions, ffi::Result<ffi::AnyBuffer> keys,
+                       ffi::Result<ffi::AnyBuffer> values, bool ring) {
+  const int64_t width = k.dimensions()[3];
+  auto* to_k = static_cast<typename As::Stored*>(keys->untyped_data());
+  auto* to_v = static_cast<typename As::Stored*>(values->untyped_data());
+  return Each(pool, k, v, positions, keys->dimensions()[2], ring, [&](int64_t from, int64_t to) {
+    const Guarded<As> given{k.typed_data() + from * width, v.typed_data() + from * width};
+    if (std::is_same_v<As, AsFloat32> && given.AllFinite(width)) {
+      std::memcpy(to_k + to * width, given.k, width * sizeof(float));
+      std::memcpy(to_v + to * width, given.v, width * sizeof(float));
+      return;
+    }
+    for (int64_t i = 0; i < width; i++) {
+      to_k[to * width + i] = As::Of(given.key(i));
+      to_v[to * width + i] = As::Of(given.value(i));
+    }
+  });
+}
+
+ffi::Error Write(ffi::ThreadPool pool, Vectors k, Vectors v, Positions positions, ffi::AnyBuffer, ffi::AnyBuffer,
+                 ffi::Result<ffi::AnyBuffer> keys, ffi::Result<ffi::AnyBuffer> values, bool ring) {
+  if (keys->dimensions().size() != 4 || keys->dimensions()[3] != k.dimensions()[3])
+    return ffi::Error::InvalidArgument("the cache does not fit the keys");
+  switch (keys->element_type()) {
+    case ffi::F32: return WriteFloats<AsFloat32>(pool, k, v, positions, keys, values, ring);
+    case ffi::BF16: return WriteFloats<AsBFloat16>(pool, k, v, positions, keys, values, ring);
+    case ffi::F16: return WriteFloats<AsFloat16>(pool, k, v, positions, keys, values, ring);
+    default: return ffi::Error::InvalidArgument("keys must be floats");
+  }
+}
+
+using Codes = ffi::Buffer<ffi::S8, 4>;
+using Scales = ffi::Buffer<ffi::F32, 3>;
+
+ffi::Error WriteInt8(ffi::ThreadPool pool, Vectors k, Vectors v, Positions positions, Codes, Codes, Scales, Scales,
+                     ffi::Result<Codes> keys, ffi::Result<Codes> values, ffi::Result<Scales> k_scale,
+                     ffi::Result<Scales> v_scale, bool ring) {
+  const int64_t width = k.dimensions()[3];
+  if (keys->dimensions()[3] != width) return ffi::Error::InvalidArgument("the cache does not fit the keys");
+  return Each(pool, k, v, positions, keys->dimensions()[2], ring, [&](int64_t from, int64_t to) {
+    const Guarded<AsFloat32> given{k.typed_data() + from * width, v.typed_data() + from * width};
+    const auto key = [&](int64_t i) { return given.key(i); };
+    const auto value = [&](int64_t i) { return given.value(i); };
+    Quantise(key, width, keys->typed_data() + to * width, k_scale->typed_data() + to);
+    Quantise(value, width, values->typed_data() + to * width, v_scale->typed_data() + to);
+  });
+}
+
+}  // namespace
+}  // namespace dflash
+
+using namespace dflash;
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_write, Write,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Vectors>()
+                                  .Arg<Vectors>()
+                                  .Arg<Positions>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("ring"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_write_int8, WriteInt8,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Vectors>()
+                                  .Arg<Vectors>()
+                                  .Arg<Positions>()
+                                  .Arg<Codes>()
+                                  .Arg<Codes>()
+                                  .Arg<Scales>()
+                                  .Arg<Scales>()
+                                  .Ret<Codes>()
+                                  .Ret<Codes>()
+                                  .Ret<Scales>()
+                                  .Ret<Scales>()
+                                  .Attr<bool>("ring"));
