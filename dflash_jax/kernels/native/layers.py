@@ -4,6 +4,7 @@ A token has the same bits in any company, which XLA does not promise.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +56,9 @@ def write_native(
         input_output_aliases=aliases,
     )
     numbers = (x.astype(jnp.float32) for x in (k, v))
-    written = call(*numbers, positions.astype(jnp.int32), *kept, ring=cache.ring)
-    return dataclasses.replace(cache, **dict(zip(names, written, strict=True)))
+    after = call(*numbers, positions.astype(jnp.int32), *kept, ring=cache.ring)
+    written: dict[str, Any] = dict(zip(names, after, strict=True))
+    return dataclasses.replace(cache, **written)
 
 
 def normalise(
