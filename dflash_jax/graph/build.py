@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from dflash_jax.errors import DFlashError, PlanError
+from dflash_jax.graph.compile_process import CompileProcess
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.programs import Program
 from dflash_jax.graph.settings import isolated_jax_config
@@ -134,6 +135,12 @@ def compile_programs(
     return {executable.key: executable for executable in built}
 
 
+def can_be_compiled_elsewhere(program: Program) -> bool:
+    """Return whether this process could load a program that another one compiles."""
+    stored = stored_programs(OPTIONS)
+    return stored is not None and stored.lacks(program)
+
+
 def lower(program: Program) -> jax.stages.Lowered:
     """Trace and lower a program that runs on one device or mesh."""
     options = {} if program.placement is None else {"out_shardings": program.placement}
@@ -245,6 +252,10 @@ class CompiledPrograms:
         with self._lock:
             self._compile(self.missing(variants)[:1], 1)
 
+    def next_program(self, variants: Iterable[Variant]) -> Program | None:
+        """Return the first missing program of the variants."""
+        return next((self.programs[key] for key in self.missing(variants)), None)
+
     def estimate_s(self, variants: Iterable[Variant]) -> float:
         """Return the seconds that compiling the variants may take, from the average so far."""
         each = self.seconds / self._compiled if self._compiled else GUESS
@@ -300,6 +311,8 @@ class CompiledPrograms:
 # Compile programs in one thread of low priority, while other threads decode.
 
 
+# Seconds of compiling for which another process is started, which takes some itself.
+WORTH_A_PROCESS = 12.0
 # Added to the nice value of the thread, which holds Python's lock while it traces and lowers. With
 # a higher value, other threads would wait for a thread that a busy machine does not schedule.
 NICENESS = 5
@@ -314,12 +327,18 @@ class _CompileJob:
 
 
 class BackgroundCompiler:
-    """Compiles the variants of any number of engines, one program at a time, urgent ones first."""
+    """Compiles the variants of any number of engines, one program at a time, urgent ones first.
+
+    Those that nobody waits for are compiled by another process where that can keep them on disk,
+    and by a thread of this one elsewhere.
+    """
 
     def __init__(self) -> None:
         self._jobs: list[_CompileJob] = []
         self._lock = threading.Lock()
         self._running = self._stopped = False
+        self._process = CompileProcess()
+        self._changed = threading.Event()  # a job was added, or the other process is done
 
     @property
     def compiling(self) -> bool:
@@ -344,6 +363,7 @@ class BackgroundCompiler:
                 job.future.cancel()
             else:
                 self._jobs.append(job)
+                self._changed.set()
                 if not self._running:
                     self._running = True
                     # Not a daemon: Python aborts if it ends while XLA compiles in one.
@@ -355,6 +375,7 @@ class BackgroundCompiler:
         with self._lock:
             self._stopped = True
             jobs, self._jobs = self._jobs, []
+        self._process.stop()
         for job in jobs:
             job.future.cancel()
 
@@ -362,16 +383,39 @@ class BackgroundCompiler:
         lower_priority()
         while job := self._next():
             try:
-                job.compiled.compile_next(job.variants)
+                if job.urgent or self._compiled_elsewhere(job):
+                    job.compiled.compile_next(job.variants)
             except Exception as error:
                 log.error("compiling %s failed: %s", ", ".join(job.variants), error)
                 self._end([job], error)
             self._end([job for job in self._jobs if not job.compiled.missing(job.variants)])
 
+    def _compiled_elsewhere(self, job: _CompileJob) -> bool:
+        """Have the other process compile a job's next program; return False if urgent jobs came.
+
+        True if it is on disk now, or cannot be.
+        """
+        program = job.compiled.next_program(job.variants)
+        wanted = {x for other in list(self._jobs) for x in other.variants}
+        worth = self._process.usable and job.compiled.estimate_s(wanted) > WORTH_A_PROCESS
+        if program is None or not worth or not can_be_compiled_elsewhere(program):
+            return True
+        done = self._process.compile(program)
+        done.add_done_callback(lambda _: self._changed.set())
+        while not done.done():
+            self._changed.wait()
+            self._changed.clear()
+            if any(other.urgent for other in list(self._jobs)):
+                return False
+        return True
+
     def _next(self) -> _CompileJob | None:
         """Return the most urgent job; None, which ends the thread, if there is none."""
         with self._lock:
             self._running = bool(self._jobs)
+            if not self._jobs:
+                self._process.rest()
+                log.info("nothing is left to compile")
             return min(self._jobs, key=lambda job: not job.urgent, default=None)
 
     def _end(self, jobs: list[_CompileJob], error: Exception | None = None) -> None:

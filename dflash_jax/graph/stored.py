@@ -56,6 +56,11 @@ class StoredPrograms:
         self._folder, self._options = folder, options
         self._identities = Identities(options)
 
+    def lacks(self, program: Program) -> bool:
+        """Return whether a program is not known, but would be once it was compiled."""
+        identity = self._identities.of(program) if _on_one_device(program) else None
+        return identity is not None and self._contents(identity, NOTE) is None
+
     def load(self, program: Program) -> jax.stages.Compiled | None:
         """Return a program without tracing it; None if it is not known."""
         identity = self._identities.of(program) if _on_one_device(program) else None

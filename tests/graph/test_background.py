@@ -7,18 +7,25 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from dflash_jax import Plan
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import PlanError
-from dflash_jax.graph import build
+from dflash_jax.graph import build, compile_process
 from dflash_jax.graph.build import NICENESS, BackgroundCompiler, CompiledPrograms, compile_programs
+from dflash_jax.graph.graph import Graph
 from dflash_jax.graph.keys import STEP_VARIANTS, ProgramKey, Step, Variant
-from dflash_jax.graph.programs import Program
+from dflash_jax.graph.programs import Program, declare
+from dflash_jax.graph.steps.pair import Pair
+from dflash_jax.models import build_target
+from dflash_jax.testing import tiny_target
 
 NUMBER = jax.ShapeDtypeStruct((), jnp.float32)
 SHARED = Step.CLEAR_ROWS  # needed by all of `STEP_VARIANTS`
@@ -81,7 +88,7 @@ def test_what_a_request_waits_for_comes_before_what_nobody_asked_for(
     urgent = compiler.want(compiled, [Variant.CONSTRAINED], urgent=True)
     gate.set()
     assert not concurrent.futures.wait([*wanted, urgent], 60).not_done
-    said = [record.getMessage() for record in caplog.records]
+    said = [text for x in caplog.records if "compiling program" in (text := x.getMessage())]
     assert said[0] == "tiny: compiling program 1 of 5: plain[greedy]"  # it had begun
     assert said[1] == "tiny: compiling program 2 of 5: plain[constrained]"
     assert said[2:] == [
@@ -196,3 +203,64 @@ def test_traces_are_dropped_once_a_program_is_compiled(tiny: Engine) -> None:
         )
     )
     assert operations() - before < 200
+
+
+# -- the process that compiles ---------------------------------------------------------------------
+
+
+def real_programs() -> CompiledPrograms:
+    """Return the programs of a small engine, which can be kept on disk."""
+    target = tiny_target(num_layers=1, vocab_size=61)
+    planned = Graph(
+        Pair(build_target(target)), Plan(max_length=32, chunk=8, block=2, prefix_cache=0)
+    )
+    return CompiledPrograms(declare(planned))
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Keep programs in an empty folder, and let the other process have any of them."""
+    before = jax.config.values["jax_compilation_cache_dir"]
+    tmp_path.chmod(0o700)
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    monkeypatch.setattr(build, "WORTH_A_PROCESS", 0.0)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.mark.usefixtures("kept")
+def test_what_nobody_waits_for_is_compiled_by_another_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lowered: list[ProgramKey] = []
+    lower = build.lower
+    monkeypatch.setattr(build, "lower", lambda x: lowered.append(x.key) or lower(x))
+    compiled, compiler = real_programs(), BackgroundCompiler()
+    compiler.want(compiled, [Variant.RECOVERY]).result(100)
+    assert ProgramKey(Step.FORCED_TOKENS) in compiled.executables
+    assert not lowered
+    compiler.stop()
+    again, other = real_programs(), BackgroundCompiler()
+    monkeypatch.setattr(compile_process, "python_command", None)  # it is on disk
+    other.want(again, [Variant.RECOVERY]).result(100)
+    assert again.executables.keys() == compiled.executables.keys()
+    assert not lowered
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("code", ["", "import time; time.sleep(100)"], ids=["ends", "hangs"])
+def test_a_process_that_fails_or_is_slow_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    command = [sys.executable, "-c", code]
+    monkeypatch.setattr(compile_process, "python_command", lambda *_: command)
+    compiled, compiler = real_programs(), BackgroundCompiler()
+    ahead = compiler.want(compiled, [Variant.RECOVERY])
+    if not code:
+        ahead.result(100)  # by this process
+        assert compiled.executables
+    urgent = compiler.want(compiled, [Variant.PROMPT], urgent=True)
+    urgent.result(100)
+    assert ProgramKey(Step.PROMPT_LOGPROBS) in compiled.executables
+    compiler.stop()
+    assert ahead.done()
