@@ -230,6 +230,11 @@ class CompiledPrograms:
         for variant in variants:
             self._wanted |= dict.fromkeys(self.keys([variant]))
 
+    @property
+    def pending(self) -> int:
+        """How many programs will be compiled, and are not yet."""
+        return sum(key not in self.executables for key in list(self._wanted))
+
     def wanted(self, variant: Variant) -> bool:
         """Return whether all programs of a variant are among those that will be compiled."""
         return all(key in self._wanted for key in self.keys([variant]))

@@ -109,7 +109,7 @@ def join(
         joined[key] = dataclasses.replace(parts[0], key=key, parts=parts, call=call)
 
     for program in target:
-        step, variant, _ = key = program.key
+        step, variant = key = program.key
         part = _on(target_device, program)
         if step == Step.SET_LOGITS_STATE:
             joined[key] = part

@@ -260,7 +260,13 @@ class Worker:
         else:
             if self._warm != "none" and not self._jobs and not self._measure():
                 return
-            log.info("%s is ready", self._name)
+            compiled, (_, later) = (
+                engine.core.runner.compiled,
+                compilation_order(engine, self._warm),
+            )
+            missing = [variant for variant in later if compiled.missing([variant])]
+            rest = f"; still compiling: {', '.join(missing)}" if missing else ""
+            log.info("%s is ready%s", self._name, rest)
             self._call(self.ready.set)
 
     def _measure(self) -> bool:

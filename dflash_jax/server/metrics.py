@@ -146,6 +146,11 @@ class _EngineCollector:
             "Programs that had to be compiled; after warm-up only what nobody had asked for.",
             sum(len(engine.core.runner.executables) for engine in engines),
         )
+        yield GaugeMetricFamily(
+            "dflash_jax:jit_pending",
+            "Programs that are still to be compiled; requests that need one wait for it.",
+            sum(engine.core.runner.compiled.pending for engine in engines),
+        )
         counters = [c.counters for engine in engines if (c := engine.core.prefix_cache)]
         for name, text in (
             ("stored", "Prompt chunks that were kept."),
