@@ -311,6 +311,7 @@ class ModelRunner:
         self.executor.close()
 
     def change_rows(self, step: Step, inputs: Any) -> None:
+        """Dispatch a program that changes rows without a model."""
         self.state, _, _ = self.executables[ProgramKey(step)](None, self.state, None, inputs)
 
     def _constrain(

@@ -131,9 +131,9 @@ def _stepped(state: State, event: Stepped, policy: Policy) -> tuple[State, Effec
         event.num_drafts,
         block=event.block,
         finite=event.draft_finite,
-        break_even=policy.break_even,
-        position=policy.prompt_tokens + state.fed,
-        rows=event.rows,
+        cost=policy.break_even.of_step(
+            policy.prompt_tokens + state.fed, max(event.block, event.num_drafts + 1), event.rows
+        ),
         fixed=policy.fixed,
     )
     died = drafting.dead and not state.drafting.dead

@@ -66,6 +66,19 @@ class BreakEven(NamedTuple):
         where = (rows, position, self.blocks[-1] if block is None else block)
         return _interpolated((self.rows, self.positions, self.blocks), self.lengths, where)
 
+    def of_step(self, position: int, block: int, rows: int) -> "StepCost":
+        """Return what the rounds of a step cost, with blocks of some tokens."""
+        whole, own, least = (self.at(position, x, rows) for x in (None, block, 1))
+        return StepCost(whole, own, min(whole, own, least))
+
+
+class StepCost(NamedTuple):
+    """Break-even of a step, in tokens that a round must commit; 0 if it is unknown."""
+
+    whole: float  # of the plan's block
+    own: float  # of the step's blocks
+    least: float  # of the smallest block
+
 
 def _interpolated(axes: tuple[tuple[int, ...], ...], table: Any, where: tuple[float, ...]) -> float:
     """Return a number between those of a table, in which axes are nested; its ends go on."""
@@ -237,9 +250,7 @@ def after_step(
     *,
     block: int = 0,
     finite: bool,
-    break_even: BreakEven,
-    position: int,
-    rows: int = 1,
+    cost: StepCost,
     fixed: bool,
 ) -> tuple[DraftingState, str | None]:
     """Return the state after a step, and the reason if drafting stops or pauses.
@@ -248,13 +259,10 @@ def after_step(
       decided: number of tokens the step committed; 0 if the row had stopped.
       drafts: number of tokens drafted for the row; 0 in a plain step.
       block: tokens of the block if the row drafted, as some drafters propose nothing; else 0.
-      position: tokens before the step.
-      rows: that decoded in it.
+      cost: of the step.
       fixed: see `Policy`.
     """
-    block = max(block, drafts + 1)
-    whole = break_even.at(position, rows=rows)
-    own = break_even.at(position, block, rows)
+    block, (whole, own, cheapest) = max(block, drafts + 1), cost
     if not finite:
         state = state._replace(bad=state.bad + 1)
         if state.bad >= BAD_DRAFTS:
@@ -289,7 +297,6 @@ def after_step(
         return state._replace(dead=True, off=off), off
     if state.trial == 0 and state.length < whole:
         pause = min(PAUSE << min(state.pauses, 8), LONGEST_PAUSE)
-        cheapest = min(whole, own, break_even.at(position, 1, rows))
         if 1 < cheapest < whole:  # a probe loses less time, and may come sooner
             pause = max(round(pause * (cheapest - 1) / (whole - 1)), PROBE)
         return state._replace(pause=pause, pauses=state.pauses + 1), "below_break_even"

@@ -320,7 +320,7 @@ def test_all_drafts_are_made_where_their_costs_are_unknown() -> None:
 
 def stepped(state: DraftingState, decided: int, block: int, **changes: int) -> DraftingState:
     given = {"drafts": block - 1} | changes
-    options = {"finite": True, "break_even": COSTS, "position": 9, "fixed": False}
+    options = {"finite": True, "cost": COSTS.of_step(9, block, 1), "fixed": False}
     return after_step(state, decided, block=block, **given, **options)[0]
 
 
