@@ -117,6 +117,7 @@ class Target(Protocol):
       kernels: a field of a Linen module, which `Pair` sets to `Plan.kernels`.
       __call__(..., num_live): the first tokens of each row that count [B]; the others may be
         computed as anything finite. Native kernels skip tokens whose hidden states are zeros.
+      logits(..., num_live): the same; the logits of the others may be anything.
     """
 
     @property
@@ -295,6 +296,8 @@ class Drafter(Protocol):
       take(state, row, start, length), put(state, row, start, segment): cut the part of a row that
         belongs to `length` positions, and put it into a row, for the prefix cache. States made of
         `LayerCache`s need neither; other drafters do not know tokens that come from the cache.
+      observe(..., num_live): the first tokens of each row that count [B]; the others are padding,
+        and what is kept of them may be anything.
       windowed(window): a drafter with the same parameters that sees no more than the last `window`
         positions of a row (`Plan.draft_window`).
       kernels: as of a target.
@@ -353,9 +356,9 @@ def with_kernels(model: Any, kernels: str) -> Any:
     return model.clone(kernels=kernels)
 
 
-def takes(model: Any, name: str) -> bool:
-    """Return whether a model's `__call__` has an optional argument, such as `num_live`."""
-    return name in inspect.signature(type(model).__call__).parameters
+def takes(model: Any, name: str, member: str = "__call__") -> bool:
+    """Return whether a member of a model has an optional argument, such as `num_live`."""
+    return name in inspect.signature(getattr(type(model), member)).parameters
 
 
 @contextlib.contextmanager

@@ -54,10 +54,16 @@ Weight = Array | StructuredWeight
 Axes = tuple[int, ...]
 
 
-def contract(x: Float[Array, "... D"], w: StructuredWeight) -> Float[Array, "..."]:
-    """Return x · w over the last axis of x and the first of w, in float32."""
+def contract(
+    x: Float[Array, "... D"], w: StructuredWeight, *, fill: bool = True
+) -> Float[Array, "..."]:
+    """Return x · w over the last axis of x and the first of w, in float32.
+
+    Args:
+      fill: compute rows of zeros, too; else native kernels leave their results undefined.
+    """
     if isinstance(w, Interleaved):
-        return native_products.multiply(x, w)
+        return native_products.multiply(x, w, fill=fill)
     if isinstance(w, ColumnMajor):
         return _multiply_column_major(x, w)
     if isinstance(w, Tiled):

@@ -251,11 +251,16 @@ class DFlash(nn.Module):
         tokens: Int[Array, "B T"],
         taps: Sequence[Float[Array, "B T D"]],
         start: Int[Array, " B"],
+        num_live: Int[Array, " B"] | None = None,
     ) -> tuple[LayerCache, ...]:
-        """Return the caches with the context keys of T tokens at start .. start+T-1."""
+        """Return the caches with the context keys of T tokens at start .. start+T-1.
+
+        Args:
+          num_live: tokens of each row that count, the first ones; all by default.
+        """
         with jax.named_scope("context"):
             c = self.fuse(taps)
-            positions = Positions.of(start, c.shape[1])
+            positions = Positions.of(start, c.shape[1], num_live)
             written = []
             for layer, cache in zip(self.layers, caches, strict=True):
                 k, v = layer.attention.keys_values(c, positions.each)

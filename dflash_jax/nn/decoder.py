@@ -263,16 +263,29 @@ class Decoder(nn.Module):
         scale = self.config.embedding_scale
         return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
-    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Return float32 logits, softcapped if the family does so."""
-        return softcap(self.raw_logits(hidden), self.config.final_softcap)
+    def logits(
+        self, hidden: Float[Array, "B T D"], num_live: Int[Array, " B"] | None = None
+    ) -> Float[Array, "B T V"]:
+        """Return float32 logits, softcapped if the family does so.
 
-    def raw_logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        Args:
+          num_live: tokens of each row that count, as for a call; the logits of the others, whose
+            hidden states are zeros, are undefined.
+        """
+        raw = self.raw_logits(hidden, fill=num_live is None)
+        return softcap(raw, self.config.final_softcap)
+
+    def raw_logits(
+        self, hidden: Float[Array, "B T D"], *, fill: bool = True
+    ) -> Float[Array, "B T V"]:
         """Return the head's float32 output, divided if the family does so, without a cap.
 
         Drafters apply their own cap.
+
+        Args:
+          fill: as for `contract`.
         """
         divisor = self.config.logit_divisor
         with jax.named_scope("head"):
-            raw = project(hidden, self.head)
+            raw = project(hidden, self.head, fill=fill)
             return raw if divisor == 1 else raw / jnp.float32(divisor)

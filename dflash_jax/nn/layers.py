@@ -85,10 +85,14 @@ def dot(x: Float[Array, "... D"], w: Weight) -> Float[Array, "..."]:
     return project(x, w).astype(x.dtype)
 
 
-def project(x: Float[Array, "... D"], w: Weight) -> Float[Array, "..."]:
-    """Compute `dot` with a float32 result, as for logits."""
+def project(x: Float[Array, "... D"], w: Weight, *, fill: bool = True) -> Float[Array, "..."]:
+    """Compute `dot` with a float32 result, as for logits.
+
+    Args:
+      fill: as for `contract`.
+    """
     if isinstance(w, StructuredWeight):
-        return contract(x, w)
+        return contract(x, w, fill=fill)
     if w.shape[1:] == (1,):  # a CPU's matrix-vector product orders its sums by row
         both = x.astype(jnp.float32) * w[:, 0].astype(jnp.float32).reshape(
             (1,) * (x.ndim - 1) + (-1,)

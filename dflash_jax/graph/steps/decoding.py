@@ -124,7 +124,10 @@ def verify_block(
     target, drafter, hidden = forward(
         pair, params, state, block, chunked=not pair.exact, num_live=num_live
     )
-    raw = logits = logits_of(pair, params, hidden)
+    # All of them where others than a greedy choice of tokens read them.
+    reads = (logits_state is not None, pair.report_top > 0, pair.acceptance is not None)
+    whole = pair.sampled or any(reads)
+    raw = logits = logits_of(pair, params, hidden, None if whole else num_live)
     if logits_state:
         logits = logits_state.process(raw, block[:, 1:], inputs.masks)
     with jax.named_scope("verify"):

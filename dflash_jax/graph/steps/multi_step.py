@@ -81,8 +81,10 @@ def plain_multi_step(
     state = _with(state, (jnp.int32(0), kept))
     step, options = functools.partial(_keeping, single), {"max_steps": max_steps}
     state, _, out = multi_step(step, params, state, None, inputs, **options, sizes=sizes)
-    observed = pair.observe(params, drafter, state.drafter[1], start)
-    drafter = pair.committed(drafter, observed, state.position - start)
+    made = state.position - start
+    skipped = made if pair.skips_dead_tokens else None
+    observed = pair.observe(params, drafter, state.drafter[1], start, skipped)
+    drafter = pair.committed(drafter, observed, made)
     return _with(state, drafter), None, out
 
 

@@ -120,12 +120,23 @@ class Pair:
         return protocols.call(self.proposer, params.get("drafter", {}), *args, method=method)
 
     def observe(
-        self, params: Params, state: Any, observed: Observed, start: Int[Array, " B"]
+        self,
+        params: Params,
+        state: Any,
+        observed: Observed,
+        start: Int[Array, " B"],
+        num_live: Int[Array, " B"] | None = None,
     ) -> Any:
-        """Return the drafter's state after what it observed, before `committed`."""
+        """Return the drafter's state after what it observed, before `committed`.
+
+        Args:
+          num_live: tokens of each row that count, the first ones; all by default.
+        """
         if self.drafter is None:
             return state
         arguments = (state, observed.tokens, observed.taps, start)
+        if num_live is not None and protocols.takes(self.proposer, "num_live", "observe"):
+            arguments = (*arguments, num_live)
         return self.drafter_call(params, *arguments, method="observe")
 
     def committed(self, before: Any, observed: Any, num_committed: Int[Array, " B"]) -> Any:
@@ -178,16 +189,27 @@ def forward(
     observed = Observed(tokens, out.taps)
     if pair.keeps_taps:
         return out.caches, observed, out.hidden
-    return out.caches, pair.observe(params, state.drafter, observed, state.position), out.hidden
+    where = (state.position, num_live if pair.skips_dead_tokens else None)
+    return out.caches, pair.observe(params, state.drafter, observed, *where), out.hidden
 
 
-def logits_of(pair: Pair, params: Params, hidden: Float[Array, "B T D"]) -> Logits:
-    """Return the target's logits.
+def logits_of(
+    pair: Pair,
+    params: Params,
+    hidden: Float[Array, "B T D"],
+    num_live: Int[Array, " B"] | None = None,
+) -> Logits:
+    """Return the target's logits; those of tokens that do not count are undefined.
 
     The barrier keeps XLA from fusing the last sum of the head's product with its readers, which
     differ between programs.
+
+    Args:
+      num_live: as for `forward`.
     """
-    logits = pair.target_call(params, hidden, method="logits")
+    skips = num_live is not None and protocols.takes(pair.target, "num_live", "logits")
+    live: dict[str, Any] = {"num_live": num_live} if skips else {}
+    logits = pair.target_call(params, hidden, method="logits", **live)
     shape = (*hidden.shape[:2], pair.target.config.vocab_size)
     expect_floats(pair.target, "logits", logits, shape, "B, T, config.vocab_size")
     # As rows: XLA would copy all logits to give those beyond a barrier another shape.

@@ -54,17 +54,22 @@ def choose_tokens(
 
     def drawn() -> Int[Array, "B T"]:
         one = functools.partial(draw, kernels=kernels)
-        tokens = at_places(one, logits, position, rules, kernels)
+        tokens = at_places(one, logits, position, rules, kernels, live)
         return jnp.where(rules.temperature[:, None] > 0, tokens, best)
 
     return jax.lax.cond(any_sampled(rules), drawn, lambda: best)
 
 
-Draw = Callable[[Key[Array, " M"], Float[Array, "M N"]], RowInts]  # by keys, from softmax(x)
+Draw = Callable[..., RowInts]  # by keys [M], from softmax(x) of numbers [M, N]
 
 
 def at_places(
-    draw: Draw, logits: Float[Array, "B T N"], position: RowInts, rules: RowRules, kernels: str
+    draw: Draw,
+    logits: Float[Array, "B T N"],
+    position: RowInts,
+    rules: RowRules,
+    kernels: str,
+    live: Bool[Array, "B T"] | None = None,
 ) -> Int[Array, "B T"]:
     """Return what is drawn at all places of rows, by the same computation however many there are.
 
@@ -73,8 +78,10 @@ def at_places(
 
     Args:
       position: of each row's first place.
+      live: places that count; all by default. Native kernels draw at no others.
     """
     rows, places, choices = logits.shape
+    only = {} if live is None else {"live": live.ravel()}
     positions = position[:, None] + jnp.arange(places)[None]
 
     def one(place: tuple[Float[Array, "B N"], RowInts]) -> RowInts:
@@ -86,7 +93,7 @@ def at_places(
     def together() -> Int[Array, "B T"]:
         wide = jax.tree.map(lambda x: jnp.repeat(x, places, axis=0), rules)
         x = over_temperature(logits.reshape(rows * places, choices), wide)
-        return draw(row_keys(wide, positions.ravel(), TOKEN), x).reshape(rows, places)
+        return draw(row_keys(wide, positions.ravel(), TOKEN), x, **only).reshape(rows, places)
 
     if kernels != "native":
         return in_turn()
@@ -217,13 +224,22 @@ def over_temperature(logits: Float[Array, "B V"], rules: RowRules) -> Float[Arra
     return logits / jnp.where(rules.temperature > 0, rules.temperature, 1.0)[:, None]
 
 
-def draw(keys: Key[Array, " B"], x: Float[Array, "B V"], kernels: str) -> Int[Array, " B"]:
-    """Draw a token per row from softmax(x), each by its own key."""
+def draw(
+    keys: Key[Array, " B"],
+    x: Float[Array, "B V"],
+    kernels: str,
+    live: Bool[Array, " B"] | None = None,
+) -> Int[Array, " B"]:
+    """Draw a token per row from softmax(x), each by its own key.
+
+    Args:
+      live: rows that count; all by default. Native kernels draw for no others.
+    """
     rows, vocab = x.shape
     chunks = -(-vocab // CHUNK)
     x = jnp.minimum(x, jnp.finfo(x.dtype).max)  # logits over a tiny temperature may be infinite
     if kernels == "native":
-        return drawn(x, jax.random.key_data(keys))
+        return drawn(x, jax.random.key_data(keys), live)
     x = jnp.pad(x, ((0, 0), (0, chunks * CHUNK - vocab)), constant_values=-jnp.inf)
     parts = x.reshape(rows, chunks, CHUNK)
     top = parts.max(axis=-1)

@@ -103,7 +103,14 @@ def largest(
     return index.reshape(places), finite.reshape(places)
 
 
-def drawn(x: Float[Array, "B N"], keys: UInt32[Array, "B 2"]) -> Int[Array, " B"]:
-    """Return a number of each row, drawn from softmax(x) by its key."""
+def drawn(
+    x: Float[Array, "B N"], keys: UInt32[Array, "B 2"], live: Bool[Array, " B"] | None = None
+) -> Int[Array, " B"]:
+    """Return a number of each row, drawn from softmax(x) by its key.
+
+    Args:
+      live: rows that count; the others get 0. All by default.
+    """
+    read = jnp.ones(len(x), bool) if live is None else live
     out = jax.ShapeDtypeStruct((len(x),), jnp.int32)
-    return jax.ffi.ffi_call("dflash_draw", out)(x.astype(jnp.float32), keys)
+    return jax.ffi.ffi_call("dflash_draw", out)(x.astype(jnp.float32), keys, read)

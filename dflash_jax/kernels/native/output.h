@@ -24,21 +24,25 @@ struct Output {
   float* data;
   int64_t columns;
   const LiveRows& rows;
+  bool fill;  // whether products of rows of zeros are written; else they are undefined
   bool past_caches = false;  // whether it is larger than the caches, so that storing it there only costs
 
   float* Row(int64_t row) const { return data + rows.at(row) * columns; }
 
-  // Writes the products of rows of zeros, past the caches where they would take the place of weights.
-  void Clear() const {
+  // Writes the products of rows of zeros in some vectors of columns; past the caches where they would take the
+  // place of weights.
+  void Clear(int64_t begin, int64_t end) const {
     constexpr int64_t kMuch = 1 << 14;  // numbers of a row
-    const bool aligned = reinterpret_cast<uintptr_t>(data) % 64 == 0 && columns % 16 == 0;
+    if (!fill || rows.count() == rows.all()) return;
+    const int64_t first = begin * kLanes, count = std::min(end * kLanes, columns) - first;
+    const bool aligned = reinterpret_cast<uintptr_t>(data) % 64 == 0 && columns % kLanes == 0;
     rows.EachDead([&](int64_t row) {
-      float* to = data + row * columns;
+      float* to = data + row * columns + first;
       if (!aligned || columns < kMuch) {
-        std::fill_n(to, columns, 0.0f);
+        std::fill_n(to, count, 0.0f);
         return;
       }
-      for (int64_t i = 0; i < columns; i += kLanes) StorePastCaches(to + i, Zeros());
+      for (int64_t i = 0; i < count; i += kLanes) StorePastCaches(to + i, Zeros());
     });
     _mm_sfence();
   }

@@ -204,6 +204,7 @@ void Run(ffi::ThreadPool pool, const Tile& tile, int64_t depth, const Output& ou
   // Few columns at a time, so that their weights stay in the cache for all rows.
   const int64_t step = rows <= kRows ? kClose / kLanes : 2;
   SplitColumns(pool, rows, depth, out.columns, [&](int64_t begin, int64_t end) {
+    out.Clear(begin, end);
     for (int64_t at = begin; at < end; at += step) {
       const int64_t until = std::min(at + step, end);
       MultiplyFrom<kRows>(tile, 0, rows, at, until, out);
@@ -216,6 +217,7 @@ template <typename Product>
 void RunTiled(ffi::ThreadPool pool, const Product& product, int64_t depth, const Output& out) {
   const int64_t rows = out.rows.count();
   SplitColumns(pool, rows, depth, out.columns, [&](int64_t begin, int64_t end) {
+    out.Clear(begin, end);
     product.Multiply(rows, begin, end, out);
   });
 }
@@ -239,17 +241,16 @@ ffi::Error Unfit() {
 }
 
 ffi::Error FloatProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w,
-                        ffi::ResultBuffer<ffi::F32> result) {
+                        ffi::ResultBuffer<ffi::F32> result, bool fill) {
   const int64_t depth = x.dimensions()[1];
   const LiveRows rows(x.typed_data(), x.dimensions()[0], depth);
-  const Output out{result->typed_data(), result->dimensions()[1], rows};
+  const Output out{result->typed_data(), result->dimensions()[1], rows, fill};
   const int64_t strips = (out.columns + kStrip - 1) / kStrip;
   const auto run = [&](auto format) {
     using Format = decltype(format);
     constexpr int64_t kBytes = sizeof(typename Format::Stored);
     if (!Holds(w, strips * depth * kStrip * kBytes)) return Unfit();
     const auto* stored = static_cast<const typename Format::Stored*>(w.untyped_data());
-    out.Clear();
     Run(pool, FloatTile<Format>{rows, stored, depth}, depth, out);
     return ffi::Error::Success();
   };
@@ -264,20 +265,19 @@ ffi::Error FloatProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyB
 // Calls run(out) if the arrays of int8 weights fit the activations.
 template <typename Work>
 ffi::Error Int8Product(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> w, ffi::Buffer<ffi::F32> scale,
-                       ffi::ResultBuffer<ffi::F32> result, const Work& run) {
+                       ffi::ResultBuffer<ffi::F32> result, bool fill, const Work& run) {
   const int64_t depth = x.dimensions()[1], quads = (depth + 3) / 4;
   const LiveRows rows(x.typed_data(), x.dimensions()[0], depth);
-  const Output out{result->typed_data(), result->dimensions()[1], rows};
+  const Output out{result->typed_data(), result->dimensions()[1], rows, fill};
   const int64_t strips = (out.columns + kStrip - 1) / kStrip;
   if (!Holds(w, strips * quads * kQuads) || !Holds(scale, strips * kStrip * 4)) return Unfit();
-  out.Clear();
   run(depth, out);
   return ffi::Error::Success();
 }
 
 ffi::Error Int8ByInt8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> w,
-                ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> result) {
-  return Int8Product(x, w, scale, result, [&](int64_t depth, const Output& out) {
+                ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> result, bool fill) {
+  return Int8Product(x, w, scale, result, fill, [&](int64_t depth, const Output& out) {
     const int64_t rows = out.rows.count();
     const bool tiled = Tiled(rows, kInt8TileRows) && depth && depth % kTileBytes == 0;
     QuantisedRows quantised(rows, depth, kUnsignedDot ? 128 : 0, tiled ? kInt8Tiles : CodeLayout());
@@ -289,8 +289,8 @@ ffi::Error Int8ByInt8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer
 }
 
 ffi::Error Int8ByFloats(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> w,
-                        ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> result) {
-  return Int8Product(x, w, scale, result, [&](int64_t depth, const Output& out) {
+                        ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> result, bool fill) {
+  return Int8Product(x, w, scale, result, fill, [&](int64_t depth, const Output& out) {
     const Int8ByFloatsTile tile{out.rows, w.typed_data(), scale.typed_data(), depth};
     Run(pool, tile, depth, out);
   });
@@ -298,10 +298,10 @@ ffi::Error Int8ByFloats(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buff
 
 template <typename Format>
 ffi::Error GroupProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs arrays,
-                        ffi::ResultBuffer<ffi::F32> result) {
+                        ffi::ResultBuffer<ffi::F32> result, bool fill) {
   const int64_t depth = x.dimensions()[1];
   const LiveRows rows(x.typed_data(), x.dimensions()[0], depth);
-  const Output out{result->typed_data(), result->dimensions()[1], rows};
+  const Output out{result->typed_data(), result->dimensions()[1], rows, fill};
   const int64_t strips = (out.columns + kStrip - 1) / kStrip;
   Arrays w{{}, depth / kGroup};
   if (depth % (kGroup * Format::kScaled) || arrays.size() != std::size(Format::kArrays)) return Unfit();
@@ -316,7 +316,6 @@ ffi::Error GroupProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Rema
   const bool tiled = Tiled(rows.count(), Format::kHalves ? kHalvesTileRows : kGroupTileRows);
   Quantised quantised(rows.count(), depth, kGroup, Format::kHalves ? 2 : 1, shifted ? 0 : Format::kZeroPoint,
                       tiled ? kGroupTiles : CodeLayout());
-  out.Clear();
   Fill(pool, quantised, rows, depth);
   if (tiled)
     RunTiled(pool, GroupTiles<Format>{quantised, w}, depth, out);
@@ -340,7 +339,7 @@ extern "C" int32_t dflash_use_tiles(int32_t wanted) {
 #define PRODUCT(name, function, ...)                                                                 \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function,                                                      \
                                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::F32>>() \
-                                    __VA_ARGS__.Ret<ffi::Buffer<ffi::F32>>())
+                                    __VA_ARGS__.Ret<ffi::Buffer<ffi::F32>>().Attr<bool>("fill"))
 
 PRODUCT(dflash_float, FloatProduct, .Arg<ffi::AnyBuffer>());
 PRODUCT(dflash_int8, Int8ByInt8, .Arg<ffi::Buffer<ffi::U8>>().Arg<ffi::Buffer<ffi::F32>>());

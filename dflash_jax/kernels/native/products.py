@@ -11,12 +11,15 @@ from dflash_jax.quant.formats import KINDS, RUN
 from dflash_jax.quant.layouts import FLOAT, Interleaved
 
 
-def multiply(x: Float[Array, "... D"], w: Interleaved) -> Float[Array, "..."]:
+def multiply(x: Float[Array, "... D"], w: Interleaved, *, fill: bool = True) -> Float[Array, "..."]:
     """Return x · w in float32; each row of x has the same result in any company.
 
     With int8 weights each row of x is quantised to int8 first, except for its largest numbers
     where they stand out, unless they have `by_floats`. With other packed weights each
     32 numbers of a row are quantised. Float weights, of any width, are multiplied in float32.
+
+    Args:
+      fill: write the results of rows of zeros, which are zeros; else they are undefined.
     """
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     name = "float" if w.kind == FLOAT else w.kind.lower()
@@ -25,7 +28,7 @@ def multiply(x: Float[Array, "... D"], w: Interleaved) -> Float[Array, "..."]:
     arrays = [w.arrays[array] for array in ("values", *ORDER) if array in w.arrays]
     out = jax.ShapeDtypeStruct((len(rows), math.prod(w.shape[1:])), jnp.float32)
     # Callers differ in what they do with the result; their fusions must not reach into it.
-    product = jax.ffi.ffi_call(f"dflash_{name}", out)(rows, *arrays)
+    product = jax.ffi.ffi_call(f"dflash_{name}", out)(rows, *arrays, fill=fill)
     return product.reshape(*x.shape[:-1], *w.shape[1:])
 
 

@@ -249,18 +249,20 @@ int32_t DrawFrom(const float* x, int64_t width, const uint32_t (&key)[2]) {
 
 using Keys = ffi::Buffer<ffi::U32, 2>;
 
-ffi::Error Draw(ffi::ThreadPool pool, Rows x, Keys keys,
+// Rows that are not live get 0, and are not read.
+ffi::Error Draw(ffi::ThreadPool pool, Rows x, Keys keys, Flags live,
                 ffi::ResultBuffer<ffi::S32> index) {
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
-  if (width < 1 || keys.dimensions()[0] != rows || keys.dimensions()[1] != 2)
+  if (width < 1 || keys.dimensions()[0] != rows || keys.dimensions()[1] != 2 || live.dimensions()[0] != rows)
     return ffi::Error::InvalidArgument("the keys of a draw do not fit its rows");
   const float* from = x.typed_data();
   const uint32_t* key = keys.typed_data();
+  const bool* counts = live.typed_data();
   int32_t* to = index->typed_data();
   constexpr int64_t kNoise = 4096;  // numbers that take as long as the noise of a row
   Split(pool, rows, 1, rows * (width + kNoise) < kSerial, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++)
-      to[i] = DrawFrom(from + i * width, width, {key[2 * i], key[2 * i + 1]});
+      to[i] = counts[i] ? DrawFrom(from + i * width, width, {key[2 * i], key[2 * i + 1]}) : 0;
   });
   return ffi::Error::Success();
 }
@@ -275,6 +277,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_draw, Draw,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<Rows>()
                                   .Arg<Keys>()
+                                  .Arg<Flags>()
                                   .Ret<ffi::Buffer<ffi::S32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_gate, Gate,
