@@ -189,8 +189,9 @@ def forward(
     observed = Observed(tokens, out.taps)
     if pair.keeps_taps:
         return out.caches, observed, out.hidden
-    where = (state.position, num_live if pair.skips_dead_tokens else None)
-    return out.caches, pair.observe(params, state.drafter, observed, *where), out.hidden
+    observing = num_live if pair.skips_dead_tokens else None
+    drafter = pair.observe(params, state.drafter, observed, state.position, observing)
+    return out.caches, drafter, out.hidden
 
 
 def logits_of(
