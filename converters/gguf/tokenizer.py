@@ -14,6 +14,7 @@ from typing import Any
 
 from dflash_jax.converters.gguf.file import STRING, GgufArray
 from dflash_jax.errors import CheckpointError, TokenizerError
+from dflash_jax.utils.allocator import fewer_collections
 
 # Kinds of the tokens of a GGUF file: text, control tokens, bytes, and others.
 
@@ -269,8 +270,10 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     """
     if "tokenizer.ggml.model" not in metadata:
         return {}
-    whole = metadata.get("tokenizer.huggingface.json")
-    core = whole if isinstance(whole, str) else json.dumps(_rebuilt(metadata))
+    core = metadata.get("tokenizer.huggingface.json")
+    if not isinstance(core, str):
+        with fewer_collections():  # hundreds of thousands of lists, none of which is freed
+            core = json.dumps(_rebuilt(metadata))
     return {
         "tokenizer.json": core,
         "tokenizer_config.json": json.dumps(_settings(metadata), indent=1),
@@ -366,14 +369,13 @@ def _scored(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]) ->
         )
     merged = (NORMAL, USER_DEFINED)  # an added token that text spells otherwise is merged, too
     ids = {t: i for i, (t, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind in merged}
-    pairs = [
-        (-scores[i], token[:at], token[at:])
-        for token, i in ids.items()
-        for at in range(1, min(len(token), LONGEST))
-        if token[:at] in ids and token[at:] in ids
-    ]
-    pairs.sort(key=lambda pair: (pair[0], ids[pair[1] + pair[2]], ids[pair[1]]))
-    return [[left, right] for _, left, right in pairs]
+    pairs = []  # sorted as tuples: by score, token and first part
+    for token, i in ids.items():
+        for at in range(1, min(len(token), LONGEST)):
+            if (left := token[:at]) in ids and token[at:] in ids:
+                pairs.append((-scores[i], i, ids[left], left, token[at:]))
+    pairs.sort()
+    return [[left, right] for *_, left, right in pairs]
 
 
 def _vocabulary(tokens: list[str], kinds: list[int]) -> dict[str, int]:
