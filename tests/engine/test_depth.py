@@ -198,6 +198,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stopwatch, "step_seconds", step_seconds)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("clock")
 def test_costs_are_measured_beforehand() -> None:
     engine = scripted()
