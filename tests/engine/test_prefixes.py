@@ -18,6 +18,9 @@ from dflash_jax.engine.state_machine.words import Words
 from dflash_jax.errors import CheckpointError, ComputeError, PlanError, SnapshotError
 from dflash_jax.graph import Graph
 from dflash_jax.graph.keys import ProgramKey, Step
+from dflash_jax.graph.ngram import NGram
+from dflash_jax.graph.steps.pair import Pair
+from dflash_jax.models import build_target
 from dflash_jax.testing import (
     random_engine,
     scripted_engine,
@@ -566,3 +569,29 @@ def test_continuations_of_a_dropped_prefix_are_not_found() -> None:
     assert cache.add(first, [3, 4], "b", position=4)
     cache.drop(first)
     assert cache.find(first, [1, 2, 3, 4, 5], 2) is None
+
+
+@pytest.mark.sample("domino", "copies")
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "domino", "ngram", "copies"])
+def test_a_drafter_proposes_the_same_after_a_hit(kind: str) -> None:
+    """Drafts, and so acceptance, are those of a prompt that was fed, whatever the drafter keeps."""
+    target = tiny_target(num_layers=2)
+    fields: dict[str, Any] = {"max_length": 96, "chunk": CHUNK, "block": 4, "prefix_cache": BUDGET}
+    plan = Plan(rows=2, report_drafts=True, ngram=2 if kind == "copies" else 0, **fields)
+    if kind == "ngram":
+        weights = random_engine(target, None, plan).params
+        engine = Engine(Graph(Pair(build_target(target), NGram()), plan), weights | {"drafter": {}})
+    else:
+        head = "dflash" if kind == "copies" else kind
+        drafter = tiny_drafter(
+            target, head, target_layer_ids=(0,), num_layers=1, windows=(None,), causal=(False,)
+        )
+        engine = random_engine(target, drafter, plan)
+    prompt = [*text(12), *text(12), *text(7)]  # repeats itself, so that there is something to copy
+    fed = engine.generate(prompt, max_tokens=20, trace=True)
+    hit = engine.generate(prompt, max_tokens=20, trace=True)
+    assert (fed.stats.cached_tokens, hit.stats.cached_tokens) == (0, 24)
+    assert hit.token_ids == fed.token_ids
+    assert [x.drafts for x in hit.trace] == [x.drafts for x in fed.trace]
+    assert any(x.drafts for x in fed.trace)
+    assert hit.stats.acceptance_lengths == fed.stats.acceptance_lengths
