@@ -37,20 +37,23 @@ class Stopwatch:
     Args:
       variant: of the programs, which must be compiled.
       row: that decodes where a single one does.
+      rows: numbers of rows to time steps for, ascending; by default one and all.
     """
 
-    def __init__(self, runner: ModelRunner, variant: Variant = Variant.GREEDY, row: int = 0):
+    def __init__(
+        self,
+        runner: ModelRunner,
+        variant: Variant = Variant.GREEDY,
+        row: int = 0,
+        rows: tuple[int, ...] = (),
+    ):
         self._runner, self.plan, self._variant = runner, runner.plan, variant
+        self.rows = rows or tuple(sorted({1, self.plan.rows}))
         self._row = row
         self._rules: dict[Timed, RowRules] = {}
         self._most = runner.plan.steps_per_call if is_multi_step(self.plan, variant) else 1
         self._counts: dict[Timed, int] = {}
         self.fed = 0  # tokens in the caches
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Numbers of rows to time steps for, ascending."""
-        return tuple(sorted({1, self.plan.rows}))
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -126,21 +129,27 @@ class BreakEvenMeter:
         """Use a measurement that was made before; none is made any more."""
         self.value, self.enabled = known, self.enabled and not known.positions
 
-    def measure(self, place: int, row: int) -> bool:
-        """Measure if nothing is known about a position; return whether it did.
+    def measure(self, place: int, row: int, rows: int) -> bool:
+        """Measure if nothing is known about a position or a number of rows; return whether it did.
 
-        Only the engine's turn may call this.
+        Only the engine's turn may call this. Requests wait meanwhile, so that no other numbers of
+        rows are timed than those that were seen.
 
         Args:
           place: tokens in the longest row whose gain by drafting is in doubt.
           row: its number.
+          rows: that decode.
         """
         variant, known = self._variant, self.value
         if variant is None or jax.process_count() > 1:
             return False
-        if known.positions and place <= FURTHER * known.positions[-1] + MARGIN:
+        seen = bool(known.rows) and known.rows[0] <= rows <= known.rows[-1]
+        if seen and place <= FURTHER * known.positions[-1] + MARGIN:
             return False
-        watch = Stopwatch(self._runner, variant, row)
+        if not seen:
+            numbers = sorted({rows, *known.rows[:1], *known.rows[-1:]})
+            known = BreakEven(tuple(dict.fromkeys((numbers[0], numbers[-1]))))
+        watch = Stopwatch(self._runner, variant, row, known.rows)
         least = {
             step: min(watch.step_seconds(step) for _ in range(SAMPLES)) for step in _steps(watch)
         }

@@ -131,7 +131,8 @@ class EngineCore:
             for row, x in rows
             if x and x.doubts_drafting(self.acceptance, block)
         ]
-        if places and self.meter.measure(*max(places)):
+        decoding = sum(x.prefilled for x in self.scheduler.running)
+        if places and self.meter.measure(*max(places), decoding):
             with self._lock:
                 for sequence in self.scheduler.running:
                     sequence.learn(self.meter.value)

@@ -218,10 +218,12 @@ def test_measuring_goes_on_with_the_context(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(break_even, "MARGIN", 0)
     meter = engine.core.meter
     meter.value = BreakEven()
-    assert meter.measure(10, 1)
-    assert meter.measure(20, 0)
-    assert meter.value.positions == (10, 20)
+    assert meter.measure(10, 1, 2)
+    assert meter.measure(20, 0, 2)
+    assert (meter.value.positions, meter.value.rows) == ((10, 20), (2,))
     assert meter.value.at(20, 2) == COSTS.at(0, 2)
+    assert meter.measure(20, 0, 1)  # nothing is known about single rows
+    assert (meter.value.positions, meter.value.rows) == ((20,), (1, 2))
     engine.core.meter.use(BreakEven())
 
 
