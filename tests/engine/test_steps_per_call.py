@@ -218,7 +218,7 @@ def test_break_even_is_that_of_calls_of_as_many_steps_as_requests_make(
     assert set(counts.pop(Step.PREFILL)) == {1}  # of 16 tokens
     for first, second, *timed in counts.values():
         assert (first, second) == (1, 1)
-        assert set(timed) == {1, most}  # each number of rows and of drafts is warmed up once
+        assert most in timed  # after a warm-up of each number of rows and of drafts
         assert len(timed) > 2
     assert not np.asarray(multi_step.core.runner.state.position).any()
     monkeypatch.setattr(jax, "process_count", lambda: 2)
