@@ -396,9 +396,10 @@ class BackgroundCompiler:
             self._end([job for job in self._jobs if not job.compiled.missing(job.variants)])
 
     def _compiled_elsewhere(self, job: _CompileJob) -> bool:
-        """Have the other process compile a job's next program; return False if urgent jobs came.
+        """Have the other process compile a job's next program; return False if that has to wait.
 
-        True if it is on disk now, or cannot be.
+        It does if urgent jobs came, or the compiler was stopped. True if the program is on disk
+        now, or cannot be.
         """
         program = job.compiled.next_program(job.variants)
         wanted = {x for other in list(self._jobs) for x in other.variants}
@@ -412,7 +413,7 @@ class BackgroundCompiler:
             self._changed.clear()
             if any(other.urgent for other in list(self._jobs)):
                 return False
-        return True
+        return not self._stopped
 
     def _next(self) -> _CompileJob | None:
         """Return the most urgent job; None, which ends the thread, if there is none."""

@@ -51,25 +51,22 @@ class CompileProcess:
         return answer == KEPT
 
     def _ask(self, program: Program) -> str:
-        frame = pickle.dumps(program)
-        if self._process is None:
-            self._process = subprocess.Popen(
+        frames, process = [pickle.dumps(program)], self._process
+        if process is None:
+            frames.insert(0, pickle.dumps(_settings()))
+            self._process = process = subprocess.Popen(
                 python_command("-m", "dflash_jax.graph.compile_process"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
             )
-            self._write(pickle.dumps(_settings()))
-        self._write(frame)
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline().decode(errors="replace").strip()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for frame in frames:
+            process.stdin.write(len(frame).to_bytes(8, "little") + frame)
+        process.stdin.flush()
+        line = process.stdout.readline().decode(errors="replace").strip()
         return line or "the process that compiles ended"
-
-    def _write(self, frame: bytes) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(len(frame).to_bytes(8, "little") + frame)
-        self._process.stdin.flush()
 
     def stop(self) -> None:
         """End the process, even while it compiles."""
