@@ -36,7 +36,7 @@ FAST := $(addprefix tests/,engine/state_machine engine/test_controller.py engine
 check: lint .venv/installed-dev
 	$(BIN)/python -m tests.run $(FAST)
 
-# Run the tests that protect a change: every behaviour once, in eight minutes on two cores.
+# Run the tests that protect a change: every behaviour once, in eight to twelve minutes on two cores.
 test: .venv/installed-dev
 	$(BIN)/python -m tests.run
 
