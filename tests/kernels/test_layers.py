@@ -281,6 +281,19 @@ def test_shapes_that_do_not_fit_are_refused(wrong: str) -> None:
         ATTEND(q, cache, seen, sinks).block_until_ready()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("wrong", ["rows", "heads", "width", "values", "positions"])
+def test_keys_that_do_not_fit_a_cache_are_not_written(wrong: str, dtype: str) -> None:
+    _, cache, _ = attention(1, 1, 20, 24, dtype)
+    shape = {"rows": (3, 5, 3, 20), "heads": (2, 5, 4, 20), "width": (2, 5, 3, 24)}
+    k = v = jnp.zeros(shape.get(wrong, (2, 5, 3, 20)))
+    if wrong == "values":
+        v = v[:, :4]
+    each = jnp.zeros((len(k), 4 if wrong == "positions" else 5), jnp.int32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="fit"):
+        jax.block_until_ready(write_native(cache, k, v, each))
+
+
 @pytest.mark.parametrize("width", [5, 128, 300])
 def test_draws_have_the_distribution_of_the_softmax(width: int) -> None:
     """By chi squared, of tokens that are expected 20 times or more; others are one."""

@@ -82,6 +82,12 @@ void Quantise(const Number& number, int64_t width, int8_t* codes, float* scale) 
 using Vectors = ffi::Buffer<ffi::F32, 4>;
 using Positions = ffi::Buffer<ffi::S32, 2>;
 
+// Returns whether a cache [B, K, S, H] holds vectors [B, T, K, H].
+bool Fits(ffi::Span<const int64_t> cache, const Vectors& vectors) {
+  const auto dims = vectors.dimensions();
+  return cache.size() == 4 && cache[0] == dims[0] && cache[1] == dims[2] && cache[3] == dims[3];
+}
+
 // Calls write(from, to) with the offsets of each vector in the arguments [B, T, K, H] and in the cache
 // [B, K, S, H], both in vectors. Dead tokens, whose position is negative, and tokens past the end of a cache that
 // is no ring are not written.
@@ -129,8 +135,9 @@ ffi::Error WriteFloats(ffi::ThreadPool pool, Vectors k, Vectors v, Positions pos
 
 ffi::Error Write(ffi::ThreadPool pool, Vectors k, Vectors v, Positions positions, ffi::AnyBuffer, ffi::AnyBuffer,
                  ffi::Result<ffi::AnyBuffer> keys, ffi::Result<ffi::AnyBuffer> values, bool ring) {
-  if (keys->dimensions().size() != 4 || keys->dimensions()[3] != k.dimensions()[3])
-    return ffi::Error::InvalidArgument("the cache does not fit the keys");
+  if (!Fits(keys->dimensions(), k) || !Fits(values->dimensions(), v) ||
+      values->dimensions()[2] != keys->dimensions()[2] || values->element_type() != keys->element_type())
+    return ffi::Error::InvalidArgument("keys and values do not fit the cache");
   switch (keys->element_type()) {
     case ffi::F32: return WriteFloats<AsFloat32>(pool, k, v, positions, keys, values, ring);
     case ffi::BF16: return WriteFloats<AsBFloat16>(pool, k, v, positions, keys, values, ring);
@@ -146,7 +153,14 @@ ffi::Error WriteInt8(ffi::ThreadPool pool, Vectors k, Vectors v, Positions posit
                      ffi::Result<Codes> keys, ffi::Result<Codes> values, ffi::Result<Scales> k_scale,
                      ffi::Result<Scales> v_scale, bool ring) {
   const int64_t width = k.dimensions()[3];
-  if (keys->dimensions()[3] != width) return ffi::Error::InvalidArgument("the cache does not fit the keys");
+  const int64_t slots = keys->dimensions()[2];
+  const auto fits = [&](const Scales& scale) {
+    const auto dims = scale.dimensions();
+    return dims[0] == keys->dimensions()[0] && dims[1] == keys->dimensions()[1] && dims[2] == slots;
+  };
+  if (!Fits(keys->dimensions(), k) || !Fits(values->dimensions(), v) || values->dimensions()[2] != slots ||
+      !fits(*k_scale) || !fits(*v_scale))
+    return ffi::Error::InvalidArgument("keys and values do not fit the cache");
   return Each(pool, k, v, positions, keys->dimensions()[2], ring, [&](int64_t from, int64_t to) {
     const Guarded<AsFloat32> given{k.typed_data() + from * width, v.typed_data() + from * width};
     const auto key = [&](int64_t i) { return given.key(i); };
