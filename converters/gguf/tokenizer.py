@@ -14,7 +14,6 @@ from typing import Any
 
 from dflash_jax.converters.gguf.file import STRING, GgufArray
 from dflash_jax.errors import CheckpointError, TokenizerError
-from dflash_jax.utils.allocator import fewer_collections
 
 # Kinds of the tokens of a GGUF file: text, control tokens, bytes, and others.
 
@@ -270,10 +269,8 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     """
     if "tokenizer.ggml.model" not in metadata:
         return {}
-    core = metadata.get("tokenizer.huggingface.json")
-    if not isinstance(core, str):
-        with fewer_collections():  # hundreds of thousands of lists, none of which is freed
-            core = json.dumps(_rebuilt(metadata))
+    whole = metadata.get("tokenizer.huggingface.json")
+    core = whole if isinstance(whole, str) else json.dumps(_rebuilt(metadata))
     return {
         "tokenizer.json": core,
         "tokenizer_config.json": json.dumps(_settings(metadata), indent=1),
