@@ -8,6 +8,7 @@ A parameter tree consists of nested dicts of NumPy or JAX arrays. Orbax, and wit
 imported only when weights are written or read.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
@@ -241,15 +242,38 @@ def _save(folder: Path, arrays: Mapping[Keys, np.ndarray]) -> None:
 
     alone = _this_process()
     # Compressing weights takes longer than writing them, and saves little.
-    handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=alone)
+    options: dict[str, Any] = {"multiprocessing_options": alone, "use_compression": False}
+    tree = _nested({keys: np.asarray(array) for keys, array in arrays.items()})
     try:
-        with _quiet(), ocp.Checkpointer(handler, multiprocessing_options=alone) as writer:
-            writer.save(folder.resolve(), args=ocp.args.PyTreeSave(_nested(arrays)))
+        with _quiet():
+            handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_waiting(), **options)
+            with ocp.Checkpointer(handler, multiprocessing_options=alone) as writer:
+                writer.save(folder.resolve(), args=ocp.args.PyTreeSave(tree))
     except ValueError as error:  # from tensorstore, with the error code of the system
         code = re.search(r"os_error_code='(\d+)'", str(error))
         if code is None:
             raise
         raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
+
+
+@functools.cache
+def _waiting() -> Any:
+    """Return orbax's registry for arrays of NumPy, which fails only after every write has ended.
+
+    orbax itself closes its event loop at the first error. Writes that go on would then fill the
+    folder while it is removed, and each would show a traceback.
+    """
+    import orbax.checkpoint as ocp
+
+    class WaitingHandler(ocp.type_handlers.NumpyHandler):
+        async def _background_serialize(self, *arguments: Any, **options: Any) -> None:
+            try:
+                await super()._background_serialize(*arguments, **options)
+            finally:
+                others = asyncio.all_tasks() - {asyncio.current_task()}
+                await asyncio.gather(*others, return_exceptions=True)
+
+    return ocp.type_handlers.create_type_handler_registry((np.ndarray, WaitingHandler()))
 
 
 def read_arrays(

@@ -149,6 +149,11 @@ def _longest_file() -> float:
 def _explained(error: OSError, path: Path) -> CheckpointError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return CheckpointError(f"the disk is full; nothing was left at {path}: free some space")
+    if error.errno == errno.EFBIG:
+        return CheckpointError(
+            f"{path} needs a larger file than may be written there, and nothing was left; raise the"
+            " limit (ulimit -f), or choose another file system"
+        )
     return CheckpointError(f"{path} cannot be written ({error.strerror}); check the place")
 
 

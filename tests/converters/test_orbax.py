@@ -1,7 +1,9 @@
 """Checkpoints as a layout: conversion, comparison, export and decoding."""
 
 import json
+import math
 import os
+import resource
 import signal
 import threading
 import time
@@ -108,6 +110,26 @@ def test_a_disk_that_fills_up_is_named_and_keeps_nothing(tmp_path, capsys, monke
     assert main(["convert", str(DRAFTER), str(tmp_path / "x"), "--to", "orbax"]) == 1
     assert list(tmp_path.iterdir()) == []
     assert "CheckpointError: the disk is full; nothing was left" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["orbax", "maxtext"])
+def test_writes_that_fail_in_the_background_show_nothing_and_leave_nothing(
+    tmp_path, capfd, monkeypatch, form
+):
+    monkeypatch.setattr("dflash_jax.utils.atomic._longest_file", lambda: math.inf)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, before[1]))
+    try:
+        code = main(["convert", "tiny", str(tmp_path / "x"), "--to", form])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    time.sleep(0.2)  # for writes that would still run
+    assert list(tmp_path.iterdir()) == []
+    assert code == 1
+    assert capfd.readouterr().err == (
+        f"converters: CheckpointError: {tmp_path / 'x'} needs a larger file than may be written"
+        " there, and nothing was left; raise the limit (ulimit -f), or choose another file system\n"
+    )
 
 
 def test_an_interrupted_save_leaves_no_running_writer(tmp_path, capsys, monkeypatch):
