@@ -38,17 +38,10 @@ from dflash_jax.converters.packed import stored_specs, unpacked_kinds
 from dflash_jax.converters.taps import AUTO
 from dflash_jax.converters.tree_source import CheckpointSource
 from dflash_jax.errors import CheckpointError
+from dflash_jax.model_files import FILES, files_in
 from dflash_jax.quant.layouts import Spec
 
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-)
-MORE_TEMPLATES = "additional_chat_templates/*.jinja"
+COMPANIONS = (*FILES, "generation_config.json")
 Role = Literal["target", "drafter"]
 
 
@@ -120,6 +113,7 @@ class StoredModel:
 
         Raises:
           TokenizerError: a file's tokenizer cannot be rebuilt.
+          CheckpointError: see `companions`.
         """
         if isinstance(self.tensors.source, GgufFile):
             return dict(tokenizer_files(self.tensors.source.metadata))
@@ -130,10 +124,9 @@ def companions(folder: Path) -> dict[str, str | Path]:
     """Return tokenizer and generation files of a folder, by name.
 
     Raises:
-      CheckpointError: one of them is not a file.
+      CheckpointError: one of them is no file, or a link to another file outside of the folder.
     """
-    paths = (*(folder / name for name in COMPANIONS), *folder.glob(MORE_TEMPLATES))
-    return {path.relative_to(folder).as_posix(): path for path in paths if has_file(path)}
+    return files_in(folder, COMPANIONS)
 
 
 def open_model(

@@ -13,8 +13,8 @@ from tokenizers.decoders import DecodeStream
 from tokenizers.pre_tokenizers import ByteLevel
 
 from dflash_jax.chat_template import ChatFormat, Message, templates_of
-from dflash_jax.config.fields import has_file
 from dflash_jax.errors import CheckpointError, PromptTooLongError, RequestError
+from dflash_jax.model_files import FILES, MORE_TEMPLATES, files_in
 from dflash_jax.spellings import Spellings
 from dflash_jax.tool_parsers import syntax_of
 from dflash_jax.utils import interruption
@@ -192,15 +192,7 @@ def _boundaries(core: tokenizers.Tokenizer) -> tuple[re.Pattern[str], frozenset[
     return pattern, frozenset(token.content for token in raw if not token.lstrip)
 
 
-FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",  # of multimodal processors
-)
 MARKED = frozenset({"documents", "tools"})  # variables of templates that others may have written
-MORE_TEMPLATES = "additional_chat_templates"  # a folder of named templates
 
 
 class Tokenizer:
@@ -225,15 +217,9 @@ class Tokenizer:
         """Return the tokenizer of a model directory, or None if it has none.
 
         Raises:
-          CheckpointError: a file cannot be read, is a folder or a broken link, or a link to another
-            kind of file outside of the model.
+          CheckpointError: a file cannot be read, or see `files_in`.
         """
-        more = directory.glob(f"{MORE_TEMPLATES}/*.jinja")
-        paths = [*filter(has_file, (*(directory / name for name in FILES), *more))]
-        for path in paths:
-            _check_link(path, directory.resolve())
-        files = {path.relative_to(directory).as_posix(): path for path in paths}
-        return cls.from_files(files, where=str(directory))
+        return cls.from_files(files_in(directory), where=str(directory))
 
     @classmethod
     def from_files(cls, files: Mapping[str, str | Path], *, where: str) -> "Tokenizer | None":
@@ -497,20 +483,6 @@ def well_formed(text: str) -> str:
     if text.isascii():
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
-def _check_link(path: Path, directory: Path) -> None:
-    """Refuse a file that is a link to another kind of file elsewhere, as servers show templates.
-
-    Links to the same kind of file, and those of Hugging Face's cache, are followed.
-    """
-    file = path.resolve()
-    cached = file.parent.name == "blobs" and file.parent.parent in directory.parents
-    if not (cached or file.suffix == path.suffix or file.is_relative_to(directory)):
-        raise CheckpointError(
-            f"{path} is a link to {file}, which is no {path.suffix} file; put a copy of the model's"
-            " file in its place"
-        )
 
 
 def _is_read(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from dflash_jax.converters.convert import convert
 from dflash_jax.converters.models import COMPANIONS, open_model
 from dflash_jax.errors import CheckpointError
 from dflash_jax.loading import locate, open_pair
-from dflash_jax.tokenizer import FILES, MORE_TEMPLATES, Tokenizer
+from dflash_jax.model_files import FILES, MORE_TEMPLATES
+from dflash_jax.tokenizer import Tokenizer
 
 
 def pipe(path: Path) -> None:
@@ -90,6 +92,22 @@ def test_no_command_leaves_out_a_file_that_is_none(
     for opened in (open_pair, dj.load, dj.load_target, converted):
         with pytest.raises(CheckpointError, match=rf"{name} is {told}; expected a file"):
             opened(model)
+    assert not (tmp_path.parent / "converted").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "tokenizer_config.json", "generation_config.json"]
+)
+def test_no_command_follows_a_link_to_another_file(model: Path, name: str, tmp_path: Path) -> None:
+    shutil.copy(locate("tiny", "target") / "model.safetensors", model)
+    (model / name).unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as elsewhere:
+        secret = Path(elsewhere, "credentials.json")
+        secret.write_text("{}")
+        (model / name).symlink_to(secret)
+        for opened in (open_pair, dj.load_target, converted):
+            with pytest.raises(CheckpointError, match=rf"{name} is a link to .*credentials\.json"):
+                opened(model)
     assert not (tmp_path.parent / "converted").exists()
 
 

@@ -328,6 +328,17 @@ def test_a_link_to_a_file_that_is_no_template_is_refused(core: Path, tmp_path: P
         with pytest.raises(CheckpointError, match=r"is a link to .*shadow, which is no \.jinja"):
             Tokenizer.from_directory(model)
         template.unlink()
+    settings = model / "special_tokens_map.json"
+    settings.symlink_to(tmp_path / "special_tokens_map.json")
+    settings.resolve().write_text("{}")
+    assert Tokenizer.from_directory(model)
+    settings.unlink()
+    credentials = tmp_path / "credentials.json"
+    credentials.write_text("{}")
+    settings.symlink_to(credentials)
+    with pytest.raises(CheckpointError, match=r"which is no special_tokens_map\.json; put a copy"):
+        Tokenizer.from_directory(model)
+    settings.unlink()
     more = model / "additional_chat_templates"
     more.mkdir()
     (more / "default.jinja").symlink_to(secret)
