@@ -22,6 +22,7 @@ from dflash_jax.converters.load import Progress, float_dtype, read_as
 from dflash_jax.converters.models import StoredModel, companions, open_model
 from dflash_jax.converters.names import flax, published
 from dflash_jax.errors import CheckpointError, ConfigError, TokenizerError
+from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.atomic import copy_companions, new_path
 
 REPORT = "conversion.json"
@@ -196,7 +197,8 @@ def _companions(model: StoredModel, tokenizer: Path | None) -> tuple[dict[str, s
             return {}, f"no tokenizer is written, so only token ids can be given: {error}"
     if "tokenizer.json" not in (found := companions(tokenizer)):
         raise CheckpointError(f"{tokenizer} holds no tokenizer.json; give a folder that does")
-    target_tokenizer.check_belongs(found, model, where=tokenizer)
+    made = Tokenizer.from_files(found, where=str(tokenizer))
+    target_tokenizer.check_belongs(made, model, where=tokenizer)
     return found, ""
 
 
@@ -218,7 +220,8 @@ def gguf_tokenizer(model: StoredModel, tokenizer: Path | None) -> tuple[dict[str
         return target_tokenizer.for_drafter(config, open_model(tokenizer, role="target")), []
     if tokenizer is not None:
         metadata = target_tokenizer.of_path(tokenizer, config)
-        target_tokenizer.check_belongs(companions(tokenizer), model, where=tokenizer)
+        made = Tokenizer.from_files(companions(tokenizer), where=str(tokenizer))
+        target_tokenizer.check_belongs(made, model, where=tokenizer)
         return metadata, []
     try:
         found = target_tokenizer.of_model(model)

@@ -81,23 +81,29 @@ def of_path(path: Path, config: TargetConfig) -> dict[str, Any]:
     raise CheckpointError(f"{path} holds no tokenizer; give a folder or .gguf file that does")
 
 
-def check_belongs(files: Mapping[str, str | Path], model: StoredModel, *, where: Path) -> None:
+def check_belongs(given: Tokenizer | None, model: StoredModel, *, where: Path) -> None:
     """Check that a tokenizer is not that of another model.
 
     Its ids must be tokens of the model, except those of added tokens, such as Gemma 3's mark of an
-    image, for which text models have no row. Where the model has texts for them, nine of ten must
-    be the same; else it must have texts for half of the model's tokens.
+    image, for which text models have no row; texts begin and end with tokens of the model, though.
+    Where the model has texts for its ids, nine of ten must be the same; else it must have texts for
+    half of the model's tokens.
 
     Raises:
-      CheckpointError: its files are damaged.
       ConfigError: it belongs to another model.
     """
     size = getattr(model.config, "vocab_size", None)
-    given = Tokenizer.from_files(files, where=str(where))
     if size is None or given is None:
         return
     texts = given.core.get_vocab(with_added_tokens=False)
     advice = "give the tokenizer that belongs to it"
+    for name in ("bos_token", "eos_token"):
+        at = given.core.token_to_id(given.specials.get(name, ""))
+        if at is not None and at >= size:
+            raise ConfigError(
+                f"the {name} of {where}, {given.specials[name]!r}, has the id {at}, and"
+                f" {model.path} {size} tokens; {advice}"
+            )
     if beyond := [text for text, i in texts.items() if i >= size]:
         raise ConfigError(
             f"the tokenizer of {where} is that of another model: {beyond[0]!r} has the id"

@@ -9,7 +9,7 @@ import functools
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import jax
 
@@ -35,6 +35,9 @@ from dflash_jax.utils.allocator import fewer_collections, release_freed, tune_al
 from dflash_jax.utils.forking import check_not_forked
 from dflash_jax.utils.progress import announced, is_shown
 from dflash_jax.utils.sources import SHIPPED, Source, locate, own_drafter
+
+if TYPE_CHECKING:
+    from dflash_jax.converters.models import StoredModel
 
 Config = TargetConfig | DrafterConfig
 AnyConfig = TypeVar("AnyConfig", TargetConfig, DrafterConfig)
@@ -75,8 +78,9 @@ def load(
       layer_ids: how the drafter's file numbers the target layers it reads, "zero-based" or
         "one-based", if that is ambiguous.
       lora: the folder or hub id of a PEFT adapter, which is added to the target's weights.
-      tokenizer: a folder with tokenizer.json, which replaces the target's own. If a file's
-        tokenizer cannot be rebuilt, `load` warns, and requests can only pass token ids.
+      tokenizer: a folder with tokenizer.json, which replaces the target's own and must belong to
+        the target. If a file's tokenizer cannot be rebuilt, `load` warns, and requests can only
+        pass token ids.
       compilation_cache: the folder of compiled programs; False disables it. The default is the
         environment variable `DFLASH_COMPILATION_CACHE` ("off" or a folder), or
         `~/.cache/dflash_jax/xla`, shared with the command line. A folder that JAX already uses is
@@ -85,7 +89,8 @@ def load(
         a terminal and in notebooks, unless `DFLASH_PROGRESS` is "off" or "on".
 
     Raises:
-      ConfigError, CheckpointError: a model is not supported, or the pair does not match.
+      ConfigError, CheckpointError: a model is not supported, or the pair or the tokenizer does
+        not match.
       PlanError: the plan does not fit the models or the memory.
       ForkedProcessError: JAX runs in the process from which this one was forked.
     """
@@ -283,8 +288,8 @@ def open_pair(
     return pair
 
 
-def _tokenizer(model: OpenModel, path: Path, given: Source | None) -> Tokenizer | None:
-    """Return the tokenizer of the given folder, or the model's own."""
+def _tokenizer(model: "StoredModel", path: Path, given: Source | None) -> Tokenizer | None:
+    """Return the tokenizer of the given folder, which has to fit the model, or the model's own."""
     tokenizer = _read_tokenizer(model, path, given)
     if tokenizer and tokenizer.hides_content:
         note = f"the chat template of {path} leaves out the user's messages; use another"
@@ -292,12 +297,16 @@ def _tokenizer(model: OpenModel, path: Path, given: Source | None) -> Tokenizer 
     return tokenizer
 
 
-def _read_tokenizer(model: OpenModel, path: Path, given: Source | None) -> Tokenizer | None:
+def _read_tokenizer(model: "StoredModel", path: Path, given: Source | None) -> Tokenizer | None:
     if given is not None:
         folder = locate(given, "target" if str(given) == SHIPPED else "tokenizer")
-        if tokenizer := Tokenizer.from_directory(folder):
-            return tokenizer
-        raise CheckpointError(f"{folder} holds no tokenizer.json; give a folder that does")
+        tokenizer = Tokenizer.from_directory(folder)
+        if tokenizer is None:
+            raise CheckpointError(f"{folder} holds no tokenizer.json; give a folder that does")
+        from dflash_jax.converters.target_tokenizer import check_belongs
+
+        check_belongs(tokenizer, model, where=folder)
+        return tokenizer
     try:
         return Tokenizer.from_files(model.companions(), where=str(path))
     except TokenizerError as error:
@@ -351,7 +360,7 @@ def load_target(
       source, lora, tokenizer, compilation_cache, progress: as for `load`.
 
     Raises:
-      ConfigError, CheckpointError: the model is not supported.
+      ConfigError, CheckpointError: the model is not supported, or the tokenizer is that of another.
       PlanError: JAX finds no device.
     """
     check_not_forked()

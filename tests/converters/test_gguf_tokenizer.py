@@ -1,6 +1,7 @@
 import itertools
 import json
 import random
+import re
 
 import gguf
 import pytest
@@ -19,7 +20,7 @@ from dflash_jax.converters.gguf.tokenizer_export import tokenizer_metadata
 from dflash_jax.converters.gguf.writer import write_gguf
 from dflash_jax.converters.tree_source import TreeSource
 from dflash_jax.engine.detokenizer import Detokenizer
-from dflash_jax.errors import CheckpointError
+from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.models import build_pair
 from dflash_jax.testing import random_params, tiny_target
 from dflash_jax.tokenizer import Tokenizer
@@ -349,19 +350,29 @@ def test_chat_templates_are_carried_by_name(tmp_path):
     assert sorted(second["chat_template"], key=lambda t: t["name"]) == templates
 
 
+def byte_tokenizer(folder):
+    """Write a tokenizer of 256 bytes into a folder, and return its text."""
+    letters = {letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    text = tokenizers.Tokenizer(tokenizers.models.BPE(letters, [])).to_str()
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(text)
+    return text
+
+
 def test_a_model_whose_tokenizer_cannot_be_rebuilt_takes_ids_or_another_folders(tmp_path):
     def unknown(writer):
         writer.add_tokenizer_model("bert")
-        writer.add_token_list(["a", "b"])
+        writer.add_token_list(sorted(ByteLevel.alphabet()))
 
     path = write_family(ORACLE / "targets/qwen3", tmp_path / "x.gguf", extra=unknown)
     with pytest.warns(UserWarning, match="cannot be rebuilt.*only token ids can be given"):
         model = dj.load_target(path)
     assert model.tokenizer is None
     assert model.forward([[1, 2, 3]]).logits.shape[1] == 3
-    tokenizer = dj.load_target(path, tokenizer="tiny").tokenizer
+    byte_tokenizer(tmp_path / "fitting")
+    tokenizer = dj.load_target(path, tokenizer=tmp_path / "fitting").tokenizer
     assert tokenizer is not None
-    assert tokenizer.encode("hello") == dj.load_target("tiny").tokenizer.encode("hello")
+    assert tokenizer.encode("hello") == [sorted(ByteLevel.alphabet()).index(c) for c in "hello"]
     with pytest.raises(CheckpointError, match=r"holds no tokenizer\.json"):
         dj.load_target(path, tokenizer=ORACLE / "targets/qwen3")
     with pytest.raises(CheckpointError, match="there is no tokenizer at"):
@@ -384,12 +395,9 @@ def test_a_model_is_converted_without_a_tokenizer_that_cannot_be_rebuilt(tmp_pat
     assert not list((tmp_path / "bare").glob("tokenizer*"))
     model = dj.load_target(tmp_path / "bare")
     assert model.tokenizer is None
-    expected = dj.load_target(path, tokenizer="tiny").forward([[1, 2, 3]]).logits
+    text = byte_tokenizer(tmp_path / "fitting")
+    expected = dj.load_target(path, tokenizer=tmp_path / "fitting").forward([[1, 2, 3]]).logits
     assert (model.forward([[1, 2, 3]]).logits == expected).all()
-    (tmp_path / "fitting").mkdir()
-    letters = {letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}
-    text = tokenizers.Tokenizer(tokenizers.models.BPE(letters, [])).to_str()
-    (tmp_path / "fitting/tokenizer.json").write_text(text)
     given = ["--tokenizer", str(tmp_path / "fitting")]
     assert main(["convert", str(path), str(tmp_path / "out"), *given]) == 0
     assert (tmp_path / "out/tokenizer.json").read_text() == text
@@ -414,6 +422,15 @@ def test_the_tokenizer_of_another_model_is_refused_before_anything_is_written(tm
     def far(tokens):
         tokens["vocab"]["far"] = size
 
+    def far_end(tokens):
+        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        first = len(tokens["vocab"])
+        fields["added_tokens"] = [
+            {"id": i, "content": f"<{i}>", "special": True} | plain for i in range(first, size + 1)
+        ]
+        settings = {"eos_token": f"<{size}>"}
+        (tmp_path / "given/tokenizer_config.json").write_text(json.dumps(settings))
+
     write(tmp_path / "v.gguf", core, "qwen2", architecture="qwen2")
     metadata = {k: v for k, v in open_gguf(tmp_path / "v.gguf").metadata.items() if "ggml" in k}
     config = tiny_target(model_type="llama", vocab_size=size, num_layers=1, qk_norm=False)
@@ -426,18 +443,23 @@ def test_the_tokenizer_of_another_model_is_refused_before_anything_is_written(tm
         ("none", few, "has 2 tokens"),
         ("own", far, f"'far' has the id {size}"),
         ("none", far, f"'far' has the id {size}"),
+        ("own", far_end, f"the eos_token of {tmp_path / 'given'}, '<{size}>', has the id {size}"),
     ]
+    (tmp_path / "given").mkdir()
     for name, change, message in cases:
         fields = json.loads(core.to_str())
         fields["added_tokens"] = []
         change(fields["model"])
-        (tmp_path / "given").mkdir(exist_ok=True)
         (tmp_path / "given/tokenizer.json").write_text(json.dumps(fields))
         for out in ("out", "out.gguf"):
             pair = [str(tmp_path / f"{name}.gguf"), str(tmp_path / out)]
             assert main(["convert", *pair, "--tokenizer", str(tmp_path / "given")]) == 1
             assert message in capsys.readouterr().err
             assert not (tmp_path / out).exists()
+        for load in (dj.load, dj.load_target):
+            with pytest.raises(ConfigError, match=re.escape(message)):
+                load(tmp_path / f"{name}.gguf", tokenizer=tmp_path / "given")
+    (tmp_path / "given/tokenizer_config.json").unlink()
     (tmp_path / "given/tokenizer.json").write_text(core.to_str())
     for name in ("own", "none"):
         pair = [str(tmp_path / f"{name}.gguf"), str(tmp_path / name)]
