@@ -102,7 +102,7 @@ async def read_body(read: Callable[[bytes], T], body: bytes, *, stored: bool = F
     return await by_size(len(body), read, body)
 
 
-MOST_SLOW = 4  # requests with slow grammars that may wait
+MOST_SLOW = 4  # requests with slow grammars that may wait, and as many with refused ones
 MOST_CLIENTS = 4096  # whose use of time is remembered
 Job = TypeVar("Job")
 Client = tuple[str, ...]  # names of a client, the widest first, such as its key and connection
@@ -144,13 +144,16 @@ class StructureThreads(Generic[Job]):
 
     Jobs with known grammars have a thread of their own, and never wait for others. One thread tries
     grammars, those of the clients in turns; jobs with slow grammars go to a third thread, for which
-    at most `MOST_SLOW` jobs wait.
+    at most `MOST_SLOW` jobs wait. Refused grammars that take long to explain go there, too, and are
+    counted by themselves; where as many wait, the refusal is brief.
 
     Args:
       decide: returns whether `prepare` will be fast for a job, after a trial compilation.
       prepare: prepares a job, and reports errors itself.
       refuse: called with a job that cannot be prepared, and the error.
       is_known: returns whether `prepare` needs no trial for a job.
+      brief: returns the error of a job whose grammar the trial refused, without an explanation;
+        None if it did not.
     """
 
     def __init__(
@@ -159,15 +162,17 @@ class StructureThreads(Generic[Job]):
         prepare: Callable[[Job], None],
         refuse: Callable[[Job, Exception], None],
         is_known: Callable[[Job], bool] = lambda job: False,
+        brief: Callable[[Job], Exception | None] = lambda job: None,
     ):
         self._decide, self._prepare, self._refuse = decide, prepare, refuse
-        self._is_known = is_known
+        self._is_known, self._brief = is_known, brief
         pool = concurrent.futures.ThreadPoolExecutor
         self._known = pool(1, "known-structures", lower_priority)
         self._short = pool(1, "structures", lower_priority)
         self._long = pool(1, "slow-structures", lower_priority)
         self._turns: Turns[Job] = Turns()
-        self._slow = 0  # jobs in the third thread or its queue
+        self._slow = 0  # jobs with slow grammars in the third thread or its queue
+        self._explained = 0  # jobs with refused ones there
         self._lock = threading.Lock()
 
     def submit(self, job: Job, client: Client = ()) -> None:
@@ -194,24 +199,34 @@ class StructureThreads(Generic[Job]):
             if self._decide(job):
                 self._prepare(job)
                 return
+            refusal = self._brief(job)
             with self._lock:
-                if self._slow >= MOST_SLOW:
-                    raise Problem(
-                        f"{self._slow} other requests wait for structures that take long to"
-                        f" compile; try again in about {GRAMMAR_RETRY_S} s, or simplify the"
-                        " structure",
-                        status=503,
-                        code="structures_busy",
-                        retry_s=GRAMMAR_RETRY_S,
-                    )
-                self._slow += 1
-            self._long.submit(self._finish, job)
+                if (self._slow if refusal is None else self._explained) >= MOST_SLOW:
+                    raise refusal or _too_many_slow(self._slow)
+                self._count(refusal is None, 1)
+            self._long.submit(self._finish, job, refusal is None)
         except Exception as error:  # the client has to get a response
             self._refuse(job, error)
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self, job: Job, slow: bool) -> None:
         try:
             self._prepare(job)
         finally:
             with self._lock:
-                self._slow -= 1
+                self._count(slow, -1)
+
+    def _count(self, slow: bool, change: int) -> None:
+        if slow:
+            self._slow += change
+        else:
+            self._explained += change
+
+
+def _too_many_slow(waiting: int) -> Problem:
+    return Problem(
+        f"{waiting} other requests wait for structures that take long to compile; try again in"
+        f" about {GRAMMAR_RETRY_S} s, or simplify the structure",
+        status=503,
+        code="structures_busy",
+        retry_s=GRAMMAR_RETRY_S,
+    )

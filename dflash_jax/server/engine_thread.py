@@ -141,7 +141,7 @@ class Worker:
             lambda error: self._commands.put(lambda: self._end(error)),
         )
         self._structures = StructureThreads(
-            self._is_fast, self._prepare, self._refuse, self._is_known
+            self._is_fast, self._prepare, self._refuse, self._is_known, self._brief
         )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -312,6 +312,11 @@ class Worker:
         """Return whether `_prepare` will take no longer than a trial compilation of the grammar."""
         structure = job.params.structured
         return job.cancelled or structure is None or self._loaded.core.grammars.decide(structure)
+
+    def _brief(self, job: Job) -> Exception | None:
+        """Return the error of a job whose grammar was refused, without an explanation, or None."""
+        structure = job.params.structured
+        return None if structure is None else self._loaded.core.grammars.brief_refusal(structure)
 
     def _prepare(self, job: Job) -> None:
         """Validate a job's request and compile its grammar, in this or a structure thread."""

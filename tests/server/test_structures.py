@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.audit.server import ASK, CHAT, MESSAGES, send
 from dflash_jax.engine.engine import Engine
+from dflash_jax.errors import StructureError
 from dflash_jax.graph import Graph
 from dflash_jax.server.background import MOST_SLOW, StructureThreads, Turns
 from dflash_jax.server.protocol import Problem
@@ -173,6 +174,56 @@ def test_few_requests_may_wait_for_slow_structures() -> None:
     assert soon(lambda: sorted(prepared)[-1] == 100)
     assert -1 in prepared
     threads.stop()
+
+
+def test_refused_structures_do_not_count_as_slow_ones() -> None:
+    """Their clients are told so, and may not be asked to try again."""
+    opened = threading.Event()
+    prepared: list[int] = []
+    refused: list[tuple[int, Exception]] = []
+
+    def prepare(job: int) -> None:
+        assert opened.wait(60)
+        prepared.append(job)
+
+    def brief(job: int) -> Exception | None:
+        return StructureError("not supported") if job < 0 else None
+
+    threads = StructureThreads[int](
+        lambda job: False,
+        prepare,
+        lambda job, error: refused.append((job, error)),
+        brief=brief,
+    )
+    for job in range(1, MOST_SLOW + 3):
+        threads.submit(-job)
+    assert soon(lambda: len(refused) == 2)
+    assert all(job < 0 and isinstance(error, StructureError) for job, error in refused)
+    for job in range(1, MOST_SLOW + 3):
+        threads.submit(job)
+    assert soon(lambda: len(refused) == 4)
+    assert all(isinstance(error, Problem) for job, error in refused if job > 0)
+    opened.set()
+    assert soon(lambda: len(prepared) == 2 * MOST_SLOW)
+    assert soon(lambda: threads._slow == threads._explained == 0)
+    threads.stop()
+
+
+def test_the_fifth_refused_schema_is_refused_though_others_wait(served: LiveServer) -> None:
+    threads = served.running.server.models[0].worker._structures
+    schemas = [
+        {"type": "object", "properties": {f"p{i}": LOOKS_AHEAD}} for i in range(MOST_SLOW + 2)
+    ]
+    with trying(served) as bomb, concurrent.futures.ThreadPoolExecutor(MOST_SLOW) as pool:
+        for schema in schemas[:MOST_SLOW]:
+            pool.submit(post, served, ASK | {"guided_json": schema})
+        assert soon(lambda: threads._explained == MOST_SLOW)
+        for schema in schemas[MOST_SLOW:]:
+            answer = post(served, ASK | {"guided_json": schema})
+            assert answer.status_code == 400
+            assert "the JSON schema is not supported at #" in answer.json()["error"]["message"]
+        served.engine.core.grammars.close()  # ends the trial
+        assert bomb.result().status_code == 400
 
 
 def test_known_structures_wait_for_no_other() -> None:

@@ -86,10 +86,10 @@ class GrammarTrials:
         except TimeoutError:
             return None
 
-    def refuses(self, grammar: str) -> bool:
-        """Return whether a grammar was tried before, and refused."""
+    def refusal(self, grammar: str) -> str | None:
+        """Return why a grammar was refused before; None if it was not, or not tried."""
         with self._lock:
-            return self._verdicts.get(_key(grammar)) is not None
+            return self._verdicts.get(_key(grammar))
 
     def knows(self, grammar: str) -> bool:
         """Return whether a grammar was tried before."""
