@@ -136,7 +136,7 @@ def use_compilation_cache(
     if given or chosen is False:
         return Path(given) if given else None
     try:
-        folder = _default_folder() if chosen is True else Path(chosen).expanduser().absolute()
+        folder = default_folder() if chosen is True else Path(chosen).expanduser().absolute()
         folder = private_folder.cache_folder(folder, "xla", warn)
         enable_compilation_cache(folder)
     except (OSError, RuntimeError) as error:  # the latter for a user without a home
@@ -148,8 +148,13 @@ def use_compilation_cache(
     return folder
 
 
-def _default_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_jax" / "xla"
+def default_folder(name: str = "xla") -> Path:
+    """Return the default folder of a cache; `xla` is that of compiled programs.
+
+    Raises:
+      RuntimeError: the user has no home.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_jax" / name
 
 
 def enable_compilation_cache(directory: Path) -> None:

@@ -9,27 +9,31 @@ A file may come from a stranger: what is read is bounded by its size, compared w
 manifest declares, and refused by name. Programs may call nothing but StableHLO and `CALLS`.
 """
 
+import contextlib
 import dataclasses
 import functools
+import hashlib
 import importlib
 import json
 import os
 import re
 import subprocess
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.export
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 import tokenizers
 
 from dflash_jax.errors import CheckpointError, DFlashError, PlanError, install_hint
 from dflash_jax.graph.abstract import by_path
 from dflash_jax.graph.build import compile_programs
+from dflash_jax.graph.cache import ENVIRONMENT, default_folder
 from dflash_jax.graph.graph import Graph, GraphPrograms, keys_of
 from dflash_jax.graph.keys import ProgramKey
 from dflash_jax.graph.programs import STATES, Program
@@ -43,7 +47,9 @@ from dflash_jax.kernels.products import set_weight_layout
 from dflash_jax.plan import ResolvedPlan
 from dflash_jax.quant.layouts import StructuredWeight
 from dflash_jax.tokenizer import Tokenizer
+from dflash_jax.utils import private_folder
 from dflash_jax.utils.atomic import new_path
+from dflash_jax.utils.progress import NO
 from dflash_jax.utils.python_command import python_command
 from dflash_jax.version import __version__
 
@@ -54,11 +60,12 @@ TRIANGULAR = "lapack_strsm_ffi"
 CALLS = (TRIANGULAR, "cu_threefry2x32_ffi", "hip_threefry2x32_ffi")
 CALL = re.compile(r"custom_call @([\w.$]+)\(.* : \((.*)\) -> (\S+)")
 CHECKING = """
-import sys
-from dflash_jax.graph.export import problem_of
-print(problem_of(sys.argv[1]))
+import json, sys
+from dflash_jax.graph.export import checked
+print(json.dumps(checked(sys.argv[1])))
 """
 PATIENCE = 120  # seconds for that
+CHECKED = "checked"  # cache of empty files that say which programs passed
 CALLING = re.compile(r"custom_call|stablehlo\.(infeed|outfeed|send|recv)\b")
 MANIFEST = "manifest.json"
 CLASSES = (
@@ -190,13 +197,14 @@ def _read(archive: zipfile.ZipFile, path: str) -> "ExportedGraph":
             f"{path} is for {manifest['platform']}, and JAX runs on {platform} here; export it on"
             " such a device"
         )
-    _check_programs(path)
+    blobs = [archive.read(f"programs/{i}") for i in range(len(manifest["programs"]))]
+    _check_programs(path, blobs)
     plan = ResolvedPlan.from_json(manifest["plan"])
     exported = {}
-    for i, name in enumerate(manifest["programs"]):
+    for name, blob in zip(manifest["programs"], blobs, strict=True):
         key = ProgramKey.parse(name)
         try:
-            made = jax.export.deserialize(bytearray(archive.read(f"programs/{i}")))
+            made = jax.export.deserialize(bytearray(blob))
         except Exception as error:
             raise CheckpointError(
                 f"{path} was written by {written}, and jax {jax.__version__} cannot read its"
@@ -236,11 +244,16 @@ def _program(
     return Program(key, made.call, arguments, STATES)
 
 
-def _check_programs(path: str) -> None:
+def _check_programs(path: str, blobs: Sequence[bytes]) -> None:
     """Check the programs of a file in a process of its own, which may end while it reads them.
 
-    The reader of StableHLO was not made for strangers' bytes: some end the process.
+    The reader of StableHLO was not made for strangers' bytes: some end the process. Programs that
+    passed before, with these versions, are not checked again.
     """
+    digests = {hashlib.sha256(blob).hexdigest() for blob in blobs}
+    record = _record(digests)
+    if record and record.is_file():
+        return
     root = str(Path(__file__).parents[2])
     paths = filter(None, [root, os.environ.get("PYTHONPATH")])
     variables = {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
@@ -259,23 +272,47 @@ def _check_programs(path: str) -> None:
             f"{path} is missing or no whole file of Graph.export (jax {jax.__version__} ended with"
             f" {done.returncode} while it read the programs: {last}); export it again"
         )
-    if problem := done.stdout.strip():
+    problem, passed = json.loads(done.stdout)
+    if problem:
         raise CheckpointError(
             f"{path} contains {problem}, which Graph.export never writes; get the file from"
             " somebody you trust"
         )
+    if not digests <= set(passed):
+        raise CheckpointError(f"{path} was changed while it was read; load it again")
+    with contextlib.suppress(OSError):  # as on a full disk: it is checked again
+        if record:
+            record.touch(mode=0o600)
 
 
-def problem_of(path: str) -> str:
-    """Return what a file's programs contain that none of `export` does; "" if nothing."""
+def _record(digests: Collection[str]) -> Path | None:
+    """Return the file that exists if programs passed with these versions; None without a cache."""
+    if os.environ.get(ENVIRONMENT, "").strip().lower() in NO:
+        return None
+    made_by = [FORMAT, __version__, jax.__version__, jaxlib.__version__, CALLS, sorted(digests)]
+    name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()
+    try:
+        return private_folder.prepare(default_folder(CHECKED)) / name
+    except (OSError, RuntimeError):  # the latter for a user without a home
+        return None
+
+
+def checked(path: str) -> tuple[str, list[str]]:
+    """Return what a file's programs contain that none of `export` does, and their digests.
+
+    The first is "" if there is nothing.
+    """
     _register()
+    digests = []
     with zipfile.ZipFile(path) as archive:
         for member in archive.namelist():
             if member.startswith("programs/"):
-                made = jax.export.deserialize(bytearray(archive.read(member)))
+                blob = archive.read(member)
+                made = jax.export.deserialize(bytearray(blob))
                 if problem := forbidden(made.mlir_module()):
-                    return f"{problem} in {member}"
-    return ""
+                    return f"{problem} in {member}", []
+                digests.append(hashlib.sha256(blob).hexdigest())
+    return "", digests
 
 
 def forbidden(module: str) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -230,7 +231,7 @@ def hostile(target: str, **attributes: Any) -> bytes:
 @pytest.mark.parametrize("target", ["xla_ffi_python_cpu_callback", "lapack_spotrf_ffi", "a b"])
 def test_programs_that_call_code_by_name_are_told(copy: Path, target: str) -> None:
     rewritten(copy, programs_0=hostile(target, index=np.uint64(0x4141414141414141)))
-    assert re.fullmatch("a call of .* in programs/0", export.problem_of(str(copy)))
+    assert re.fullmatch("a call of .* in programs/0", export.checked(str(copy))[0])
 
 
 def test_programs_that_call_code_by_name_are_refused(copy: Path) -> None:
@@ -238,6 +239,45 @@ def test_programs_that_call_code_by_name_are_refused(copy: Path) -> None:
     words = "copy contains a call of .* in programs/0, which Graph.export never writes; get the"
     with pytest.raises(dj.CheckpointError, match=words):
         dj.load_exported(copy)
+
+
+def test_programs_that_passed_are_not_checked_again(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    checks: list[Path] = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        checks.append(copy)
+        return SimpleNamespace(returncode=0, stdout=json.dumps(export.checked(command[-1])))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for count, change in ((1, {}), (1, {}), (1, {"stored": False}), (1, {})):
+        change_manifest(copy, **change)
+        assert dj.load_exported(copy)
+        assert len(checks) == count
+    whole = copy.read_bytes()
+    for count, name in ((2, "jax"), (3, "jaxlib")):
+        with monkeypatch.context() as other:
+            other.setattr(f"{name}.__version__", "0.0.1")
+            assert dj.load_exported(copy)
+        assert len(checks) == count
+    with zipfile.ZipFile(copy) as archive:
+        swapped = archive.read("programs/1")
+    rewritten(copy, programs_0=hostile("x", index=np.uint64(1)))
+    with pytest.raises(dj.CheckpointError, match=r"contains a call of .* in programs/0"):
+        dj.load_exported(copy)
+    rewritten(copy, programs_0=swapped)
+    monkeypatch.setattr(export, "checked", lambda path: ["", ["0" * 64]])
+    with pytest.raises(dj.CheckpointError, match="was changed while it was read; load it again"):
+        dj.load_exported(copy)
+    copy.write_bytes(whole)
+    assert dj.load_exported(copy)
+    assert len(checks) == 5
+    (tmp_path / "cache/dflash_jax/checked").chmod(0o777)
+    with pytest.raises(dj.CheckpointError, match="changed while"):  # its records are not believed
+        dj.load_exported(copy)
+    assert len(checks) == 6
 
 
 def test_triangular_systems_are_allowed_in_shapes_that_fit_only() -> None:
