@@ -240,11 +240,11 @@ async def stall(side: Side, max_tokens: int, seed: str) -> dict[str, float]:
     """Return how long short streams wait while a long prompt is read, and it for its answer."""
     rng = random.Random(seed)
     long = f"Read this: {words(rng, LONG_WORDS)}. Summarise it."
-    texts = [f"Count from {rng.randrange(100)} on, with commas." for _ in range(3)]
+    texts = [f"Write a long story about {words(rng, 12)}." for _ in range(3)]
     begun = time.perf_counter()
 
     def short(text: str) -> Any:
-        return side.ask([{"role": "user", "content": text}], 2 * max_tokens)
+        return side.ask([{"role": "user", "content": text}], 6 * max_tokens)
 
     streams = [asyncio.create_task(short(text)) for text in texts]
     await asyncio.sleep(PAUSE)
