@@ -29,11 +29,11 @@ class Variant(enum.StrEnum):
 
     GREEDY = "greedy"
     SAMPLED = "sampled"
+    CHUNKS = "chunks"  # long prompts are fed in calls of several chunks
     RECOVERY = "recovery"  # tokens are forced
     CONSTRAINED = "constrained"  # structured output
     PENALIZED = "penalized"  # penalties, biases, log-probabilities of the output
     PROMPT = "prompt"  # log-probabilities of the prompt
-    CHUNKS = "chunks"  # long prompts are fed in calls of several chunks
 
 
 # Variants that prefill and decode steps exist in. Each also serves the requests of those before it.
