@@ -16,7 +16,7 @@ from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.programs import is_multi_step
 from dflash_jax.graph.settings import untraced
 from dflash_jax.graph.state import COMMITS_NOTHING, RowRules, idle_arrays, read_output
-from dflash_jax.graph.steps.inputs import CopyRowInputs, DecodeInputs, PrefillInputs
+from dflash_jax.graph.steps.inputs import DecodeInputs, PrefillInputs
 
 POSITIONS = (0, 512, 2048)  # tokens in the caches when steps are timed
 SAMPLES = 2  # of each step while requests run
@@ -94,18 +94,14 @@ class Stopwatch:
         return self._rules[step]
 
     def feed(self) -> float:
-        """Feed the next chunk of a prompt to all rows; return the seconds."""
+        """Feed the next chunk of a prompt to all rows, or to the first; return the seconds."""
         rows, chunk = self.plan.fed_rows, self.plan.chunk
         row = None if rows == self.plan.rows else np.int32(0)
         tokens, num_fed = np.zeros((rows, chunk), np.int32), np.full(rows, chunk, np.int32)
         fresh, rules = np.full(rows, not self.fed), self._rules_of(Timed(0))
         inputs = PrefillInputs(tokens, num_fed, fresh, rules, row=row)
         self.fed += chunk
-        seconds = self._call(ProgramKey(Step.PREFILL, self._variant), inputs)
-        for other in range(1, self.plan.rows) if row is not None else ():
-            copied = CopyRowInputs(np.int32(0), np.int32(other))
-            self._runner.change_rows(Step.COPY_ROW, copied)
-        return seconds
+        return self._call(ProgramKey(Step.PREFILL, self._variant), inputs)
 
     def _call(self, key: ProgramKey, inputs: DecodeInputs | PrefillInputs) -> float:
         started = time.perf_counter()

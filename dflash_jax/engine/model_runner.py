@@ -150,7 +150,7 @@ class ModelRunner:
             from_row, count = fed.get(place, (row, 0))
             if count and not scores and start + count < len(cursor.prompt):
                 copied = CopyRowInputs(np.int32(from_row), np.int32(row))
-                self.change_rows(Step.COPY_ROW, copied)
+                self._change_rows(Step.COPY_ROW, copied)
                 cursor.num_fed += count
                 self._keep(row, cursor, start)
             else:
@@ -263,7 +263,7 @@ class ModelRunner:
     def force_tokens(self, forced: Mapping[int, ForcedTokens]) -> None:
         """Append tokens to rows, all of which must be frozen."""
         rows, block = self.plan.rows, self.plan.block
-        self.change_rows(Step.REPLACE_ANCHOR, forced_tokens.replacements(rows, forced))
+        self._change_rows(Step.REPLACE_ANCHOR, forced_tokens.replacements(rows, forced))
         for inputs in forced_tokens.blocks(rows, block, forced):
             self.run(ProgramKey(Step.FORCED_TOKENS), inputs)
 
@@ -290,7 +290,7 @@ class ModelRunner:
     def clear_rows(self, rows: Iterable[int]) -> None:
         """Clear rows that may hold non-finite numbers, before other requests get them."""
         mask = np.isin(np.arange(self.plan.rows), list(rows))
-        self.change_rows(Step.CLEAR_ROWS, mask)
+        self._change_rows(Step.CLEAR_ROWS, mask)
 
     def reset(self) -> None:
         """Make a new state, after a failed step consumed the old one."""
@@ -310,8 +310,7 @@ class ModelRunner:
             self.prefixes.disk.flush()
         self.executor.close()
 
-    def change_rows(self, step: Step, inputs: Any) -> None:
-        """Dispatch a program that changes rows without a model."""
+    def _change_rows(self, step: Step, inputs: Any) -> None:
         self.state, _, _ = self.executables[ProgramKey(step)](None, self.state, None, inputs)
 
     def _constrain(
