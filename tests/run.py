@@ -1,4 +1,4 @@
-"""Run the tests in a few processes, two of them at a time.
+"""Run the tests in a few processes, as many at a time as there are processors, up to four.
 
     python -m tests.run            every behaviour once (`make test`)
     python -m tests.run --rest     what `make test-all` adds: combinations, documents, notebooks
@@ -30,7 +30,8 @@ TESTS = ROOT / "tests"
 FOLDERS = {
     "engine": ["engine", "hosts"],
     "weights": ["converters", "kernels", ""],  # "": the files at the top
-    "models": ["models", "graph", "quant", "nn"],
+    "models": ["models", "quant"],
+    "graph": ["graph", "nn"],
     "server": ["server", "tool_parsers"],
     "training": ["trainer"],
     "contracts": ["contracts", "benchmarks"],
@@ -190,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tier.add_argument("--rest", action="store_const", dest="tier", const="rest", default="test")
     tier.add_argument("--all", action="store_const", dest="tier", const="all")
     tier.add_argument("--soak", action="store_const", dest="tier", const="soak")
-    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--processes", type=int, default=min(4, os.cpu_count() or 1))
     parser.add_argument("paths", nargs="*", type=Path, default=[TESTS])
     chosen, options = parser.parse_known_args(arguments)
     missing = [path for path in chosen.paths if not path.exists()]

@@ -268,8 +268,10 @@ class CompiledPrograms:
 
     @property
     def progress(self) -> dict[str, dict[str, Any]]:
-        """For each variant, its state and the numbers of its compiled and of all its programs."""
-        return {variant.value: self._progress_of(variant) for variant in Variant}
+        """For each variant with programs, its state and how many of them are compiled."""
+        return {
+            variant.value: self._progress_of(variant) for variant in Variant if self.keys([variant])
+        }
 
     def _progress_of(self, variant: Variant) -> dict[str, Any]:
         keys, missing = self.keys([variant]), self.missing([variant])
