@@ -11,31 +11,30 @@ import numpy as np
 
 from dflash_jax.config import AttentionConfig
 from dflash_jax.converters import families
-from dflash_jax.converters.canonical import Canonical, Origin
+from dflash_jax.converters.canonical import Canonical
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.hf_grouped import GroupedSource
 from dflash_jax.converters.names.slots import Keys, Slot, TensorPart
+from dflash_jax.converters.quants.stored import FORMATS, format_of, unpack_blocks
 from dflash_jax.converters.quants.types import BY_NAME
-from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import CheckpointError
-from dflash_jax.kernels.native.interleaved import from_blocks, interleave, quantise_int8
+from dflash_jax.kernels.native import interleaved
+from dflash_jax.kernels.native.interleaved import interleave, quantise_int8
 from dflash_jax.quant.layouts import (
     FLOAT,
     KINDS,
-    STORED,
     Arrays,
     Interleaved,
     Joined,
     Packed,
     Spec,
-    fits,
     pack,
-    unpack_blocks,
 )
 
 PACKED_SOURCES = (GgufFile, GroupedSource)  # sources with codes that products can use
 UNQUANTISED = frozenset({"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"})
 BETTER_NAMES = {"U8": "MXFP4"}  # types of safetensors that say nothing
+CHUNK = 1 << 22  # weights that NumPy moves at a time
 Fill = Callable[[Slot, Any], np.ndarray]  # reads a parameter in a dtype; None is the usual one
 
 
@@ -116,6 +115,7 @@ def read(
 
 
 def _kind(found: Canonical, part: TensorPart) -> str:
+    """Return the packed format that holds a tensor exactly, or FLOAT."""
     if part.name not in found.origins:
         return FLOAT
     origin = found.origins[part.name]
@@ -124,9 +124,9 @@ def _kind(found: Canonical, part: TensorPart) -> str:
     if isinstance(found.source, GroupedSource):
         return found.source.packed_kind(origin.name) if origin.whole else FLOAT
     kind, columns = found.kind(part.name), origin.columns
-    if kind not in STORED or not fits(kind, part.shape[-1]):
+    if columns is not None and kind in FORMATS and _moved(columns, kind) is None:
         return FLOAT
-    return kind if columns is None or _moved(columns, kind) is not None else FLOAT
+    return format_of(kind, part.shape[-1])
 
 
 def _moved(columns: np.ndarray, kind: str) -> np.ndarray | None:
@@ -182,11 +182,19 @@ def _uniform(found: Canonical, slot: Slot, kind: str, native: bool) -> Packed | 
 def _interleaved(found: Canonical, slot: Slot, kind: str) -> Interleaved:
     """Return all parts as one weight in strips, moved there from the file."""
     numbers = np.arange(math.prod(slot.shape[1:])).reshape(1, *slot.shape[1:])
-    blocks = [
-        (_blocks(found.source, found.origins[part.name], kind), part.view(numbers).reshape(-1))
-        for part in slot.parts
-    ]
-    made = from_blocks(blocks, kind, slot.shape)
+    made = interleaved.empty(kind, slot.shape)
+    for part in slot.parts:
+        columns = part.view(numbers).reshape(-1)
+        type_, blocks = found.kind(part.name), _blocks(found, part)
+        if type_ in interleaved.MOVED:
+            interleaved.put_blocks(made, blocks, columns, type_)
+            continue
+        step = max(CHUNK // slot.shape[0], 1)
+        for start in range(0, len(blocks), step):
+            arrays = unpack_blocks(blocks[start : start + step], type_, kind)
+            some = columns[start : start + step]
+            weight = Packed(arrays, kind, (slot.shape[0], len(some)))
+            interleaved.put_packed(made, weight, some)
     _check_finite(made.arrays, "/".join(slot.path))
     return made
 
@@ -218,7 +226,7 @@ def _stored_arrays(found: Canonical, part: TensorPart, kind: str) -> Arrays:
     if isinstance(source, GroupedSource):
         arrays = source.packed(origin.name)
     else:
-        arrays = unpack_blocks(_blocks(source, origin, kind), kind)
+        arrays = unpack_blocks(_blocks(found, part), found.kind(part.name), kind)
     _check_finite(arrays, part.name)
     return arrays
 
@@ -231,13 +239,14 @@ def _check_finite(arrays: Arrays, name: str) -> None:
             )
 
 
-def _blocks(source: TensorSource, origin: Origin, kind: str) -> np.ndarray:
+def _blocks(found: Canonical, part: TensorPart) -> np.ndarray:
+    """Return a tensor's rows of blocks, [N, bytes]."""
+    origin, source = found.origins[part.name], found.source
     assert isinstance(source, GgufFile)
-    raw = source.raw(origin.name)
-    rows = origin.rows
+    raw, rows = source.raw(origin.name), origin.rows
     if rows is not None:
         raw = raw[slice(rows.start, rows.stop) if isinstance(rows, range) else rows]
     if origin.columns is not None:
-        size = BY_NAME[kind].block_bytes
-        raw = raw.reshape(len(raw), -1, size)[:, _moved(origin.columns, kind)]
+        type_ = BY_NAME[found.kind(part.name)]
+        raw = raw.reshape(len(raw), -1, type_.block_bytes)[:, _moved(origin.columns, type_.name)]
     return raw.reshape(len(raw), -1)

@@ -91,7 +91,7 @@ class Plan:
     weights: Weights = plan_field(
         "auto",
         "format of weight matrices: float (as in dtype), int8 or int4 (quantised on loading), or"
-        " packed (as in the file: Q8_0, Q4_0, Q4_1, Q4_K, Q6_K, AWQ, GPTQ, compressed-tensors);"
+        " packed (as in the file: blocks of GGUF, groups of AWQ, GPTQ and compressed-tensors);"
         " by default packed where the file has such blocks and there are kernels, else float",
         "cache",
         details="With int4, head and drafter are int8; with packed ones and native kernels, the"

@@ -31,7 +31,7 @@ from dflash_jax.graph.keys import Variant
 from dflash_jax.graph.resolve import resolve
 from dflash_jax.models import build_graph, build_pair
 from dflash_jax.plan import Plan
-from dflash_jax.quant.layouts import HEAD, KINDS, MATRIX, STORED, Packed, Spec, fits, pack_tree
+from dflash_jax.quant.layouts import HEAD, KINDS, MATRIX, Packed, Spec, fits, pack_tree
 from dflash_jax.testing import (
     AMPLE,
     planned,
@@ -381,11 +381,12 @@ def _packed_kinds(target: TargetConfig, drafter: DrafterConfig) -> tuple[tuple[s
     """Return packed kinds of the target's matrices: every kind of block in turn, where it fits."""
     pair = planned(target, drafter, Plan(dtype="float32"))
     shapes, forms = pair.params, pair.forms
-    kinds, found = itertools.cycle(STORED), []
+    of_files = [kind for kind in KINDS if kind not in ("int8", "int4z")]
+    kinds, found = itertools.cycle(of_files), []
     for path, leaf in jax.tree_util.tree_leaves_with_path({"target": shapes["target"]}):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if forms.get(name) in (MATRIX, HEAD):
-            fitting = [k for k in itertools.islice(kinds, len(STORED)) if fits(k, leaf.shape[0])]
+            fitting = [k for k in itertools.islice(kinds, len(of_files)) if fits(k, leaf.shape[0])]
             found += [(name, (1, ((kind, leaf.shape[1]),))) for kind in fitting[:1]]
             next(kinds)
     return tuple(found)

@@ -8,7 +8,7 @@ from dflash_jax.converters.quants import decoders
 from dflash_jax.converters.quants.types import BY_NAME, TYPES, GgmlType
 from dflash_jax.errors import CheckpointError
 
-Decoder = Callable[[np.ndarray, np.ndarray], None]
+Decoder = Callable[[np.ndarray], decoders.Parts]
 
 # A decoder is the function of its type's name in lower case.
 DECODERS: dict[str, Decoder] = {
@@ -33,7 +33,16 @@ def decode(kind: GgmlType, blocks: np.ndarray, out: np.ndarray) -> None:
     with np.errstate(invalid="ignore", over="ignore"):
         for start in range(0, len(source), step):
             stop = start + step
-            decoder(source[start:stop], target[start:stop])
+            _multiply(decoder(source[start:stop]), target[start:stop])
+
+
+def _multiply(parts: decoders.Parts, out: np.ndarray) -> None:
+    factors, offsets = parts.factors, parts.offsets
+    out[...] = parts.codes
+    groups = out.reshape(*factors.shape, -1)
+    groups *= factors[:, :, None]
+    if offsets is not None:
+        groups -= offsets[:, :, None]
 
 
 def unreadable(name: str) -> str:

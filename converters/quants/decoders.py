@@ -1,50 +1,81 @@
-"""Decoders of ggml block formats.
+"""What blocks of ggml formats hold: codes, and what these are multiplied by.
 
-Each is the function of its type's name in lower case, and fills `out` [N, weights of a block] from
-blocks [N, bytes]. Facts from ggml-common.h and ggml-quants.c.
+Each decoder is the function of its type's name in lower case, of blocks [N, bytes]. Facts from
+ggml-common.h and ggml-quants.c.
 """
 
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 
-def q8_0(blocks: np.ndarray, out: np.ndarray) -> None:
+class Parts(NamedTuple):
+    """The parts of N blocks of B weights: a weight is scale * sub * code - low * sub_low.
+
+    Attributes:
+      codes: int8 [N, B].
+      scale: float32 [N, G], each for B / G weights.
+      sub: whole numbers [N, G'], each for B / G' weights; None for ones.
+      low: float32 [N, G]; None for zeros.
+      sub_low: as `sub`.
+    """
+
+    codes: np.ndarray
+    scale: np.ndarray
+    sub: np.ndarray | None = None
+    low: np.ndarray | None = None
+    sub_low: np.ndarray | None = None
+
+    @property
+    def factors(self) -> np.ndarray:
+        """Scales with what they are multiplied by, float32 [N, G']."""
+        return self.scale if self.sub is None else self.scale * self.sub.astype(np.float32)
+
+    @property
+    def offsets(self) -> np.ndarray | None:
+        """What is subtracted, float32 [N, G'], or None."""
+        if self.low is None or self.sub_low is None:
+            return self.low
+        return self.low * self.sub_low.astype(np.float32)
+
+
+def q8_0(blocks: np.ndarray) -> Parts:
     """w = d * q, q a signed byte."""
-    out[...] = blocks[:, 2:].view(np.int8)
-    out *= half(blocks, 0)
+    return Parts(blocks[:, 2:].view(np.int8), half(blocks, 0))
 
 
-def q4_0(blocks: np.ndarray, out: np.ndarray) -> None:
+def q4_0(blocks: np.ndarray) -> Parts:
     """w = d * (q - 8)."""
     codes = interleave(nibbles(blocks[:, 2:]), 16)
     codes -= 8
-    out.reshape(-1)[...] = codes.view(np.int8)
-    out *= half(blocks, 0)
+    return _parts(codes, half(blocks, 0))
 
 
-def q4_1(blocks: np.ndarray, out: np.ndarray) -> None:
+def q4_1(blocks: np.ndarray) -> Parts:
     """w = d * q + m."""
-    out.reshape(-1)[...] = interleave(nibbles(blocks[:, 4:]), 16)
-    out *= half(blocks, 0)
-    out += half(blocks, 2)
+    codes = interleave(nibbles(blocks[:, 4:]), 16)
+    return _parts(codes, half(blocks, 0), low=-half(blocks, 2))
 
 
-def q5_0(blocks: np.ndarray, out: np.ndarray) -> None:
+def q5_0(blocks: np.ndarray) -> Parts:
     """w = d * (q - 16); the fifth bits are stored separately."""
     codes = _five_bits(blocks[:, 2:6], blocks[:, 6:])
     codes -= 16
-    out.reshape(-1)[...] = codes.view(np.int8)
-    out *= half(blocks, 0)
+    return _parts(codes, half(blocks, 0))
 
 
-def q5_1(blocks: np.ndarray, out: np.ndarray) -> None:
+def q5_1(blocks: np.ndarray) -> Parts:
     """w = d * q + m; the fifth bits are stored separately."""
-    out.reshape(-1)[...] = _five_bits(blocks[:, 4:8], blocks[:, 8:])
-    out *= half(blocks, 0)
-    out += half(blocks, 2)
+    codes = _five_bits(blocks[:, 4:8], blocks[:, 8:])
+    return _parts(codes, half(blocks, 0), low=-half(blocks, 2))
+
+
+def _parts(codes: np.ndarray, scale: np.ndarray, **others: np.ndarray) -> Parts:
+    """Return the parts of flat codes."""
+    return Parts(codes.view(np.int8).reshape(len(scale), -1), scale, **others)
 
 
 def half(blocks: np.ndarray, at: int) -> np.ndarray:
@@ -82,74 +113,68 @@ def _five_bits(high: np.ndarray, packed: np.ndarray) -> np.ndarray:
 LOW_2, LOW_4, LOW_6 = np.uint32(0x03030303), np.uint32(0x0F0F0F0F), np.uint32(0x3F3F3F3F)
 
 
-def q2_k(blocks: np.ndarray, out: np.ndarray) -> None:
+def q2_k(blocks: np.ndarray) -> Parts:
     """w = d * sc * q - dmin * mn, a scale byte (sc low, mn high) for every 16 weights."""
-    scale, offset = nibbles(blocks[:, :16])
-    out.reshape(-1)[...] = _two_bits(blocks[:, 16:80])
-    _scale(out, half(blocks, 80) * scale.astype(np.float32))
-    _shift(out, half(blocks, 82) * offset.astype(np.float32))
+    sub, sub_low = nibbles(blocks[:, :16])
+    scale, low = half(blocks, 80), half(blocks, 82)
+    return _parts(_two_bits(blocks[:, 16:80]), scale, sub=sub, low=low, sub_low=sub_low)
 
 
-def q3_k(blocks: np.ndarray, out: np.ndarray) -> None:
+def q3_k(blocks: np.ndarray) -> Parts:
     """w = d * (sc - 32) * q; the third bit is stored separately, inverted."""
     codes = _two_bits(blocks[:, 32:96])
     codes -= 4
     codes += interleave(_bit_planes(blocks[:, :32], 2), 32)
-    out.reshape(-1)[...] = codes.view(np.int8)
     low, high, top = _words(blocks[:, 96:108])
     parts = [low, high, low >> 4, high >> 4]
     words = [part & LOW_4 | (top >> 2 * k & LOW_2) << 4 for k, part in enumerate(parts)]
-    scale = _bytes(words)
-    scale -= 32
-    _scale(out, half(blocks, 108) * scale.view(np.int8).astype(np.float32))
+    sub = _bytes(words)
+    sub -= 32
+    return _parts(codes, half(blocks, 108), sub=sub.view(np.int8))
 
 
-def q4_k(blocks: np.ndarray, out: np.ndarray) -> None:
+def q4_k(blocks: np.ndarray) -> Parts:
     """w = d * sc * q - dmin * mn, six-bit sc and mn for every run."""
-    scale, offset = _six_bits(blocks[:, 4:16])
-    out.reshape(-1)[...] = interleave(nibbles(blocks[:, 16:144]), 32)
-    _scale(out, half(blocks, 0) * scale)
-    _shift(out, half(blocks, 2) * offset)
+    sub, sub_low = _six_bits(blocks[:, 4:16])
+    codes = interleave(nibbles(blocks[:, 16:144]), 32)
+    return _parts(codes, half(blocks, 0), sub=sub, low=half(blocks, 2), sub_low=sub_low)
 
 
-def q5_k(blocks: np.ndarray, out: np.ndarray) -> None:
+def q5_k(blocks: np.ndarray) -> Parts:
     """As Q4_K with a fifth bit for each weight."""
-    scale, offset = _six_bits(blocks[:, 4:16])
+    sub, sub_low = _six_bits(blocks[:, 4:16])
     codes = interleave(nibbles(blocks[:, 48:176]), 32)
     codes |= interleave(_bit_planes(blocks[:, 16:48], 4), 32)
-    out.reshape(-1)[...] = codes
-    _scale(out, half(blocks, 0) * scale)
-    _shift(out, half(blocks, 2) * offset)
+    return _parts(codes, half(blocks, 0), sub=sub, low=half(blocks, 2), sub_low=sub_low)
 
 
-def q6_k(blocks: np.ndarray, out: np.ndarray) -> None:
+def q6_k(blocks: np.ndarray) -> Parts:
     """w = d * sc * (q - 32), a signed scale byte for every 16 weights."""
     codes = interleave(nibbles(blocks[:, :128]), 64)
     bits = np.ascontiguousarray(blocks[:, 128:192])
     codes |= interleave([(bits & 3) << 4, (bits & 12) << 2, bits & 48, (bits & 192) >> 2], 32)
     codes -= 32
-    out.reshape(-1)[...] = codes.view(np.int8)
-    _scale(out, half(blocks, 208) * blocks[:, 192:208].view(np.int8).astype(np.float32))
+    return _parts(codes, half(blocks, 208), sub=blocks[:, 192:208].view(np.int8))
 
 
-def tq1_0(blocks: np.ndarray, out: np.ndarray) -> None:
+def tq1_0(blocks: np.ndarray) -> Parts:
     """w = d * (trit - 1), five trits to a byte, four in the last bytes: the digits base 3."""
-    start = 0
+    codes, start = np.empty((len(blocks), 256), np.int8), 0
     for first, width, trits in ((0, 32, 5), (32, 16, 5), (48, 4, 4)):
         packed = np.ascontiguousarray(blocks[:, first : first + width])
         for _ in range(trits):
-            out[:, start : start + width] = (packed.astype(np.uint16) * 3 >> 8).astype(np.int8)
+            codes[:, start : start + width] = (packed.astype(np.uint16) * 3 >> 8).astype(np.int8)
             packed *= 3  # the next digit, modulo 256
             start += width
-    out -= 1
-    out *= half(blocks, 52)
+    codes -= 1
+    return Parts(codes, half(blocks, 52))
 
 
-def tq2_0(blocks: np.ndarray, out: np.ndarray) -> None:
+def tq2_0(blocks: np.ndarray) -> Parts:
     """w = d * (q - 1), two bits each, as Q2_K packs them."""
-    out.reshape(-1)[...] = _two_bits(blocks[:, :64])
-    out -= 1
-    out *= half(blocks, 64)
+    codes = _two_bits(blocks[:, :64])
+    codes -= 1
+    return _parts(codes, half(blocks, 64))
 
 
 def _two_bits(packed: np.ndarray) -> np.ndarray:
@@ -166,12 +191,12 @@ def _bit_planes(packed: np.ndarray, place: int) -> list[np.ndarray]:
 
 
 def _six_bits(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eight scales and eight offsets, float32 [N, 8], of 12 bytes (Q4_K, Q5_K)."""
+    """Eight scales and eight offsets, uint8 [N, 8], of 12 bytes (Q4_K, Q5_K)."""
     first, second, third = _words(packed)
     scale_top, offset_top = (first >> 6 & LOW_2) << 4, (second >> 6 & LOW_2) << 4
     scale = [first & LOW_6, third & LOW_4 | scale_top]
     offset = [second & LOW_6, third >> 4 & LOW_4 | offset_top]
-    both = _bytes(scale + offset).astype(np.float32)
+    both = _bytes(scale + offset)
     return both[:, :8], both[:, 8:]
 
 
@@ -184,16 +209,6 @@ def _words(packed: np.ndarray) -> list[np.ndarray]:
 def _bytes(words: list[np.ndarray]) -> np.ndarray:
     """The bytes [N, 4 M] of M arrays of words [N]."""
     return np.stack(words, axis=1).astype("<u4", copy=False).view(np.uint8)
-
-
-def _scale(out: np.ndarray, by: np.ndarray) -> None:
-    groups = out.reshape(*by.shape, -1)
-    groups *= by[:, :, None]
-
-
-def _shift(out: np.ndarray, by: np.ndarray) -> None:
-    groups = out.reshape(*by.shape, -1)
-    groups -= by[:, :, None]
 
 
 # Formats whose codes of one, two or four bits index a table of values.
@@ -220,49 +235,41 @@ SIGN_RUNS, TWO_BIT_RUNS = _runs(1, (-1, 1)), _runs(2, (-1, 0, 1, 2))
 IQ4_TABLES, E2M1_TABLES = _tables(IQ4_VALUES), _tables(E2M1_DOUBLED)
 
 
-def q1_0(blocks: np.ndarray, out: np.ndarray) -> None:
+def q1_0(blocks: np.ndarray) -> Parts:
     """w = d, or -d where the bit is not set, 128 weights to a block."""
-    out.reshape(-1)[...] = SIGN_RUNS[blocks[:, 2:]].reshape(-1).view(np.int8)
-    out *= half(blocks, 0)
+    return _parts(SIGN_RUNS[blocks[:, 2:]], half(blocks, 0))
 
 
-def q2_0(blocks: np.ndarray, out: np.ndarray) -> None:
+def q2_0(blocks: np.ndarray) -> Parts:
     """w = d * (q - 1), 64 weights to a block, four neighbours to a byte."""
-    out.reshape(-1)[...] = TWO_BIT_RUNS[blocks[:, 2:]].reshape(-1).view(np.int8)
-    out *= half(blocks, 0)
+    return _parts(TWO_BIT_RUNS[blocks[:, 2:]], half(blocks, 0))
 
 
-def iq4_nl(blocks: np.ndarray, out: np.ndarray) -> None:
+def iq4_nl(blocks: np.ndarray) -> Parts:
     """w = d * value[q], 32 weights to a block."""
-    out.reshape(-1)[...] = _look_up(IQ4_TABLES, blocks[:, 2:])
-    out *= half(blocks, 0)
+    return _parts(_look_up(IQ4_TABLES, blocks[:, 2:]), half(blocks, 0))
 
 
-def iq4_xs(blocks: np.ndarray, out: np.ndarray) -> None:
+def iq4_xs(blocks: np.ndarray) -> Parts:
     """w = d * (sc - 32) * value[q], 256 weights to a block, a six-bit scale for every 32."""
-    out.reshape(-1)[...] = _look_up(IQ4_TABLES, blocks[:, 8:])
     low, high = nibbles(blocks[:, 4:8])
-    scale = np.stack([low, high], axis=-1).reshape(-1, 8)
+    sub = np.stack([low, high], axis=-1).reshape(-1, 8)
     top = blocks[:, 2:4].view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16) & 3
-    scale |= top.astype(np.uint8) << 4
-    scale -= 32
-    groups = out.reshape(-1, 8, 32)
-    groups *= (half(blocks, 0) * scale.view(np.int8).astype(np.float32))[:, :, None]
+    sub |= top.astype(np.uint8) << 4
+    sub -= 32
+    return _parts(_look_up(IQ4_TABLES, blocks[:, 8:]), half(blocks, 0), sub=sub.view(np.int8))
 
 
-def mxfp4(blocks: np.ndarray, out: np.ndarray) -> None:
+def mxfp4(blocks: np.ndarray) -> Parts:
     """w = 2^(e - 128) * doubled value[q], 32 weights to a block."""
-    out.reshape(-1)[...] = _look_up(E2M1_TABLES, blocks[:, 1:])
-    out *= halved_power(blocks[:, :1])
+    return _parts(_look_up(E2M1_TABLES, blocks[:, 1:]), halved_power(blocks[:, :1]))
 
 
-def nvfp4(blocks: np.ndarray, out: np.ndarray) -> None:
+def nvfp4(blocks: np.ndarray) -> Parts:
     """w = scale / 2 * doubled value[q], 64 weights to a block, a scale byte for every 16."""
     packed = blocks[:, 4:].tobytes()
-    parts = [np.frombuffer(packed.translate(table), np.int8) for table in E2M1_TABLES]
-    out.reshape(-1)[...] = interleave(parts, 8)
-    groups = out.reshape(-1, 4, 16)
-    groups *= _HALVED_SCALES[blocks[:, :4]][:, :, None]
+    codes = [np.frombuffer(packed.translate(table), np.int8) for table in E2M1_TABLES]
+    return _parts(interleave(codes, 8), _HALVED_SCALES[blocks[:, :4]])
 
 
 def _halved_scale(code: int) -> float:
@@ -297,58 +304,58 @@ def _look_up(tables: tuple[bytes, bytes], packed: np.ndarray) -> np.ndarray:
 QUARTER, HALF = np.float32(0.25), np.float32(0.5)
 
 
-def iq1_s(blocks: np.ndarray, out: np.ndarray) -> None:
+def iq1_s(blocks: np.ndarray) -> Parts:
     """w = d * (2 sc + 1) * (v +- 1/8), a three-bit sc and one shift for every 32 weights."""
     high = _fields(blocks[:, 34:50], "<u2")
     code = high[:, :, None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7
     code |= (high >> 12 & 8)[:, :, None]
     scale = half(blocks, 0) * _odd(high >> 12 & 7)
-    _fill(out, _shifted(blocks[:, 2:34], code), scale / 8)
+    return _parts(_shifted(blocks[:, 2:34], code), scale / 8)
 
 
-def iq1_m(blocks: np.ndarray, out: np.ndarray) -> None:
+def iq1_m(blocks: np.ndarray) -> Parts:
     """As IQ1_S with sc for every 16 weights, a shift for every 8, and d in four pieces."""
     fields = _fields(blocks[:, 48:56], "<u2")
     d = np.bitwise_or.reduce(fields >> 12 << np.arange(0, 16, 4, dtype=np.uint16), axis=1)
     scale = fields[:, :, None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7
     scale = d.view(np.float16).astype(np.float32)[:, None] * _odd(scale.reshape(-1, 16))
-    _fill(out, _shifted(blocks[:, :32], _in_turn(blocks[:, 32:48])), scale / 8)
+    return _parts(_shifted(blocks[:, :32], _in_turn(blocks[:, 32:48])), scale / 8)
 
 
-def iq2_xxs(blocks: np.ndarray, out: np.ndarray) -> None:
+def iq2_xxs(blocks: np.ndarray) -> Parts:
     """w = d * (sc + 1/2) / 4 * v, a four-bit sc for every 32 weights."""
     words = _fields(blocks[:, 2:66], "<u4").reshape(-1, 8, 2)
     scale, signs = _scale_and_signs(words[:, :, 1])
     index = np.ascontiguousarray(words[:, :, 0]).view(np.uint8)
-    _fill(out, _signed("IQ2_XXS", index, signs), half(blocks, 0) * scale * QUARTER)
+    return _parts(_signed("IQ2_XXS", index, signs), half(blocks, 0) * scale * QUARTER)
 
 
-def iq2_xs(blocks: np.ndarray, out: np.ndarray) -> None:
+def iq2_xs(blocks: np.ndarray) -> Parts:
     """As IQ2_XXS with sc for every 16 weights and more vectors."""
     codes = _fields(blocks[:, 2:66], "<u2")
     scale = half(blocks, 0) * (_in_turn(blocks[:, 66:74]) + HALF)
-    _fill(out, _signed("IQ2_XS", codes & 511, _EVEN[codes >> 9]), scale * QUARTER)
+    return _parts(_signed("IQ2_XS", codes & 511, _EVEN[codes >> 9]), scale * QUARTER)
 
 
-def iq2_s(blocks: np.ndarray, out: np.ndarray) -> None:
+def iq2_s(blocks: np.ndarray) -> Parts:
     """As IQ2_XS with more vectors yet, and all signs stored."""
     high = blocks[:, 66:74, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
     scale = half(blocks, 0) * (_in_turn(blocks[:, 74:82]) + HALF)
     codes = _signed("IQ2_S", _joined(blocks[:, 2:34], high), _SIGNS[blocks[:, 34:66]])
-    _fill(out, codes, scale * QUARTER)
+    return _parts(codes, scale * QUARTER)
 
 
-def iq3_xxs(blocks: np.ndarray, out: np.ndarray) -> None:
+def iq3_xxs(blocks: np.ndarray) -> Parts:
     """w = d * (sc + 1/2) / 2 * v, a four-bit sc for every 32 weights."""
     scale, signs = _scale_and_signs(_fields(blocks[:, 66:98], "<u4"))
-    _fill(out, _signed("IQ3_XXS", blocks[:, 2:66], signs), half(blocks, 0) * scale * HALF)
+    return _parts(_signed("IQ3_XXS", blocks[:, 2:66], signs), half(blocks, 0) * scale * HALF)
 
 
-def iq3_s(blocks: np.ndarray, out: np.ndarray) -> None:
+def iq3_s(blocks: np.ndarray) -> Parts:
     """w = d * (2 sc + 1) * v, a four-bit sc for every 32 weights, all signs stored."""
     high = np.unpackbits(np.ascontiguousarray(blocks[:, 66:74]), axis=1, bitorder="little")
     codes = _signed("IQ3_S", _joined(blocks[:, 2:66], high), _SIGNS[blocks[:, 74:106]])
-    _fill(out, codes, half(blocks, 0) * _odd(_in_turn(blocks[:, 106:110])))
+    return _parts(codes, half(blocks, 0) * _odd(_in_turn(blocks[:, 106:110])))
 
 
 def _vectors_as_words(values: np.ndarray) -> np.ndarray:
@@ -409,10 +416,3 @@ def _odd(scale: np.ndarray) -> np.ndarray:
 
 def _fields(packed: np.ndarray, dtype: str) -> np.ndarray:
     return np.ascontiguousarray(packed).view(dtype)
-
-
-def _fill(out: np.ndarray, codes: np.ndarray, scale: np.ndarray) -> None:
-    """Codes times scales [N, M], each for 256 / M weights."""
-    out.reshape(-1)[...] = codes
-    groups = out.reshape(*scale.shape, -1)
-    groups *= scale[:, :, None]

@@ -175,8 +175,8 @@ def _problem(plan: ResolvedPlan, pair: Pair) -> str | None:
     if plan.weights == "packed" and not plan.stored:
         return (
             "weights='packed' keeps matrices as the file packs them, but neither model has GGUF"
-            " blocks of Q8_0, Q4_0, Q4_1, Q4_K or Q6_K, or suitable groups of AWQ, GPTQ or"
-            " compressed-tensors; ask for 'int8' or 'int4'"
+            " quantised blocks, or suitable groups of AWQ, GPTQ or compressed-tensors; ask for"
+            " 'int8' or 'int4'"
         )
     if plan.weights != "float" and plan.mesh != (1, 1):
         return (

@@ -98,16 +98,22 @@ def _scaled(
     def one(name: str, at: Array) -> Float[Array, "1 C"]:
         return arrays[name][pl.ds(at, 1), :].astype(jnp.float32)
 
+    def of_run(name: str, scaled: Any = 1) -> Float[Array, "R C"]:
+        """Return the scales that are nearest to the weights of the run, times a factor."""
+        rows, count = kind.run_scales, codes.shape[1]
+        if rows == 1:
+            return scaled * one(name, run)
+        each = arrays[name][pl.ds(run * rows, rows), :].astype(jnp.float32)
+        spread = jnp.broadcast_to((scaled * each)[:, None], (rows, RUN // rows, count))
+        return spread.reshape(codes.shape)
+
     if kind.zeros:
         codes = codes - one("zero", run)
-    if not kind.sub:
-        w = codes * one("scale", run)
-        return w - one("low", run) if kind.low else w
-    scale, per_run = one("scale", step), RUN // kind.sub
-    sub = arrays["sub"][pl.ds(run * per_run, per_run), :].astype(jnp.float32)
-    sub = jnp.broadcast_to((scale * sub)[:, None], (per_run, kind.sub, sub.shape[1]))
-    w = codes * sub.reshape(codes.shape)
-    return w - one("low", step) * one("sub_low", run) if kind.low else w
+    if kind.sub:
+        w = codes * of_run("sub", one("scale", step))
+        return w - one("low", step) * one("sub_low", run) if kind.low else w
+    w = codes * of_run("scale")
+    return w - of_run("low") if kind.low else w
 
 
 def _dot(x: Float[Array, "M R"], w: Float[Array, "R C"]) -> Float[Array, "M C"]:

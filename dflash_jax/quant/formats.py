@@ -12,11 +12,15 @@ of bytes with a mask and a shift. All groups extend along D:
 | Q4_1 | 5 | scale · q - low | 32 |
 | int4z | 4.75 | scale · (q - zero) | 32 |
 | Q4_K | 4.625 | scale · sub · q - low · sub_low | 32 in 256 |
+| Q5_K | 6.625 | the same with codes of 6 bits | 32 in 256 |
 | Q6_K | 6.5625 | scale · sub · (q - 32) | 16 in 256 |
+| int8_16 | 10 | scale · q, scale a float32 | 16 |
+| int8_16_low | 12 | scale · q - low, both float32 | 16 |
 
-Those whose names begin with Q hold exactly the numbers of the ggml blocks of that name; only Q4_K's
-six-bit scales are stored as one byte each. int4z holds those of AWQ and other formats with zero
-points, whose larger groups repeat their scale.
+Those whose names begin with Q hold exactly the numbers of the ggml blocks of that name; only the
+six-bit scales of Q4_K and Q5_K are stored as one byte each, and the codes of Q5_K in six bits. All
+other ggml blocks have one of these formats, too, exactly: `converters.quants.stored` says which.
+int4z holds those of AWQ and other formats with zero points, whose larger groups repeat their scale.
 """
 
 import dataclasses
@@ -40,7 +44,7 @@ class PackedFormat:
       high: whether the two high bits of each code are stored in a separate array.
       zeros: whether each group has a zero point of its own, also subtracted.
       low: whether an offset is subtracted from each scaled group, with a second scale if `sub`.
-      block_bytes: bytes of the ggml block of this name; 0 if there is none.
+      scales: dtype of scales and offsets.
     """
 
     name: str
@@ -51,12 +55,17 @@ class PackedFormat:
     high: bool = False
     zeros: bool = False
     low: bool = False
-    block_bytes: int = 0
+    scales: str = "float16"
 
     @property
     def spread(self) -> int:
         """Rows of D that one row of `codes` holds."""
         return min(self.classes, 2)
+
+    @property
+    def run_scales(self) -> int:
+        """Scales of a run, of those that are nearest to the weights."""
+        return RUN // min(self.sub or self.group, RUN)
 
     @property
     def unit(self) -> int:
@@ -67,14 +76,14 @@ class PackedFormat:
         """Return the rows along D and the dtype of each array of a weight with D = `depth`."""
         arrays = {
             "codes": (depth // self.spread, "int8" if self.classes == 1 else "uint8"),
-            "scale": (depth // self.group, "float16") if self.group else (1, "float32"),
+            "scale": (depth // self.group if self.group else 1, self.scales),
         }
         if self.zeros:
             arrays["zero"] = (depth // self.group, "uint8")
         if self.high:
             arrays["high"] = (depth // 4, "uint8")
         if self.sub:
-            arrays["sub"] = (depth // self.sub, "int8" if self.high else "uint8")
+            arrays["sub"] = (depth // self.sub, "uint8" if self.low else "int8")
         if self.low:
             arrays["low"] = arrays["scale"]
         if self.low and self.sub:
@@ -85,12 +94,15 @@ class PackedFormat:
 KINDS: Mapping[str, PackedFormat] = {
     kind.name: kind
     for kind in (
-        PackedFormat("int8", classes=1, zero=0, group=0),
-        PackedFormat("Q8_0", classes=1, zero=0, group=32, block_bytes=34),
-        PackedFormat("Q4_0", classes=2, zero=8, group=32, block_bytes=18),
-        PackedFormat("Q4_1", classes=2, zero=0, group=32, low=True, block_bytes=20),
+        PackedFormat("int8", classes=1, zero=0, group=0, scales="float32"),
+        PackedFormat("Q8_0", classes=1, zero=0, group=32),
+        PackedFormat("Q4_0", classes=2, zero=8, group=32),
+        PackedFormat("Q4_1", classes=2, zero=0, group=32, low=True),
         PackedFormat("int4z", classes=2, zero=0, group=32, zeros=True),
-        PackedFormat("Q4_K", classes=2, zero=0, group=256, sub=32, low=True, block_bytes=144),
-        PackedFormat("Q6_K", classes=4, zero=32, group=256, sub=16, high=True, block_bytes=210),
+        PackedFormat("Q4_K", classes=2, zero=0, group=256, sub=32, low=True),
+        PackedFormat("Q5_K", classes=4, zero=0, group=256, sub=32, high=True, low=True),
+        PackedFormat("Q6_K", classes=4, zero=32, group=256, sub=16, high=True),
+        PackedFormat("int8_16", classes=1, zero=0, group=16, scales="float32"),
+        PackedFormat("int8_16_low", classes=1, zero=0, group=16, low=True, scales="float32"),
     )
 }

@@ -16,7 +16,6 @@ Arrays = dict[str, Any]  # NumPy or JAX arrays
 
 
 FLOAT = ""  # the kind of a part that is not packed
-STORED = tuple(name for name, kind in KINDS.items() if kind.block_bytes)  # found in files
 QUANTISED = {"int8": "int8", "int4": "Q4_0"}  # kind for each value of `Plan.weights`
 
 # Forms that weights are declared to have, see `nn.layers.matrix`; others are `FLOAT`.
@@ -206,41 +205,6 @@ def dequantise(arrays: Mapping[str, np.ndarray], kind: str) -> np.ndarray:
     return w
 
 
-def unpack_blocks(blocks: np.ndarray, kind: str) -> Arrays:
-    """Return the arrays of a weight [D, N] from rows of ggml blocks, uint8 [N, bytes of a row]."""
-    b = blocks.reshape(len(blocks), -1, KINDS[kind].block_bytes)  # [N, blocks, bytes]
-
-    def half(at: int) -> np.ndarray:
-        return _columns(np.ascontiguousarray(b[..., at : at + 2]).view("<f2").astype(np.float16))
-
-    if kind == "Q8_0":
-        return {"codes": _columns(b[..., 2:].view(np.int8)), "scale": half(0)}
-    if kind in ("Q4_0", "Q4_1"):
-        codes = np.concatenate([b[..., -16:] & 15, b[..., -16:] >> 4], axis=-1)
-        found = {"codes": join(_columns(codes), 2), "scale": half(0)}
-        return found | ({"low": -half(2)} if kind == "Q4_1" else {})
-    if kind == "Q4_K":
-        sub, low = _six_bits(b[..., 4:16])
-        # ggml pairs the same runs, so its bytes are copied
-        codes = _columns(b[..., 16:])
-        return {
-            "codes": codes,
-            "scale": half(0),
-            "sub": _columns(sub),
-            "low": half(2),
-            "sub_low": _columns(low),
-        }
-    nibbles = b[..., :128].reshape(*b.shape[:2], 2, 2, RUN)  # [.., half, run of a pair, 32]
-    # low nibbles are runs 0 and 1 of a half, high ones 2 and 3
-    runs = np.stack([nibbles & 15, nibbles >> 4], axis=-3)  # [.., half, pair, run, 32]
-    return {
-        "codes": join(_columns(runs.reshape(*b.shape[:2], 256)), 2),
-        "high": _columns(b[..., 128:192]),
-        "scale": half(208),
-        "sub": _columns(np.ascontiguousarray(b[..., 192:208]).view(np.int8)),
-    }
-
-
 def join(codes: np.ndarray, classes: int) -> np.ndarray:
     """Return codes [D, ...] of 8 / classes bits as bytes [D / classes, ...]."""
     parts = codes.reshape(-1, classes, RUN, *codes.shape[1:])
@@ -262,16 +226,3 @@ def split(packed: np.ndarray, classes: int) -> np.ndarray:
 
 def _spread(groups: np.ndarray, depth: int) -> np.ndarray:
     return np.repeat(groups, depth // len(groups), axis=0)
-
-
-def _columns(parts: np.ndarray) -> np.ndarray:
-    """Return [N, blocks, values] as a contiguous [D, N]."""
-    return np.ascontiguousarray(parts.reshape(len(parts), -1).T)
-
-
-def _six_bits(b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the eight scales and eight lows in 12 bytes of a Q4_K block."""
-    first, second, third = b[..., :4], b[..., 4:8], b[..., 8:]
-    scale = [first & 63, third & 15 | first >> 6 << 4]
-    low = [second & 63, third >> 4 | second >> 6 << 4]
-    return np.concatenate(scale, axis=-1), np.concatenate(low, axis=-1)

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.converters.quants.stored import FORMATS, unpack_blocks
 from dflash_jax.kernels.native import interleaved
 from dflash_jax.kernels.native.build import library
 from dflash_jax.kernels.products import choose_products, contract, gather, set_weight_layout
 from dflash_jax.quant import layouts
-from dflash_jax.quant.layouts import FLOAT, KINDS, STORED, Interleaved, Packed, dequantise
+from dflash_jax.quant.layouts import FLOAT, KINDS, Interleaved, Packed, dequantise
 from tests.quant.test_layouts import random_blocks
 
 pytestmark = pytest.mark.skipif(
@@ -21,7 +22,12 @@ MULTIPLY = jax.jit(contract)
 FLOATS = {"float32": 2e-6, "bfloat16": 2e-6, "float16": 2e-6}  # largest relative error
 MOST = {"sub": 64, "sub_low": 64, "zero": 16}  # bounds of unsigned numbers
 GROUPED = tuple(kind for kind in KINDS if kind != "int8")
-UNITS = {"int8": 1, "Q4_K": 256, "Q6_K": 256}  # numbers that K is a multiple of; else 32
+UNITS = {
+    "int8": 1,
+    "Q4_K": 256,
+    "Q5_K": 256,
+    "Q6_K": 256,
+}  # numbers that K is a multiple of; else 32
 ROWS = (0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 31, 64, 65)
 
 
@@ -231,16 +237,23 @@ def test_packed_weights_change_their_layout_only(kind: str, columns: int) -> Non
     assert MULTIPLY(draw(2, 3, w.shape[0]), native).shape == (2, 3, 2, columns)
 
 
-@pytest.mark.parametrize("kind", STORED)
+@pytest.mark.parametrize("kind", FORMATS)
 def test_blocks_are_moved_to_strips(kind: str) -> None:
     """Rows of several tensors, each with its own columns; row starts are not aligned."""
-    blocks = random_blocks(kind, 37, 512)
-    wanted = interleaved.interleave(Packed(layouts.unpack_blocks(blocks, kind), kind, (512, 37)))
+    packed, blocks = FORMATS[kind][0], random_blocks(kind, 37, 512)
+    weight = Packed(unpack_blocks(blocks, kind, packed), packed, (512, 37))
+    wanted = interleaved.interleave(weight)
     order = np.random.default_rng(5).permutation(37)
     padded = np.pad(blocks[order], ((0, 0), (1, 2)))[:, 1:-2]
-    parts = [(padded[:20], order[:20]), (padded[20:], order[20:])]
-    found = interleaved.from_blocks(parts, kind, (512, 37))
-    assert (found.kind, found.shape) == (kind, (512, 37))
+    found = interleaved.empty(packed, (512, 37))
+    for rows, columns in ((padded[:20], order[:20]), (padded[20:], order[20:])):
+        if kind in interleaved.MOVED:
+            interleaved.put_blocks(found, rows, columns, kind)
+        else:
+            arrays = unpack_blocks(rows, kind, packed)
+            part = Packed(arrays, packed, (512, len(columns)))
+            interleaved.put_packed(found, part, columns)
+    assert (found.kind, found.shape) == (packed, (512, 37))
     assert list(found.arrays) == list(wanted.arrays)
     for name, array in wanted.arrays.items():
         assert found.arrays[name].dtype == array.dtype

@@ -4,10 +4,15 @@ import numpy as np
 import pytest
 
 from dflash_jax.converters import quants
+from dflash_jax.converters.quants.stored import FORMATS, format_of, unpack_blocks
 from dflash_jax.converters.quants.types import BY_NAME
 from dflash_jax.quant import layouts
-from dflash_jax.quant.layouts import FLOAT, HEAD, KINDS, MATRIX, STORED, TABLE
+from dflash_jax.quant.layouts import FLOAT, HEAD, KINDS, MATRIX, TABLE
 from dflash_jax.testing import packed_bytes
+
+SCALES = {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_1": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82)}
+SCALES |= {"Q6_K": (208,), "Q3_K": (108,), "TQ1_0": (52,), "TQ2_0": (64,)}
+SCALES |= {"MXFP4": (), "NVFP4": (), "IQ1_M": ()}
 
 
 def random_blocks(kind: str, rows: int, depth: int, seed: int = 0) -> np.ndarray:
@@ -15,7 +20,11 @@ def random_blocks(kind: str, rows: int, depth: int, seed: int = 0) -> np.ndarray
     size, width = BY_NAME[kind].block_bytes, BY_NAME[kind].block_size
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (rows, depth // width, size), np.uint8)
-    for at in {"Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}.get(kind, (0,)):
+    if kind == "MXFP4":
+        blocks[..., 0] = rng.integers(100, 140, blocks.shape[:2])
+    if kind == "IQ1_M":  # the scale lies in the high halves of four bytes: 0 to 2
+        blocks[..., 55] &= 0x3F
+    for at in SCALES.get(kind, (0,)):
         scale = rng.standard_normal((rows, depth // width, 1)).astype(np.float16) / 64
         blocks[..., at : at + 2] = scale.astype("<f2").view(np.uint8)
     return blocks.reshape(rows, -1)
@@ -27,21 +36,32 @@ def decoded(kind: str, blocks: np.ndarray, depth: int) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("kind", STORED)
-def test_blocks_keep_their_numbers_bit_for_bit(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "packed"), [(k, f) for k in FORMATS for f in FORMATS[k]])
+def test_blocks_keep_their_numbers_bit_for_bit(kind: str, packed: str) -> None:
     blocks = random_blocks(kind, 7, 512)
-    arrays = layouts.unpack_blocks(blocks, kind)
-    ours = layouts.dequantise(arrays, kind)
+    arrays = unpack_blocks(blocks, kind, packed)
+    assert {n: (len(a), str(a.dtype)) for n, a in arrays.items()} == KINDS[packed].arrays(512)
+    ours = layouts.dequantise(arrays, packed)
+    assert np.isfinite(ours).all()
     np.testing.assert_array_equal(ours.view(np.uint32), decoded(kind, blocks, 512).T.view("u4"))
+
+
+def test_every_type_that_can_be_read_has_a_format() -> None:
+    assert FORMATS.keys() == quants.DECODERS.keys()
+    for kind, packed in FORMATS.items():
+        size = BY_NAME[kind].block_size
+        assert format_of(kind, size) == (packed[0] if size > 32 else packed[-1])
+        assert format_of(kind, 512) == packed[0]
+    assert format_of("F16", 512) == FLOAT
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "int4z"])
 def test_arrays_have_the_declared_rows_dtypes_and_bytes(kind: str) -> None:
     w = np.random.default_rng(1).standard_normal((512, 3)).astype(np.float32)
-    stored = kind in STORED
+    type_ = next((name for name in FORMATS if FORMATS[name][0] == kind), "")
     arrays = (
-        layouts.unpack_blocks(random_blocks(kind, 3, 512), kind)
-        if stored
+        unpack_blocks(random_blocks(type_, 3, 512), type_, kind)
+        if type_
         else layouts.quantise(w, kind)
     )
     declared = KINDS[kind].arrays(512)
@@ -50,6 +70,7 @@ def test_arrays_have_the_declared_rows_dtypes_and_bytes(kind: str) -> None:
     total = sum(a.nbytes for a in arrays.values())
     assert packed_bytes(kind, (512, 3)) == total
     bits = {"int8": 8, "Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625, "Q6_K": 6.5625}
+    bits |= {"Q5_K": 6.625, "int8_16": 10, "int8_16_low": 12}
     scales = 3 * 4 if kind == "int8" else 0
     assert total == 512 * 3 * bits[kind] / 8 + scales
 

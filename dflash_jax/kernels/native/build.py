@@ -23,6 +23,7 @@ import jaxlib
 from dflash_jax.errors import NativeError
 from dflash_jax.kernels.native import compiling, shipped
 from dflash_jax.kernels.native.compiling import LEVELS, Level, find_compiler
+from dflash_jax.quant.formats import KINDS
 from dflash_jax.utils import atomic, private_folder
 from dflash_jax.utils.processor import features
 from dflash_jax.utils.progress import NO, YES, announced, is_shown
@@ -38,7 +39,7 @@ NO_TILES = (
     "the operating system does not enable it",
     "the operating system does not permit it to this process",
 )
-PRODUCTS = ("float", "int8", "int8_by_floats", "q8_0", "q4_0", "q4_1", "int4z", "q4_k", "q6_k")
+PRODUCTS = ("float", "int8_by_floats", *map(str.lower, KINDS))
 # Of the handlers, each dflash_NAME.
 NAMES = (*PRODUCTS, "attend", "norm", "rotate", "gate", "largest", "draw", "write", "write_int8")
 WAIT = compiling.PATIENCE + 30  # seconds to wait for a process that compiles

@@ -49,9 +49,9 @@ inline Pair Nibbles(const uint8_t* at) {
 }
 
 // The scales of a vector of columns: a weight is scale * (code - kZeroPoint) - low. With kHalves, the
-// first and the last 16 weights of a group have a scale each.
+// first and the last 16 weights of a group have a scale and a low each.
 struct Scales {
-  Floats first, second, low;
+  Floats first, second = Zeros(), low = Zeros(), second_low = Zeros();
 };
 
 // A place among the arrays [groups, 16] of a strip.
@@ -63,10 +63,11 @@ struct Grouped {
   static constexpr bool kBytewise = false;    // whether codes are whole bytes
   static constexpr bool kHalves = false, kHasLow = false;
   static constexpr int64_t kScaled = 1;       // groups that share a `scale` and a `low`
+  static constexpr int64_t kScaleBytes = 2;   // of one of these
   static constexpr int64_t kGroupBytes = 4 * kQuads;  // of the codes of 16 columns
 
   static Pair Codes(const uint8_t* at, int i) { return Nibbles(at + i * kQuads); }
-  static Scales Read(const Arrays& w, Spot at) { return {Half(w, kScale, at), Zeros(), Zeros()}; }
+  static Scales Read(const Arrays& w, Spot at) { return {Half(w, kScale, at)}; }
 
   static Floats Half(const Arrays& w, Part part, Spot at, int64_t scaled = 1) {
     const int64_t offset = at.group / scaled * kStrip + at.lane;
@@ -100,7 +101,7 @@ struct Q4_1 : Grouped {
   static constexpr bool kHasLow = true;
 
   static Scales Read(const Arrays& w, Spot at) {
-    return {Half(w, kScale, at), Zeros(), Half(w, kLow, at)};
+    return {.first = Half(w, kScale, at), .low = Half(w, kLow, at)};
   }
 };
 
@@ -111,7 +112,7 @@ struct Int4Z : Grouped {
 
   static Scales Read(const Arrays& w, Spot at) {
     const Floats scale = Half(w, kScale, at);
-    return {scale, Zeros(), Multiply(scale, Byte(w, kZero, at))};
+    return {.first = scale, .low = Multiply(scale, Byte(w, kZero, at))};
   }
 };
 
@@ -122,9 +123,22 @@ struct Q4_K : Grouped {
   static constexpr int64_t kScaled = kSuper;
 
   static Scales Read(const Arrays& w, Spot at) {
-    return {Multiply(Half(w, kScale, at, kSuper), Byte(w, kSub, at)), Zeros(),
-            Multiply(Half(w, kLow, at, kSuper), Byte(w, kSubLow, at))};
+    return {.first = Multiply(Half(w, kScale, at, kSuper), Byte(w, kSub, at)),
+            .low = Multiply(Half(w, kLow, at, kSuper), Byte(w, kSubLow, at))};
   }
+};
+
+inline Pair SixBits(const uint8_t* at, int i) {
+  const Ints high = LoadBytes(at + (4 + i / 2) * kQuads), mask = AllBytes(0x30);
+  const Pair low = Nibbles(at + i * kQuads);
+  const Ints first = i % 2 ? high : Left<4>(high), second = i % 2 ? Right<2>(high) : Left<2>(high);
+  return {Or(low.first, And(first, mask)), Or(low.second, And(second, mask))};
+}
+
+struct Q5_K : Q4_K {
+  static constexpr int64_t kGroupBytes = 6 * kQuads;
+
+  static Pair Codes(const uint8_t* at, int i) { return SixBits(at, i); }
 };
 
 struct Q6_K : Grouped {
@@ -133,27 +147,47 @@ struct Q6_K : Grouped {
   static constexpr bool kHalves = true;
   static constexpr int64_t kScaled = kSuper, kGroupBytes = 6 * kQuads;
 
-  static Pair Codes(const uint8_t* at, int i) {
-    const Ints high = LoadBytes(at + (4 + i / 2) * kQuads), mask = AllBytes(0x30);
-    const Pair low = Nibbles(at + i * kQuads);
-    const Ints first = i % 2 ? high : Left<4>(high), second = i % 2 ? Right<2>(high) : Left<2>(high);
-    return {Or(low.first, And(first, mask)), Or(low.second, And(second, mask))};
-  }
+  static Pair Codes(const uint8_t* at, int i) { return SixBits(at, i); }
   static Scales Read(const Arrays& w, Spot at) {
     const Floats scale = Half(w, kScale, at, kSuper);
     const int64_t offset = 2 * at.group * kStrip + at.lane;
     const int8_t* sub = w.At<int8_t>(kSub, at.strip, 2 * w.groups * kStrip, offset);
-    return {Multiply(scale, Int8::Read(sub)), Multiply(scale, Int8::Read(sub + kStrip)), Zeros()};
+    return {Multiply(scale, Int8::Read(sub)), Multiply(scale, Int8::Read(sub + kStrip))};
+  }
+};
+
+// Bytes with scales in float32 for each 16 weights.
+struct Int8_16 : Q8_0 {
+  static constexpr bool kHalves = true;
+  static constexpr int64_t kScaleBytes = 4;
+
+  static Scales Read(const Arrays& w, Spot at) {
+    const float* scale = Whole(w, kScale, at);
+    return {Load(scale), Load(scale + kStrip)};
+  }
+  static const float* Whole(const Arrays& w, Part part, Spot at) {
+    return w.At<float>(part, at.strip, 2 * w.groups * kStrip, 2 * at.group * kStrip + at.lane);
+  }
+};
+
+struct Int8_16_Low : Int8_16 {
+  static constexpr Part kArrays[] = {kCodes, kScale, kLow};
+  static constexpr bool kHasLow = true;
+
+  static Scales Read(const Arrays& w, Spot at) {
+    const float *scale = Whole(w, kScale, at), *low = Whole(w, kLow, at);
+    return {Load(scale), Load(scale + kStrip), Load(low), Load(low + kStrip)};
   }
 };
 
 // The numbers of one of a format's arrays, for a strip.
 template <typename Format>
 constexpr int64_t PerStrip(Part part, int64_t groups) {
+  const int64_t nearest = groups * kStrip * (Format::kHalves ? 2 : 1);
   switch (part) {
     case kCodes: return groups * Format::kGroupBytes;
-    case kScale: case kLow: return groups / Format::kScaled * kStrip;
-    case kSub: return groups * kStrip * (Format::kHalves ? 2 : 1);
+    case kScale: case kLow: return Format::kScaled > 1 ? groups / Format::kScaled * kStrip : nearest;
+    case kSub: return nearest;
     default: return groups * kStrip;
   }
 }
@@ -206,8 +240,8 @@ struct Quantised {
   const CodeLayout layout;
   const std::unique_ptr<int8_t[]> codes;   // [M, width]
   const std::unique_ptr<float[]> scale;    // at Group(row, group)
-  const std::unique_ptr<float[]> total;    // at the same: the sum of the quantised activations
-  const std::unique_ptr<int32_t[]> start;  // [.., parts]: - zero * the sum of the codes
+  const std::unique_ptr<float[]> total;    // [.., parts]: the sums of the quantised activations
+  const std::unique_ptr<int32_t[]> start;  // [.., parts]: - zero * the sums of the codes
 
   Quantised(int64_t rows, int64_t depth, int64_t group, int64_t parts, int32_t zero,
             CodeLayout layout = {})
@@ -215,7 +249,7 @@ struct Quantised {
         width((depth + kStrip - 1) / kStrip * kStrip), parts(parts), zero(zero), layout(layout),
         codes(new int8_t[layout.Padded(rows) * width]),
         scale(new float[layout.Padded(rows) * groups]()),
-        total(new float[layout.Padded(rows) * groups]()),
+        total(new float[layout.Padded(rows) * groups * parts]()),
         start(new int32_t[layout.Padded(rows) * groups * parts]) {}
 
   // Where the scale of a group of a row lies: those of the rows of a tile are side by side.
@@ -292,9 +326,11 @@ struct Quantised {
     }
     const int32_t sum = Sum(Add(sums[0], sums[1])), first = parts == 2 ? Sum(sums[0]) : sum;
     scale[at] = finite ? largest * (1.0f / 127.0f) : std::numeric_limits<float>::quiet_NaN();
-    total[at] = scale[at] * static_cast<float>(sum);
-    start[at * parts] = -zero * first;
-    if (parts == 2) start[at * parts + 1] = -zero * (sum - first);
+    for (int part = 0; part < parts; part++) {
+      const int32_t of_part = part ? sum - first : first;
+      total[at * parts + part] = scale[at] * static_cast<float>(of_part);
+      start[at * parts + part] = -zero * of_part;
+    }
   }
 };
 

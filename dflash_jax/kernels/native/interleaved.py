@@ -14,7 +14,6 @@ All arrays of a weight [D, N] begin with its strips, the last of which is padded
 import ctypes
 import functools
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,8 @@ from dflash_jax.utils.allocator import zeros
 
 WIDTH = 16  # columns of a strip
 ORDER = ("codes", "scale", "low", "zero", "sub", "sub_low")  # of the kernels' arguments
+# Types whose blocks the native library moves.
+MOVED = frozenset(["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"])
 HIGH = ((0, 0), (2, 4), (4, 1), (6, 5))  # bit of a byte of high bits, and its first quad of two
 
 
@@ -99,27 +100,39 @@ def deinterleave(w: Interleaved) -> Packed:
     return Packed({name: found[name] for name in format_.arrays(depth)}, w.kind, w.shape)
 
 
-def from_blocks(
-    parts: Iterable[tuple[UInt8[np.ndarray, "n bytes"], Int[np.ndarray, " n"]]],
-    kind: str,
-    shape: tuple[int, ...],
-) -> Interleaved:
-    """Return a weight [D, ...] made of rows of ggml's blocks.
+def empty(kind: str, shape: tuple[int, ...]) -> Interleaved:
+    """Return a packed weight [D, ...] of zeros, whose columns are put in place later."""
+    declared = shapes(kind, shape[0], math.prod(shape[1:]))
+    return Interleaved({name: zeros(*of) for name, of in declared.items()}, kind, shape)
+
+
+def put_blocks(
+    w: Interleaved,
+    rows: UInt8[np.ndarray, "n bytes"],
+    columns: Int[np.ndarray, " n"],
+    type_: str,
+) -> None:
+    """Put rows of ggml's blocks in place as columns of a packed weight.
 
     Args:
-      parts: rows, and the columns that they are; together all N columns.
+      type_: of the blocks, one of `MOVED`.
     """
-    columns, kept = math.prod(shape[1:]), []
-    addresses = np.zeros(columns, np.uintp)
-    for rows, places in parts:
-        assert rows.strides[-1] == 1, "the blocks of a row must be contiguous"
-        addresses[places] = rows.ctypes.data + rows.strides[0] * np.arange(len(rows))
-        kept.append(rows)
-    assert addresses.all(), "columns are missing"
-    arrays = {n: zeros(*declared) for n, declared in shapes(kind, shape[0], columns).items()}
-    found = [arrays.get(name) for name in ORDER if name != "zero"]
-    _call(f"repack_{kind.lower()}", addresses, columns, shape[0] // RUN, *found)
-    return Interleaved(arrays, kind, shape)
+    assert rows.strides[-1] == 1, "the blocks of a row must be contiguous"
+    addresses = np.zeros(math.prod(w.shape[1:]), np.uintp)
+    addresses[columns] = rows.ctypes.data + rows.strides[0] * np.arange(len(rows))
+    arrays = [w.arrays.get(name) for name in ORDER if name != "zero"]
+    _call(f"repack_{type_.lower()}", addresses, len(addresses), w.shape[0] // RUN, *arrays)
+
+
+def put_packed(w: Interleaved, part: Packed, columns: Int[np.ndarray, " n"]) -> None:
+    """Put the columns of a packed weight in place as columns of another, of the same kind."""
+    strips, places = columns // WIDTH, columns % WIDTH
+    for name, array in interleave(part).arrays.items():
+        size = 4 if name == "codes" else 1  # of the numbers of a column that lie side by side
+        each = array.reshape(len(array), -1, WIDTH, size).swapaxes(1, 2)
+        each = each.reshape(-1, *each.shape[2:])[: len(columns)]
+        to = w.arrays[name]
+        to.reshape(len(to), -1, WIDTH, size)[strips, :, places] = each
 
 
 def from_floats(weight: Float[np.ndarray, "D ..."]) -> Interleaved:

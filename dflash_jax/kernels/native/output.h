@@ -86,14 +86,17 @@ struct Int8Operands {
   }
 };
 
-// Adds products of a group to the sums of a row, given their sums of products of codes, one for each
-// scale of the weights, and the scale and the total of the activations.
+// Adds products of a group to the sums of a row, given their sums of products of codes and the totals
+// of the activations, one for each scale of the weights, and the scale of the activations.
 template <typename Format>
-inline void AddScaled(const Scales& scales, const Ints* dots, float scale, float total, Floats& sum) {
+inline void AddScaled(const Scales& scales, const Ints* dots, float scale, const float* totals,
+                      Floats& sum) {
   Floats scaled = Multiply(ToFloats(dots[0]), scales.first);
   if constexpr (Format::kHalves) scaled = MultiplyAdd(ToFloats(dots[1]), scales.second, scaled);
   sum = MultiplyAdd(scaled, All(scale), sum);
-  if constexpr (Format::kHasLow) sum = MultiplySubtract(scales.low, All(total), sum);
+  if constexpr (!Format::kHasLow) return;
+  sum = MultiplySubtract(scales.low, All(totals[0]), sum);
+  if constexpr (Format::kHalves) sum = MultiplySubtract(scales.second_low, All(totals[1]), sum);
 }
 
 }  // namespace dflash

@@ -161,7 +161,7 @@ struct GroupTile {
     for (int r = 0; r < R; r++) {
       if constexpr (kDots > kScales) dots[r][0] = Add(dots[r][0], dots[r][1]);
       const int64_t at = (row + r) * x.groups + group;
-      AddScaled<Format>(scales, dots[r], x.scale[at], x.total[at], sums[r]);
+      AddScaled<Format>(scales, dots[r], x.scale[at], &x.total[at * kScales], sums[r]);
     }
   }
 };
@@ -308,7 +308,7 @@ ffi::Error GroupProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Rema
   for (size_t i = 0; i < arrays.size(); i++) {
     const Part part = Format::kArrays[i];
     const auto array = arrays.get<ffi::AnyBuffer>(i);
-    const int64_t size = part == kScale || part == kLow ? 2 : 1;
+    const int64_t size = part == kScale || part == kLow ? Format::kScaleBytes : 1;
     if (!array || !Holds(*array, strips * PerStrip<Format>(part, w.groups) * size)) return Unfit();
     w.data[part] = array->untyped_data();
   }
@@ -350,4 +350,7 @@ PRODUCT(dflash_q4_0, GroupProduct<Q4_0>, .RemainingArgs());
 PRODUCT(dflash_q4_1, GroupProduct<Q4_1>, .RemainingArgs());
 PRODUCT(dflash_int4z, GroupProduct<Int4Z>, .RemainingArgs());
 PRODUCT(dflash_q4_k, GroupProduct<Q4_K>, .RemainingArgs());
+PRODUCT(dflash_q5_k, GroupProduct<Q5_K>, .RemainingArgs());
 PRODUCT(dflash_q6_k, GroupProduct<Q6_K>, .RemainingArgs());
+PRODUCT(dflash_int8_16, GroupProduct<Int8_16>, .RemainingArgs());
+PRODUCT(dflash_int8_16_low, GroupProduct<Int8_16_Low>, .RemainingArgs());

@@ -35,15 +35,32 @@ void PutNibbles(uint8_t* to, const uint8_t (&codes)[kGroup]) {
   PutQuads(to, joined, 4);
 }
 
+// Moves 32 codes of six bits.
+void PutSixBits(uint8_t* to, const uint8_t (&codes)[kGroup]) {
+  PutNibbles(to, codes);
+  uint8_t joined[8];
+  for (int k = 0; k < 8; k++) {
+    const uint8_t* at = codes + k / 4 * 8 + k % 4;
+    joined[k] = at[0] >> 4 | at[16] >> 4 << 2 | at[4] >> 4 << 4 | at[20] >> 4 << 6;
+  }
+  PutQuads(to + 4 * kQuads, joined, 2);
+}
+
+// Moves 32 signed codes, and a scale.
+inline void PutBytes(const Column& to, int64_t g, uint16_t scale, uint8_t (&codes)[kGroup]) {
+  for (uint8_t& code : codes) code ^= 0x80;
+  to.scale[g * kStrip] = scale;
+  PutQuads(to.codes + g * Q8_0::kGroupBytes, codes, 8);
+}
+
 // Each moves the block at the start of group `g`.
 struct Q8_0Block {
   using Format = Q8_0;
   static constexpr int64_t kBytes = 34;
   static void Move(const uint8_t* block, const Column& to, int64_t g) {
     uint8_t codes[kGroup];
-    for (int k = 0; k < kGroup; k++) codes[k] = block[2 + k] ^ 0x80;
-    to.scale[g * kStrip] = Half(block);
-    PutQuads(to.codes + g * Format::kGroupBytes, codes, 8);
+    std::copy_n(block + 2, kGroup, codes);
+    PutBytes(to, g, Half(block), codes);
   }
 };
 
@@ -53,6 +70,34 @@ struct Q4_0Block {
   static void Move(const uint8_t* block, const Column& to, int64_t g) {
     to.scale[g * kStrip] = Half(block);
     PutQuads(to.codes + g * Format::kGroupBytes, block + 2, 4);
+  }
+};
+
+struct Q5_0Block {
+  using Format = Q8_0;
+  static constexpr int64_t kBytes = 22;
+  static void Move(const uint8_t* block, const Column& to, int64_t g) {
+    uint32_t high;
+    std::memcpy(&high, block + 2, sizeof high);
+    uint8_t codes[kGroup];
+    for (int k = 0; k < kGroup; k++) {
+      const int low = block[6 + k % 16] >> (k < 16 ? 0 : 4) & 15;
+      codes[k] = static_cast<uint8_t>((low | (high >> k & 1) << 4) - 16);
+    }
+    PutBytes(to, g, Half(block), codes);
+  }
+};
+
+struct IQ4_NLBlock {
+  using Format = Q8_0;
+  static constexpr int64_t kBytes = 18;
+  static constexpr int8_t kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                         1,    13,   25,  38,  53,  69,  89,  113};
+  static void Move(const uint8_t* block, const Column& to, int64_t g) {
+    uint8_t codes[kGroup];
+    for (int k = 0; k < kGroup; k++)
+      codes[k] = static_cast<uint8_t>(kValues[block[2 + k % 16] >> (k < 16 ? 0 : 4) & 15]);
+    PutBytes(to, g, Half(block), codes);
   }
 };
 
@@ -66,21 +111,42 @@ struct Q4_1Block {
   }
 };
 
+// Moves the scales of Q4_K and Q5_K at the start of a block.
+inline void PutSixBitScales(const uint8_t* block, const Column& to, int64_t g) {
+  to.scale[g / kSuper * kStrip] = Half(block);
+  to.low[g / kSuper * kStrip] = Half(block + 2);
+  const uint8_t* bits = block + 4;
+  for (int j = 0; j < kSuper; j++) {
+    const int high = j >= 4;
+    const int64_t at = (g + j) * kStrip;
+    to.sub[at] = high ? (bits[j + 4] & 15) | bits[j - 4] >> 6 << 4 : bits[j] & 63;
+    to.sub_low[at] = high ? bits[j + 4] >> 4 | bits[j] >> 6 << 4 : bits[j + 4] & 63;
+  }
+}
+
 struct Q4_KBlock {
   using Format = Q4_K;
   static constexpr int64_t kBytes = 144;
   static void Move(const uint8_t* block, const Column& to, int64_t g) {
-    to.scale[g / kSuper * kStrip] = Half(block);
-    to.low[g / kSuper * kStrip] = Half(block + 2);
-    const uint8_t* bits = block + 4;
+    PutSixBitScales(block, to, g);
     for (int j = 0; j < kSuper; j++) {
-      const int high = j >= 4;
-      const int64_t at = (g + j) * kStrip;
-      to.sub[at] = high ? (bits[j + 4] & 15) | bits[j - 4] >> 6 << 4 : bits[j] & 63;
-      to.sub_low[at] = high ? bits[j + 4] >> 4 | bits[j] >> 6 << 4 : bits[j + 4] & 63;
       uint8_t codes[kGroup];
       for (int k = 0; k < kGroup; k++) codes[k] = block[16 + j / 2 * 32 + k] >> 4 * (j % 2) & 15;
       PutNibbles(to.codes + (g + j) * Format::kGroupBytes, codes);
+    }
+  }
+};
+
+struct Q5_KBlock {
+  using Format = Q5_K;
+  static constexpr int64_t kBytes = 176;
+  static void Move(const uint8_t* block, const Column& to, int64_t g) {
+    PutSixBitScales(block, to, g);
+    for (int j = 0; j < kSuper; j++) {
+      uint8_t codes[kGroup];
+      for (int k = 0; k < kGroup; k++)
+        codes[k] = (block[48 + j / 2 * 32 + k] >> 4 * (j % 2) & 15) | (block[16 + k] >> j & 1) << 4;
+      PutSixBits(to.codes + (g + j) * Format::kGroupBytes, codes);
     }
   }
 };
@@ -96,19 +162,10 @@ struct Q6_KBlock {
       const int run = j % 4;
       const uint8_t* low = block + 64 * (j / 4) + 32 * (run % 2);
       const uint8_t* high = block + 128 + 32 * (j / 4);
-      uint8_t codes[kGroup], top[kGroup];
-      for (int k = 0; k < kGroup; k++) {
-        codes[k] = low[k] >> 4 * (run / 2) & 15;
-        top[k] = high[k] >> 2 * run & 3;
-      }
-      uint8_t* quads = to.codes + (g + j) * Format::kGroupBytes;
-      PutNibbles(quads, codes);
-      uint8_t joined[8];
-      for (int k = 0; k < 8; k++) {
-        const uint8_t* at = top + k / 4 * 8 + k % 4;
-        joined[k] = at[0] | at[16] << 2 | at[4] << 4 | at[20] << 6;
-      }
-      PutQuads(quads + 4 * kQuads, joined, 2);
+      uint8_t codes[kGroup];
+      for (int k = 0; k < kGroup; k++)
+        codes[k] = (low[k] >> 4 * (run / 2) & 15) | (high[k] >> 2 * run & 3) << 4;
+      PutSixBits(to.codes + (g + j) * Format::kGroupBytes, codes);
     }
   }
 };
@@ -125,11 +182,13 @@ void Repack(const uint8_t* const* rows, int64_t columns, int64_t groups, uint8_t
     const int64_t strip = first / kStrip, count = std::min(kStrip, columns - first);
     for (int64_t g = 0; g < groups; g += Format::kScaled)
       for (int64_t lane = 0; lane < count; lane++) {
+        const uint8_t* const row = rows[first + lane];
+        if (!row) continue;
         const Column to{After(codes, strip * size(kCodes) + 4 * lane),
                         After(scale, strip * size(kScale) + lane),
                         After(low, strip * size(kLow) + lane), After(sub, strip * size(kSub) + lane),
                         After(sub_low, strip * size(kSubLow) + lane)};
-        Block::Move(rows[first + lane] + g / Format::kScaled * Block::kBytes, to, g);
+        Block::Move(row + g / Format::kScaled * Block::kBytes, to, g);
       }
   }
 }
@@ -196,7 +255,7 @@ extern "C" void dflash_quantise_int8(const float* w, int64_t depth, int64_t colu
 }
 
 // Args:
-//   rows: the blocks of each column.
+//   rows: the blocks of each column; null leaves the column as it is.
 //   groups: of 32 weights of a column.
 //   codes, ...: the arrays of the strips, zeros; null if the format does not have them.
 #define REPACK(name, Block)                                                                          \
@@ -208,5 +267,8 @@ extern "C" void dflash_quantise_int8(const float* w, int64_t depth, int64_t colu
 REPACK(dflash_repack_q8_0, Q8_0Block)
 REPACK(dflash_repack_q4_0, Q4_0Block)
 REPACK(dflash_repack_q4_1, Q4_1Block)
+REPACK(dflash_repack_q5_0, Q5_0Block)
 REPACK(dflash_repack_q4_k, Q4_KBlock)
+REPACK(dflash_repack_q5_k, Q5_KBlock)
 REPACK(dflash_repack_q6_k, Q6_KBlock)
+REPACK(dflash_repack_iq4_nl, IQ4_NLBlock)

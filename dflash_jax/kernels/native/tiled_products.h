@@ -210,7 +210,7 @@ struct GroupTiles {
     const Piece at = piece;
     const int64_t all = x.groups, place = at.row * all + at.group * kTileRows;
     const int8_t* const rows = x.codes.get() + place * kGroup;
-    const float *const scale = x.scale.get() + place, *const total = x.total.get() + place;
+    const float *const scale = x.scale.get() + place, *const total = x.total.get() + place * kScales;
     const auto* packed = w.At<uint8_t>(kCodes, at.strip, all * Format::kGroupBytes,
                                        at.group * Format::kGroupBytes);
     uint8_t* const codes = work.codes[0];
@@ -240,7 +240,7 @@ struct GroupTiles {
           Ints both[kScales];
           for (int half = 0; half < kScales; half++) both[half] = LoadBytes(dots[half][r]);
           const int64_t of_row = group * kTileRows + r;
-          AddScaled<Format>(scales, both, scale[of_row], total[of_row], sums[r]);
+          AddScaled<Format>(scales, both, scale[of_row], total + of_row * kScales, sums[r]);
         }
       }
     }

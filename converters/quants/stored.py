@@ -1,0 +1,59 @@
+"""ggml's blocks in the packed formats that products multiply by: the same numbers, rearranged."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from dflash_jax.converters.quants import DECODERS
+from dflash_jax.converters.quants.types import BY_NAME
+from dflash_jax.quant.layouts import FLOAT, KINDS, Arrays, fits, join
+
+# The formats that hold exactly the numbers of each type, the smallest one first.
+FORMATS: Mapping[str, tuple[str, ...]] = {
+    **{name: (name,) for name in ("Q8_0", "Q4_K", "Q5_K", "Q6_K")},
+    **dict.fromkeys(("Q5_0", "IQ4_NL"), ("Q8_0",)),
+    **dict.fromkeys(("Q4_0", "Q1_0", "Q2_0", "TQ1_0", "TQ2_0"), ("Q4_0", "Q8_0")),
+    "Q4_1": ("Q4_1", "int8_16_low"),
+    "Q3_K": ("Q6_K",),
+    **dict.fromkeys(("Q5_1", "Q2_K"), ("int8_16_low",)),
+    **dict.fromkeys(("IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS"), ("int8_16",)),
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "MXFP4", "NVFP4"), ("int8_16",)),
+}
+
+
+def format_of(kind: str, depth: int) -> str:
+    """Return the packed format for a type's matrices with D = `depth`; FLOAT if there is none."""
+    return next((each for each in FORMATS.get(kind, ()) if fits(each, depth)), FLOAT)
+
+
+def unpack_blocks(blocks: np.ndarray, kind: str, packed: str) -> Arrays:
+    """Return the arrays of a weight [D, N] from rows of blocks [N, bytes].
+
+    Args:
+      kind: type of the blocks.
+      packed: format of the weight, one of `FORMATS[kind]`.
+    """
+    type_, format_ = BY_NAME[kind], KINDS[packed]
+    parts = DECODERS[kind](blocks.reshape(-1, type_.block_bytes))
+    depth = parts.codes.size // len(blocks)
+
+    def along(values: np.ndarray | None, count: int) -> np.ndarray:
+        """Return numbers of blocks as `count` rows along D, [count, N]."""
+        assert values is not None, (kind, packed)
+        each = values.reshape(len(blocks), -1)
+        return np.ascontiguousarray(np.repeat(each, count // each.shape[1], axis=1).T)
+
+    codes = along(parts.codes, depth)
+    found: Arrays = {"codes": codes}
+    if format_.spread == 2:
+        unsigned = codes.view(np.uint8) + np.uint8(format_.zero)
+        found["codes"] = join(unsigned & np.uint8(15), 2)
+        if format_.high:
+            found["high"] = join(unsigned >> np.uint8(4), 4)
+    with np.errstate(invalid="ignore", over="ignore"):  # scales that are not finite are refused
+        if not format_.sub:
+            parts = parts._replace(scale=parts.factors, low=parts.offsets)
+        for name, (count, dtype) in format_.arrays(depth).items():
+            if name not in found:
+                found[name] = along(getattr(parts, name), count).astype(dtype, copy=False)
+    return {name: found[name] for name in format_.arrays(depth)}
