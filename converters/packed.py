@@ -18,8 +18,14 @@ from dflash_jax.converters.names.slots import Keys, Slot, TensorPart
 from dflash_jax.converters.quants.stored import FORMATS, format_of, unpack_blocks
 from dflash_jax.converters.quants.types import BY_NAME
 from dflash_jax.errors import CheckpointError
-from dflash_jax.kernels.native import interleaved
-from dflash_jax.kernels.native.interleaved import interleave, quantise_int8
+from dflash_jax.kernels.native.interleaved import (
+    MOVED,
+    empty,
+    interleave,
+    put_blocks,
+    put_packed,
+    quantise_int8,
+)
 from dflash_jax.quant.layouts import (
     FLOAT,
     KINDS,
@@ -182,19 +188,19 @@ def _uniform(found: Canonical, slot: Slot, kind: str, native: bool) -> Packed | 
 def _interleaved(found: Canonical, slot: Slot, kind: str) -> Interleaved:
     """Return all parts as one weight in strips, moved there from the file."""
     numbers = np.arange(math.prod(slot.shape[1:])).reshape(1, *slot.shape[1:])
-    made = interleaved.empty(kind, slot.shape)
+    made = empty(kind, slot.shape)
     for part in slot.parts:
         columns = part.view(numbers).reshape(-1)
         type_, blocks = found.kind(part.name), _blocks(found, part)
-        if type_ in interleaved.MOVED:
-            interleaved.put_blocks(made, blocks, columns, type_)
+        if type_ in MOVED:
+            put_blocks(made, blocks, columns, type_)
             continue
         step = max(CHUNK // slot.shape[0], 1)
         for start in range(0, len(blocks), step):
             arrays = unpack_blocks(blocks[start : start + step], type_, kind)
             some = columns[start : start + step]
             weight = Packed(arrays, kind, (slot.shape[0], len(some)))
-            interleaved.put_packed(made, weight, some)
+            put_packed(made, weight, some)
     _check_finite(made.arrays, "/".join(slot.path))
     return made
 

@@ -134,6 +134,7 @@ DEFAULTS: dict[str, Any] = {
 FAMILY = Family(
     config=Gemma3Config,
     from_hf=from_hf,
+    any_width=True,
     model_types=("gemma3", "gemma3_text"),
     gguf=("gemma3",),
     defaults={"gemma3_text": DEFAULTS},

@@ -285,6 +285,7 @@ def _per_layer(f: Fields) -> dict[str, Any]:
 FAMILY = Family(
     config=Gemma4Config,
     from_hf=from_hf,
+    any_width=True,
     model_types=("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
     gguf=("gemma4",),
     defaults=DEFAULTS,

@@ -30,6 +30,7 @@ def from_hf(f: Fields) -> TargetConfig:
 FAMILY = Family(
     config=TargetConfig,
     from_hf=from_hf,
+    any_width=True,
     module="llama",
     model_types=("glm4",),
     gguf=("glm4",),

@@ -109,6 +109,7 @@ def _kinds(f: Fields, count: int) -> tuple[bool, ...]:
 FAMILY = Family(
     config=Lfm2Config,
     from_hf=from_hf,
+    any_width=True,
     model_types=("lfm2",),
     gguf=("lfm2",),
     defaults={"lfm2": {"max_position_embeddings": 128_000, "num_key_value_heads": 8}},

@@ -14,6 +14,7 @@ def from_hf(f: Fields) -> TargetConfig:
 FAMILY = Family(
     config=TargetConfig,
     from_hf=from_hf,
+    any_width=True,
     model_types=("olmo2",),
     gguf=("olmo2",),
     defaults={"olmo2": {"max_position_embeddings": 2048}},

@@ -49,6 +49,7 @@ def _without_share(f: Fields) -> dict[str, Any]:
 FAMILY = Family(
     config=TargetConfig,
     from_hf=from_hf,
+    any_width=True,
     module="llama",
     model_types=("phi3",),
     gguf=("phi3",),
