@@ -116,6 +116,11 @@ class Worker:
             self.close()
             raise
 
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
+        return self._process.pid
+
     def ask(self, request: str) -> dict[str, Any]:
         """Return the answer to a request.
 

@@ -50,7 +50,13 @@ class GgufArray:
     count: int
     _buffer: mmap.mmap | bytes
     _start: int
+    _stop: int
     _where: str
+
+    @property
+    def raw(self) -> bytes:
+        """The bytes of the elements, as they are stored."""
+        return self._buffer[self._start : self._stop]
 
     def __len__(self) -> int:
         return self.count
@@ -242,7 +248,7 @@ def _array(cursor: _Cursor, key: str) -> GgufArray:
         _skip_strings(cursor, count, key)
     else:
         cursor.skip(count * size, key)
-    return GgufArray(kind, count, cursor.buffer, start, f"{cursor.where}: {key}")
+    return GgufArray(kind, count, cursor.buffer, start, cursor.position, f"{cursor.where}: {key}")
 
 
 def _skip_strings(cursor: _Cursor, count: int, key: str) -> None:

@@ -4,16 +4,22 @@ Byte-level BPE, Gemma 4's BPE over characters and SentencePiece's are rebuilt; o
 refused. Facts from llama.cpp's vocabulary code and published tokenizer.json files.
 """
 
+import hashlib
 import json
 import math
 import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dflash_jax.converters.gguf.file import STRING, GgufArray
 from dflash_jax.errors import CheckpointError, TokenizerError
+from dflash_jax.utils.kept_files import kept_by_default
+
+KEPT = "tokenizers"  # folder of rebuilt tokenizers
+MOST_BYTES = 2**28  # of the folder
 
 # Kinds of the tokens of a GGUF file: text, control tokens, bytes, and others.
 
@@ -41,8 +47,8 @@ def guessed_kinds(metadata: Mapping[str, Any], tokens: list[str]) -> list[int]:
 
 def corrected_kinds(
     kinds: Sequence[int], tokens: Sequence[str], named: Collection[Any], template: str
-) -> list[int]:
-    """Return token kinds with marks that start or end turns as control tokens, with a warning.
+) -> tuple[list[int], str]:
+    """Return token kinds with marks that start or end turns as control tokens, and a warning.
 
     As normal tokens they would be spelt in pieces wherever the chat template writes them.
 
@@ -56,14 +62,14 @@ def corrected_kinds(
         return (i in named or written) and MARK.fullmatch(token) is not None
 
     found = {i for i, token in enumerate(tokens) if kinds[i] == NORMAL and marks(i, token)}
-    if found:
-        listed = ", ".join(repr(tokens[i]) for i in sorted(found)[:5])
-        warnings.warn(
-            f"tokenizer.ggml.token_type says that {listed} are normal text; they are read as"
-            " control tokens, since they mark turns",
-            stacklevel=2,
-        )
-    return [CONTROL if i in found else kind for i, kind in enumerate(kinds)]
+    if not found:
+        return list(kinds), ""
+    listed = ", ".join(repr(tokens[i]) for i in sorted(found)[:5])
+    note = (
+        f"tokenizer.ggml.token_type says that {listed} are normal text; they are read as control"
+        " tokens, since they mark turns"
+    )
+    return [CONTROL if i in found else kind for i, kind in enumerate(kinds)], note
 
 
 # How families split a text into words before byte-pair encoding, by `tokenizer.ggml.pre`.
@@ -270,7 +276,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     if "tokenizer.ggml.model" not in metadata:
         return {}
     whole = metadata.get("tokenizer.huggingface.json")
-    core = whole if isinstance(whole, str) else json.dumps(_rebuilt(metadata))
+    core = whole if isinstance(whole, str) else _core(metadata)
     return {
         "tokenizer.json": core,
         "tokenizer_config.json": json.dumps(_settings(metadata), indent=1),
@@ -291,19 +297,54 @@ def stop_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _rebuilt(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    characters = metadata["tokenizer.ggml.model"] in OF_CHARACTERS
-    return _characters(metadata) if characters else _byte_level(metadata)
+def _core(metadata: Mapping[str, Any]) -> str:
+    """Return the text of tokenizer.json, which takes seconds for 262,000 tokens, and is kept."""
+    kept, key = kept_by_default(KEPT, MOST_BYTES), _digest(metadata)
+    if kept and (found := kept.read(key)):
+        return found.decode()
+    core, note = _rebuilt(metadata)
+    text = json.dumps(core)
+    if note:
+        warnings.warn(note, stacklevel=4)
+    elif kept:
+        kept.write(key, text.encode())
+    return text
 
 
-def _characters(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _digest(metadata: Mapping[str, Any]) -> str:
+    """Return the digest of all that decides how a tokenizer is rebuilt, this code included."""
+    found = hashlib.sha256(Path(__file__).read_bytes())
+    for key, value in sorted(metadata.items()):
+        if key.startswith(("tokenizer.", "general.")):
+            listed = isinstance(value, GgufArray)
+            found.update(repr((key, len(value) if listed else value)).encode())
+            if listed:
+                found.update(value.raw)
+    return found.hexdigest()
+
+
+def _rebuilt(metadata: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return tokenizer.json, and a warning or nothing."""
+    kind, pre = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre")
+    if kind not in OF_CHARACTERS and (kind != "gpt2" or _splitting(metadata) is None):
+        raise TokenizerError(
+            f"the tokenizer {kind!r} with the word pattern {pre!r} cannot be rebuilt; known are"
+            f" {', '.join(map(repr, OF_CHARACTERS))}, and 'gpt2' with one of {len(PRE_TOKENIZERS)}"
+            " patterns (see docs/converting.md). Give the folder of the original tokenizer"
+            " (--tokenizer, or tokenizer=)"
+        )
+    tokens, kinds, note = _tokens(metadata)
+    build = _characters if kind in OF_CHARACTERS else _byte_level
+    return build(metadata, tokens, kinds), note
+
+
+def _characters(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> dict[str, Any]:
     """Return a BPE over characters of whole texts, where unknown characters become bytes.
 
     Gemma 4 lists its merges, and keeps runs of newlines that are tokens, as llama.cpp does.
     SentencePiece merges the pair with the highest score, and puts a space before the text. Its
     added tokens are found in the raw text, so runs of spaces keep the spaces that files show.
     """
-    tokens, kinds = _tokens(metadata)
     gemma, whole = metadata["tokenizer.ggml.model"] == "gemma4", kinds
     spelt = [token.replace(" ", SPACE) for token in tokens] if gemma else tokens
     if gemma:
@@ -383,17 +424,9 @@ def _vocabulary(tokens: list[str], kinds: list[int]) -> dict[str, int]:
     return found
 
 
-def _byte_level(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    kind, splitting = metadata["tokenizer.ggml.model"], _splitting(metadata)
-    if kind != "gpt2" or splitting is None:
-        pre = metadata.get("tokenizer.ggml.pre")
-        raise TokenizerError(
-            f"the tokenizer {kind!r} with the word pattern {pre!r} cannot be rebuilt; known are"
-            f" {', '.join(map(repr, OF_CHARACTERS))}, and 'gpt2' with one of {len(PRE_TOKENIZERS)}"
-            " patterns (see docs/converting.md). Give the folder of the original tokenizer"
-            " (--tokenizer, or tokenizer=)"
-        )
-    tokens, kinds = _tokens(metadata)
+def _byte_level(metadata: Mapping[str, Any], tokens: list[str], kinds: list[int]) -> dict[str, Any]:
+    splitting = _splitting(metadata)
+    assert splitting is not None, "checked before"
     vocabulary = _vocabulary(tokens, kinds)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     byte_level |= {"use_regex": False}
@@ -429,20 +462,21 @@ def _splitting(metadata: Mapping[str, Any]) -> PreTokenizer | None:
     return PRE_TOKENIZERS.get(named) if isinstance(named, str) else None
 
 
-def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
+def _tokens(metadata: Mapping[str, Any]) -> tuple[list[str], list[int], str]:
+    """Return the tokens, their kinds, and a warning or nothing."""
     texts = _strings(metadata, "tokenizer.ggml.tokens")
     kinds = metadata.get("tokenizer.ggml.token_type")
     if not texts:
         raise CheckpointError("tokenizer.ggml.tokens is missing or empty; fetch the file again")
     if kinds is None:
-        return texts, guessed_kinds(metadata, texts)
+        return texts, guessed_kinds(metadata, texts), ""
     if not isinstance(kinds, GgufArray) or len(kinds) < len(texts):
         raise CheckpointError(
             f"tokenizer.ggml.token_type is shorter than the {len(texts)} tokens; fetch it again"
         )
     named = {*stop_ids(metadata), metadata.get("tokenizer.ggml.bos_token_id")}
     template = json.dumps(_template(metadata), ensure_ascii=False)
-    return texts, corrected_kinds(kinds.tolist()[: len(texts)], texts, named, template)
+    return texts, *corrected_kinds(kinds.tolist()[: len(texts)], texts, named, template)
 
 
 def _added(

@@ -1,7 +1,6 @@
 """JAX's compilation cache: compiled programs on disk, shared between processes."""
 
 import contextlib
-import hashlib
 import logging
 import os
 import re
@@ -14,19 +13,22 @@ from typing import Any
 import jax
 
 from dflash_jax.utils import private_folder
+from dflash_jax.utils.kept_files import (
+    ENVIRONMENT,
+    MAGIC,
+    checked_contents,
+    default_folder,
+    with_digest,
+)
 from dflash_jax.utils.progress import NO, YES
 
 # Entries of JAX's compilation cache with a digest, so that damaged ones are compiled again.
 #
 # JAX loads and executes whatever a file under a program's key holds: another program, or, without
-# a checksum of the compression, a program in which a bit has changed. Each entry therefore begins
-# with a digest of its key and its contents. It shows accidents only: a user who can write into the
-# folder can also write a digest, so the folder must be private.
+# a checksum of the compression, a program in which a bit has changed.
 
 
 log = logging.getLogger("dflash_jax")
-MAGIC = b"dflash_jax entry 1\n"
-START = len(MAGIC) + hashlib.sha256().digest_size  # of the contents
 FRESH = 60.0  # seconds in which another process may still be writing a file
 
 
@@ -67,21 +69,6 @@ class CheckedCache:
         return getattr(self._inner, name)
 
 
-def with_digest(key: str, contents: bytes) -> bytes:
-    """Return the contents of an entry after a digest of them and of its key."""
-    return _header(key, contents) + contents
-
-
-def checked_contents(key: str, data: bytes) -> bytes | None:
-    """Return the contents of an entry made by `with_digest`; None if they or the key differ."""
-    contents = data[START:]
-    return contents if data[:START] == _header(key, contents) else None
-
-
-def _header(key: str, contents: bytes) -> bytes:
-    return MAGIC + hashlib.sha256(key.encode() + b"\0" + contents).digest()
-
-
 def check_entries(folder: Path) -> None:
     """Let JAX check its entries in a folder, from now on in this process."""
     from jax._src import compilation_cache  # no public name
@@ -97,7 +84,6 @@ def check_entries(folder: Path) -> None:
     compilation_cache.get_file_cache = checked
 
 
-ENVIRONMENT = "DFLASH_COMPILATION_CACHE"
 ENTRY = re.compile(r".+-[0-9a-f]{64}-(cache|atime)")  # names of JAX's files
 # Seconds of compiling from which a program is kept. Programs of an engine take longer; short
 # operations of other code in the same process would only fill the folder.
@@ -146,15 +132,6 @@ def use_compilation_cache(
         )
         return None
     return folder
-
-
-def default_folder(name: str = "xla") -> Path:
-    """Return the default folder of a cache; `xla` is that of compiled programs.
-
-    Raises:
-      RuntimeError: the user has no home.
-    """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dflash_jax" / name
 
 
 def enable_compilation_cache(directory: Path) -> None:

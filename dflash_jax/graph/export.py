@@ -33,7 +33,6 @@ import tokenizers
 from dflash_jax.errors import CheckpointError, DFlashError, PlanError, install_hint
 from dflash_jax.graph.abstract import by_path
 from dflash_jax.graph.build import compile_programs
-from dflash_jax.graph.cache import ENVIRONMENT, default_folder
 from dflash_jax.graph.graph import Graph, GraphPrograms, keys_of
 from dflash_jax.graph.keys import ProgramKey
 from dflash_jax.graph.programs import STATES, Program
@@ -47,9 +46,8 @@ from dflash_jax.kernels.products import set_weight_layout
 from dflash_jax.plan import ResolvedPlan
 from dflash_jax.quant.layouts import StructuredWeight
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.utils import private_folder
 from dflash_jax.utils.atomic import new_path
-from dflash_jax.utils.progress import NO
+from dflash_jax.utils.kept_files import kept_by_default
 from dflash_jax.utils.python_command import python_command
 from dflash_jax.version import __version__
 
@@ -66,6 +64,7 @@ print(json.dumps(checked(sys.argv[1])))
 """
 PATIENCE = 120  # seconds for that
 CHECKED = "checked"  # cache of empty files that say which programs passed
+MOST_RECORDS = 2**20  # bytes of it
 CALLING = re.compile(r"custom_call|stablehlo\.(infeed|outfeed|send|recv)\b")
 MANIFEST = "manifest.json"
 CLASSES = (
@@ -287,14 +286,10 @@ def _check_programs(path: str, blobs: Sequence[bytes]) -> None:
 
 def _record(digests: Collection[str]) -> Path | None:
     """Return the file that exists if programs passed with these versions; None without a cache."""
-    if os.environ.get(ENVIRONMENT, "").strip().lower() in NO:
-        return None
     made_by = [FORMAT, __version__, jax.__version__, jaxlib.__version__, CALLS, sorted(digests)]
     name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()
-    try:
-        return private_folder.prepare(default_folder(CHECKED)) / name
-    except (OSError, RuntimeError):  # the latter for a user without a home
-        return None
+    kept = kept_by_default(CHECKED, MOST_RECORDS)
+    return kept and kept.path(name)
 
 
 def checked(path: str) -> tuple[str, list[str]]:

@@ -12,10 +12,8 @@ cannot write one again that it has read from a file, as it leaves out the machin
 
 import contextlib
 import functools
-import itertools
 import logging
 import math
-import os
 import pickle
 import threading
 from collections.abc import Iterator
@@ -26,21 +24,19 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import serialize_executable
 
-from dflash_jax.graph import cache
 from dflash_jax.graph.identity import Identities, digest
 from dflash_jax.graph.programs import Program
 from dflash_jax.utils import private_folder
+from dflash_jax.utils.kept_files import KeptFiles
 
 log = logging.getLogger("dflash_jax.graph")
 NAME = "programs"  # of the folder
 NOTE, PROGRAM = ".note", ".program"  # endings of file names
 MOST_BYTES = 2**31  # of the folder; the files used least recently are removed
-BETWEEN = 100  # files that this process writes between two looks at all of them
 LAPACK = "custom_call @lapack_"  # in the text of a program, as of one with recurrent layers
 # An option for GPUs, whose value nothing else has: JAX's cache has no programs compiled with it.
 APART = {"xla_gpu_dot_merger_threshold_mb": "1"}
 HIT = "/jax/compilation_cache/cache_hits"  # JAX's event in the thread that compiles
-_written = itertools.count()  # files
 _read = threading.local()  # `hits` of this thread in JAX's cache
 
 
@@ -53,18 +49,19 @@ class StoredPrograms:
     """
 
     def __init__(self, folder: Path, options: dict[str, bool | str]):
-        self._folder, self._options = folder, options
-        self._identities = Identities(options)
+        self._options, self._identities = options, Identities(options)
+        self._notes = KeptFiles(folder, MOST_BYTES, NOTE)
+        self._programs = KeptFiles(folder, MOST_BYTES, PROGRAM)
 
     def lacks(self, program: Program) -> bool:
         """Return whether a program is not known, but would be once it was compiled."""
         identity = self._identities.of(program) if _on_one_device(program) else None
-        return identity is not None and self._contents(identity, NOTE) is None
+        return identity is not None and self._notes.read(identity) is None
 
     def load(self, program: Program) -> jax.stages.Compiled | None:
         """Return a program without tracing it; None if it is not known."""
         identity = self._identities.of(program) if _on_one_device(program) else None
-        key = self._contents(identity, NOTE) if identity else None
+        key = self._notes.read(identity) if identity else None
         return self._loaded(key.decode()) if key else None
 
     def compile(self, program: Program, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
@@ -83,11 +80,11 @@ class StoredPrograms:
             if _hits() == before:
                 kept = self._save(key, compiled, calls_lapack=LAPACK in text)
         if kept and (identity := self._identities.of(program)):
-            self._write(identity, NOTE, key.encode())
+            self._notes.write(identity, key.encode())
         return compiled
 
     def _loaded(self, key: str) -> jax.stages.Compiled | None:
-        contents = self._contents(key, PROGRAM)
+        contents = self._programs.read(key)
         if contents is None:
             return None
         try:
@@ -98,7 +95,7 @@ class StoredPrograms:
             return serialize_executable.deserialize_and_load(*parts, execution_devices=[device])
         except Exception as error:
             log.warning("a kept program cannot be loaded, and is compiled again: %s", error)
-            (self._folder / f"{key}{PROGRAM}").unlink(missing_ok=True)
+            self._programs.remove(key)
             return None
 
     def _save(self, key: str, compiled: jax.stages.Compiled, *, calls_lapack: bool) -> bool:
@@ -107,49 +104,7 @@ class StoredPrograms:
         except Exception as error:  # there are programs that XLA cannot write
             log.info("a program is not kept: %s", error)
             return False
-        return self._write(key, PROGRAM, contents)
-
-    def _contents(self, key: str, ending: str) -> bytes | None:
-        """Return the contents of a file; None if there is none, or it is removed as damaged."""
-        path = self._folder / f"{key}{ending}"
-        try:
-            data = private_folder.read_file(path)
-            os.utime(path)
-        except OSError:
-            return None
-        contents = cache.checked_contents(key, data)
-        if contents is None:
-            path.unlink(missing_ok=True)
-            log.warning("%s was damaged, and is compiled again", path)
-        return contents
-
-    def _write(self, key: str, ending: str, contents: bytes) -> bool:
-        """Write a file, whole or not at all; return whether the folder took it."""
-        made = self._folder / f"{key}.{os.getpid()}-{threading.get_ident()}"
-        try:
-            made.write_bytes(cache.with_digest(key, contents))
-            made.replace(self._folder / f"{key}{ending}")
-            if next(_written) % BETWEEN == 0:
-                self._remove_oldest()
-        except OSError as error:
-            log.info("a program is not kept: %s", error)
-            with contextlib.suppress(OSError):
-                made.unlink(missing_ok=True)
-            return False
-        return True
-
-    def _remove_oldest(self) -> None:
-        """Remove the files used least recently, among them those that killed writers left."""
-        files = []
-        for entry in os.scandir(self._folder):
-            with contextlib.suppress(FileNotFoundError):  # removed by another process
-                status = entry.stat(follow_symlinks=False)
-                files.append((status.st_mtime, entry.path, status.st_size))
-        size = 0
-        for _, path, size_of_file in sorted(files, reverse=True):
-            size += size_of_file
-            if size > MOST_BYTES:
-                Path(path).unlink(missing_ok=True)
+        return self._programs.write(key, contents)
 
 
 def stored_programs(options: dict[str, bool | str]) -> StoredPrograms | None:

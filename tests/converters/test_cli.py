@@ -554,6 +554,7 @@ def test_converters_import_nothing_that_computes():
         "dflash_jax.tokenizer",
         "dflash_jax.utils.command",
         "dflash_jax.utils.atomic",
+        "dflash_jax.utils.kept_files",
         "dflash_jax.utils.progress",
     )
     inside += ("dflash_jax.utils.sources", "dflash_jax.converters")

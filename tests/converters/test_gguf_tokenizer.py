@@ -15,6 +15,7 @@ import dflash_jax as dj
 from dflash_jax.cli import main
 from dflash_jax.converters.export import Weights, export
 from dflash_jax.converters.gguf import open_gguf
+from dflash_jax.converters.gguf import tokenizer as rebuilding
 from dflash_jax.converters.gguf.tokenizer import PRE_TOKENIZERS, stop_ids, tokenizer_files
 from dflash_jax.converters.gguf.tokenizer_export import tokenizer_metadata
 from dflash_jax.converters.gguf.writer import write_gguf
@@ -524,3 +525,24 @@ def test_end_tokens_that_users_added_are_no_text(tmp_path):
     assert tokenizer.decode(ids) == "Hello<|im_end|>"
     output = Detokenizer(tokenizer, end_ids=[end])
     assert output.push(ids) + output.finish() == "Hello"
+
+
+def test_a_rebuilt_tokenizer_is_kept_for_the_next_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    kept = tmp_path / "home" / "dflash_jax" / rebuilding.KEPT
+    core = trained()
+    metadata = write(tmp_path / "x.gguf", core, "qwen2")
+    files = tokenizer_files(metadata)
+    [path] = kept.iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(rebuilding, "_rebuilt", None)
+        assert tokenizer_files(open_gguf(tmp_path / "x.gguf").metadata) == files
+    path.write_bytes(path.read_bytes()[:-1])
+    assert tokenizer_files(metadata) == files
+    other = write(tmp_path / "y.gguf", core, "llama-bpe")  # the same tokens
+    assert tokenizer_files(other) != files
+    assert len([*kept.iterdir()]) == 2
+    monkeypatch.setenv("DFLASH_COMPILATION_CACHE", "off")
+    path.unlink()
+    assert tokenizer_files(metadata) == files
+    assert len([*kept.iterdir()]) == 1

@@ -19,6 +19,8 @@ from dflash_jax.graph.steps import acceptance, decoding
 from dflash_jax.graph.stored import StoredPrograms, stored_programs
 from dflash_jax.nn.decoder import Attention
 from dflash_jax.testing import tiny_target
+from dflash_jax.utils import kept_files
+from dflash_jax.utils.kept_files import with_digest
 
 NUMBER = jax.ShapeDtypeStruct((), jnp.float32)
 KEY = ProgramKey(Step.CLEAR_ROWS)
@@ -120,9 +122,9 @@ def test_a_damaged_file_is_removed_and_written_again(folder: Path, damage: str) 
     contents = {
         "half": whole[: len(whole) // 2],
         "flipped": whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:],
-        "another's": stored.cache.with_digest("another", whole),
+        "another's": with_digest("another", whole),
         "empty": b"",
-        "no pickle": stored.cache.with_digest(path.stem, b"?"),
+        "no pickle": with_digest(path.stem, b"?"),
     }
     path.write_bytes(contents[damage])
     assert compiled(programs, program)(jnp.float32(1), jnp.float32(2)) == 2
@@ -161,13 +163,12 @@ def test_jaxs_cache_neither_gives_nor_gets_these_programs(tmp_path: Path) -> Non
 def test_the_files_used_least_recently_are_removed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    programs = StoredPrograms(folder, {})
-    compiled(programs, Program(KEY, first, (NUMBER, NUMBER)))
+    compiled(StoredPrograms(folder, {}), Program(KEY, first, (NUMBER, NUMBER)))
     [oldest] = folder.iterdir()
     os.utime(oldest, (0, 0))
-    monkeypatch.setattr(stored, "BETWEEN", 1)
+    monkeypatch.setattr(kept_files, "BETWEEN", 1)
     monkeypatch.setattr(stored, "MOST_BYTES", oldest.stat().st_size * 3 // 2)
-    compiled(programs, Program(KEY, second, (NUMBER, NUMBER)))
+    compiled(StoredPrograms(folder, {}), Program(KEY, second, (NUMBER, NUMBER)))
     assert not oldest.exists()
     assert len([*folder.iterdir()]) == 1
 
