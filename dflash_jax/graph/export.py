@@ -289,7 +289,7 @@ def _record(digests: Collection[str]) -> Path | None:
     made_by = [FORMAT, __version__, jax.__version__, jaxlib.__version__, CALLS, sorted(digests)]
     name = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()
     kept = kept_by_default(CHECKED, MOST_RECORDS)
-    return kept and kept.path(name)
+    return kept.path(name) if kept else None
 
 
 def checked(path: str) -> tuple[str, list[str]]:
