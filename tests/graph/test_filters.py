@@ -11,6 +11,7 @@ from dflash_jax.graph.state import RowRules
 from dflash_jax.graph.steps import filters as rowwise
 from dflash_jax.graph.steps.filters import LISTED
 from dflash_jax.graph.steps.sampling import scaled
+from dflash_jax.kernels.native.build import library
 
 FILTERS = [
     {"top_k": 1},
@@ -103,6 +104,37 @@ def test_filters_keep_what_a_sort_of_the_vocabulary_keeps(kind: str, vocab: int)
             wanted, open_ = sorted_out(logits[row, place], **filters)
             assert (kept != wanted).sum() <= open_, (filters, kept.sum(), wanted.sum())
             assert (got[row, place][kept] == logits[row, place][kept]).all()
+
+
+@pytest.mark.skipif(not library(), reason=f"there are no native kernels: {library().reason}")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab", [9, 130, 2048, 9000])
+def test_native_filters_keep_what_a_sort_of_the_vocabulary_keeps(kind: str, vocab: int) -> None:
+    """Over a temperature; the last row does not count, and keeps all."""
+    x = logits_of(kind, len(FILTERS) + 1, vocab)[:, 0]
+    columns = {
+        name: [*(each.get(name, off) for each in FILTERS), 1]
+        for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))
+    }
+    given = rules(len(x), temperature=0.7, **columns)
+    live = jnp.arange(len(x)) < len(FILTERS)
+    cut = jax.jit(rowwise.native_threshold)(jnp.asarray(x), given, live)
+    scaled = x / np.float32(0.7)
+    kept = np.asarray(cut.keeps(jnp.asarray(scaled))) & np.isfinite(x)
+    assert kept[-1].sum() == np.isfinite(x[-1]).sum()
+    for row, filters in enumerate(FILTERS):
+        wanted, open_ = sorted_out(scaled[row], **filters)
+        assert (kept[row] != wanted).sum() <= open_, (filters, kept[row].sum(), wanted.sum())
+
+
+@pytest.mark.skipif(not library(), reason=f"there are no native kernels: {library().reason}")
+def test_native_filters_keep_all_where_numbers_are_not_finite() -> None:
+    x = logits_of("normal", 3, 9000)[:, 0]
+    x[0, 5], x[1] = np.nan, np.inf
+    given = rules(3, top_k=3, top_p=0.5)
+    cut = rowwise.native_threshold(jnp.asarray(x), given, jnp.ones(3, bool))
+    assert np.asarray(cut.value).tolist()[:2] == [-np.inf, -np.inf]
+    assert np.asarray(cut.keeps(jnp.asarray(x)))[2].sum() <= 3
 
 
 def test_a_search_in_more_ties_than_are_listed_keeps_those_of_the_lowest_index() -> None:

@@ -139,7 +139,7 @@ class RowDraftSampler:
 
         def drawn() -> Int[Array, " B"]:
             keys = sampling.row_keys(self.rules, self.position + 1 + place, sampling.TOKEN)
-            index = self._draw(keys, sampling.scaled(logits, self.rules), ids=ids)
+            index = self._draw(keys, logits, self.rules, ids=ids)
             return jnp.where(self.rules.temperature > 0, index, best)
 
         index = jax.lax.cond(sampling.any_sampled(self.rules), drawn, lambda: best)
@@ -148,16 +148,20 @@ class RowDraftSampler:
     def _draw(
         self,
         keys: Key[Array, " M"],
-        x: Float[Array, "M N"],
+        logits: Float[Array, "M N"],
+        rules: RowRules,
         *,
         ids: Int[Array, "*rows N"] | None,
     ) -> Int[Array, " M"]:
         """Return the index that each row draws, as the target will."""
         if ids is None:
-            return sampling.draw(keys, x, self.kernels)
-        ids, rows = jnp.broadcast_to(ids, x.shape), jnp.arange(len(x))[:, None]
-        whole = jnp.full((len(x), self.vocab_size), -jnp.inf, x.dtype).at[rows, ids].set(x)
-        token = sampling.draw(keys, whole, self.kernels)
+            return sampling.draw(keys, logits, rules, self.kernels)
+        ids, rows = jnp.broadcast_to(ids, logits.shape), jnp.arange(len(logits))[:, None]
+
+        def spread(x: Float[Array, "M N"]) -> Float[Array, "M V"]:
+            return jnp.full((len(x), self.vocab_size), -jnp.inf, x.dtype).at[rows, ids].set(x)
+
+        token = sampling.draw(keys, logits, rules, self.kernels, spread=spread)
         return jnp.argmax(ids == token[:, None], axis=1).astype(token.dtype)
 
     def draft(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.graph.state import RowRules
+from dflash_jax.kernels.native.layers import last_kept
 from dflash_jax.kernels.vocabulary import CHUNK, top_k
 
 LISTED = 64  # tokens sorted at a time
@@ -46,6 +47,30 @@ def is_filtered(rules: RowRules) -> Bool[Array, " B"]:
     """Return which rows have a filter."""
     filters = (rules.top_k > 0) | (rules.top_p < 1) | (rules.min_p > 0)
     return filters & (rules.temperature > 0)
+
+
+def native_threshold(
+    logits: Float[Array, "B V"], rules: RowRules, live: Bool[Array, " B"]
+) -> Threshold:
+    """Return the last token that each row keeps of logits over temperature, as `filtered` does.
+
+    Sums of native kernels round otherwise than XLA's, which decides only where the mass before a
+    token is top_p but for rounding.
+
+    Args:
+      live: rows that count; the others keep all.
+    """
+    filters = (rules.top_k, rules.top_p, rules.min_p)
+    some = is_filtered(rules) & live
+    kept_all = Threshold(
+        jnp.full(len(logits), -jnp.inf, jnp.float32),
+        jnp.full(len(logits), jnp.iinfo(jnp.int32).max, jnp.int32),
+    )
+    return jax.lax.cond(
+        some.any(),
+        lambda: Threshold(*last_kept(logits, some, rules.temperature, *filters)),
+        lambda: kept_all,
+    )
 
 
 def filtered(x: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B V"]:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from dflash_jax.graph.state import Logits, RowInts, RowRules
 from dflash_jax.graph.steps.acceptance import is_stop, stops_masked
-from dflash_jax.graph.steps.filters import filtered, is_filtered
+from dflash_jax.graph.steps.filters import filtered, is_filtered, native_threshold
 from dflash_jax.kernels.native.layers import drawn
 from dflash_jax.kernels.vocabulary import CHUNK, argmax
 
@@ -60,7 +60,7 @@ def choose_tokens(
     return jax.lax.cond(any_sampled(rules), drawn, lambda: best)
 
 
-Draw = Callable[..., RowInts]  # by keys [M], from softmax(x) of numbers [M, N]
+Draw = Callable[..., RowInts]  # by keys [M], from logits [M, N] by rules of M rows
 
 
 def at_places(
@@ -74,30 +74,25 @@ def at_places(
     """Return what is drawn at all places of rows, by the same computation however many there are.
 
     XLA's sums round differently for several places, so that they are computed one after the other;
-    native kernels draw at all of them together, unless filters have sums of XLA.
+    native kernels draw at all of them together.
 
     Args:
       position: of each row's first place.
       live: places that count; all by default. Native kernels draw at no others.
     """
     rows, places, choices = logits.shape
-    only = {} if live is None else {"live": live.ravel()}
-    positions = position[:, None] + jnp.arange(places)[None]
-
-    def one(place: tuple[Float[Array, "B N"], RowInts]) -> RowInts:
-        return draw(row_keys(rules, place[1], TOKEN), scaled(place[0], rules))
-
-    def in_turn() -> Int[Array, "B T"]:
-        return jax.lax.map(one, (logits.swapaxes(0, 1), positions.T)).T
-
-    def together() -> Int[Array, "B T"]:
-        wide = jax.tree.map(lambda x: jnp.repeat(x, places, axis=0), rules)
-        x = over_temperature(logits.reshape(rows * places, choices), wide)
-        return draw(row_keys(wide, positions.ravel(), TOKEN), x, **only).reshape(rows, places)
-
     if kernels != "native":
-        return in_turn()
-    return jax.lax.cond(is_filtered(rules).any(), in_turn, together)
+
+        def one(place: tuple[Float[Array, "B N"], RowInts]) -> RowInts:
+            return draw(row_keys(rules, place[1], TOKEN), place[0], rules)
+
+        positions = position[None, :] + jnp.arange(places)[:, None]
+        return jax.lax.map(one, (logits.swapaxes(0, 1), positions)).T
+    wide = jax.tree.map(lambda x: jnp.repeat(x, places, axis=0), rules)
+    keys = row_keys(wide, (position[:, None] + jnp.arange(places)[None]).ravel(), TOKEN)
+    only = {} if live is None else {"live": live.ravel()}
+    each = logits.reshape(rows * places, choices)
+    return draw(keys, each, wide, **only).reshape(rows, places)
 
 
 def next_best(
@@ -181,7 +176,7 @@ def _draw_where(
 
     def drawn() -> RowInts:
         keys = row_keys(rules, position, purpose)
-        return jnp.where(rows, draw(keys, scaled(logits, rules), kernels), best)
+        return jnp.where(rows, draw(keys, logits, rules, kernels), best)
 
     return jax.lax.cond(rows.any(), drawn, lambda: best)
 
@@ -215,31 +210,39 @@ def scaled(logits: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B V"]:
     A row without filters has the same bits whether or not others filter.
     """
     some = is_filtered(rules).any()
-    by_row = over_temperature(logits, rules)
+    by_row = logits / jnp.where(rules.temperature > 0, rules.temperature, 1.0)[:, None]
     return jax.lax.cond(some, filtered, lambda scaled, _: scaled, by_row, rules)
-
-
-def over_temperature(logits: Float[Array, "B V"], rules: RowRules) -> Float[Array, "B V"]:
-    """Return logits over temperature; those of greedy rows as they are."""
-    return logits / jnp.where(rules.temperature > 0, rules.temperature, 1.0)[:, None]
 
 
 def draw(
     keys: Key[Array, " B"],
-    x: Float[Array, "B V"],
+    logits: Float[Array, "B N"],
+    rules: RowRules,
     kernels: str,
     live: Bool[Array, " B"] | None = None,
+    spread: Callable[[Float[Array, "B N"]], Float[Array, "B V"]] | None = None,
 ) -> Int[Array, " B"]:
-    """Draw a token per row from softmax(x), each by its own key.
+    """Draw a token per row by its rules, each by its own key.
 
     Args:
       live: rows that count; all by default. Native kernels draw for no others.
+      spread: puts numbers of some tokens among those of all, where there are others.
     """
+    if kernels != "native":
+        x = scaled(logits, rules)
+        return _draw(keys, x if spread is None else spread(x), kernels)
+    whole = logits if spread is None else spread(logits)
+    sampled = rules.temperature > 0
+    some = sampled if live is None else sampled & live
+    cut = native_threshold(whole, rules, some)
+    return drawn(whole, jax.random.key_data(keys), some, rules.temperature, *cut)
+
+
+def _draw(keys: Key[Array, " B"], x: Float[Array, "B V"], kernels: str) -> Int[Array, " B"]:
+    """Draw a token per row from softmax(x)."""
     rows, vocab = x.shape
     chunks = -(-vocab // CHUNK)
     x = jnp.minimum(x, jnp.finfo(x.dtype).max)  # logits over a tiny temperature may be infinite
-    if kernels == "native":
-        return drawn(x, jax.random.key_data(keys), live)
     x = jnp.pad(x, ((0, 0), (0, chunks * CHUNK - vocab)), constant_values=-jnp.inf)
     parts = x.reshape(rows, chunks, CHUNK)
     top = parts.max(axis=-1)

@@ -41,7 +41,8 @@ NO_TILES = (
 )
 PRODUCTS = ("float", "int8_by_floats", *map(str.lower, KINDS))
 # Of the handlers, each dflash_NAME.
-NAMES = (*PRODUCTS, "attend", "norm", "rotate", "gate", "largest", "draw", "write", "write_int8")
+NAMES = (*PRODUCTS, "attend", "norm", "rotate", "gate", "largest", "filter", "draw")
+NAMES += ("write", "write_int8")
 WAIT = compiling.PATIENCE + 30  # seconds to wait for a process that compiles
 # "SOURCES-COMPILER-CONTENTS.so", the digests of three things.
 LIBRARY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}-([0-9a-f]{64})\.so")

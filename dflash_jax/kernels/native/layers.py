@@ -103,14 +103,41 @@ def largest(
     return index.reshape(places), finite.reshape(places)
 
 
-def drawn(
-    x: Float[Array, "B N"], keys: UInt32[Array, "B 2"], live: Bool[Array, " B"] | None = None
-) -> Int[Array, " B"]:
-    """Return a number of each row, drawn from softmax(x) by its key.
+def last_kept(
+    x: Float[Array, "B N"],
+    live: Bool[Array, " B"],
+    temperature: Float[Array, " B"],
+    top_k: Int[Array, " B"],
+    top_p: Float[Array, " B"],
+    min_p: Float[Array, " B"],
+) -> tuple[Float[Array, " B"], Int[Array, " B"]]:
+    """Return the value over temperature and the index of the last number that each row keeps.
+
+    Larger numbers are kept, too, and equal ones up to the index; see `graph.steps.filters`.
 
     Args:
-      live: rows that count; the others get 0. All by default.
+      live: rows that count; the others keep all.
     """
-    read = jnp.ones(len(x), bool) if live is None else live
+    out = [jax.ShapeDtypeStruct((len(x),), dtype) for dtype in (jnp.float32, jnp.int32)]
+    call = jax.ffi.ffi_call("dflash_filter", out)
+    value, index = call(x.astype(jnp.float32), live, temperature, top_k, top_p, min_p)
+    return value, index
+
+
+def drawn(
+    x: Float[Array, "B N"],
+    keys: UInt32[Array, "B 2"],
+    live: Bool[Array, " B"],
+    temperature: Float[Array, " B"],
+    value: Float[Array, " B"],
+    index: Int[Array, " B"],
+) -> Int[Array, " B"]:
+    """Return a number of each row, drawn by its key from softmax(x / temperature) of those kept.
+
+    Args:
+      live: rows that count; the others get 0.
+      value, index: of the last number that is kept, as by `last_kept`.
+    """
     out = jax.ShapeDtypeStruct((len(x),), jnp.int32)
-    return jax.ffi.ffi_call("dflash_draw", out)(x.astype(jnp.float32), keys, read)
+    call = jax.ffi.ffi_call("dflash_draw", out)
+    return call(x.astype(jnp.float32), keys, live, temperature, value, index)

@@ -1,10 +1,12 @@
-// Norms, rotations, gates, largest numbers and draws of rows, as XLA FFI handlers. A row has the same bits in any
+// Norms, rotations, gates, largest numbers, filters and draws of rows, as XLA FFI handlers. A row has the same bits in any
 // company, which XLA does not promise: it compiles a loop over one row otherwise than a loop over several.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <utility>
+#include <vector>
 
 #include "common.h"
 #include "live_rows.h"
@@ -208,6 +210,37 @@ float Gumbel(const uint32_t (&key)[2], uint32_t of, int64_t place) {
 
 constexpr int64_t kChunk = 128;  // numbers that are drawn together first
 constexpr float kLeast = -std::numeric_limits<float>::infinity();
+constexpr float kLargest = std::numeric_limits<float>::max();
+
+// The last number that a row keeps: larger ones are kept, too, and equal ones up to its index.
+struct Cut {
+  float value = kLeast;
+  int32_t index = std::numeric_limits<int32_t>::max();
+
+  bool Keeps(float number, int64_t i) const {
+    return number > value || (number == value && i <= index);
+  }
+};
+
+// The logits of a row over its temperature. A tiny one would make some infinite.
+struct Scaled {
+  const float* from;
+  int64_t width;
+  float temperature;
+
+  float operator[](int64_t i) const { return std::min(from[i] / temperature, kLargest); }
+
+  // A chunk of numbers, kLeast for those that are not kept, and past the end.
+  void Chunk(int64_t first, const Cut& cut, float (&to)[kChunk]) const {
+    const int64_t count = std::min(width - first, kChunk);
+    const int64_t last = cut.index - first;
+    for (int64_t i = 0; i < count; i++) {
+      const float number = std::min(from[first + i] / temperature, kLargest);
+      to[i] = (number > cut.value) | ((number == cut.value) & (i <= last)) ? number : kLeast;
+    }
+    std::fill(to + count, to + kChunk, kLeast);
+  }
+};
 
 // The logarithm of the sum of exp(x), and kLeast if there is none above kLeast.
 float LogSum(const float* x) {
@@ -220,16 +253,98 @@ float LogSum(const float* x) {
   return most + std::log(Sum(sum));
 }
 
+// A sum of exp(x - most).
+float Mass(const float (&x)[kChunk], float most) {
+  Floats sum = Zeros();
+  for (int64_t i = 0; i < kChunk; i += kLanes) sum += Exp(Load(x + i) - All(most));
+  return Sum(sum);
+}
+
+struct Filters {
+  int32_t top_k;      // largest numbers; 0 keeps all
+  float top_p;        // part of the mass; 1 keeps all
+  float min_p;        // of the mass of the largest number
+};
+
+// Numbers and their indices.
+using Listed = std::vector<std::pair<float, int32_t>>;
+
+inline bool Before(const std::pair<float, int32_t>& a, const std::pair<float, int32_t>& b) {
+  return a.first > b.first || (a.first == b.first && a.second < b.second);
+}
+
+// Returns the numbers that a cut keeps, from `low` on.
+Listed NumbersFrom(float low, const Scaled& x, const Cut& cut) {
+  Listed found;
+  float part[kChunk];
+  for (int64_t first = 0; first < x.width; first += kChunk) {
+    x.Chunk(first, cut, part);
+    Floats most = Load(part);
+    for (int64_t i = kLanes; i < kChunk; i += kLanes) most = Maximum(Load(part + i), most);
+    if (Greatest(most) < low) continue;
+    for (int64_t i = 0; i < kChunk; i++)
+      if (part[i] >= low && part[i] > kLeast) found.emplace_back(part[i], static_cast<int32_t>(first + i));
+  }
+  return found;
+}
+
+// Finds what top-k and min-p keep, and of that the largest numbers whose mass reaches top_p, as
+// graph/steps/filters.py does. Only the largest numbers are listed and sorted, more of them if those are
+// not enough. A row whose numbers are not finite keeps all.
+Cut LastKept(const Scaled& x, const Filters& filters) {
+  constexpr float kNegligible = 104;  // exp is zero this far below the largest number
+  constexpr float kDepths[] = {6, 12, 24, kNegligible};
+  float part[kChunk], largest = kLeast, zero = 0;
+  for (int64_t first = 0; first < x.width; first += kChunk) {
+    x.Chunk(first, Cut(), part);
+    Floats most = Load(part);
+    for (int64_t i = kLanes; i < kChunk; i += kLanes) most = Maximum(Load(part + i), most);
+    largest = std::max(largest, Greatest(most));
+  }
+  for (int64_t i = 0; i < x.width; i++) zero += x.from[i] == kLeast ? 0.0f : x.from[i] * 0.0f;
+  Cut cut;
+  if (!(largest > kLeast) || zero != 0.0f) return cut;
+  if (filters.min_p > 0) cut.value = largest + std::log(filters.min_p);
+  const float least = std::max(cut.value, largest - kNegligible);
+  if (filters.top_k > 0 && filters.top_k < x.width) {
+    const size_t count = static_cast<size_t>(filters.top_k);
+    for (const float depth : kDepths) {
+      const float low = std::max(largest - depth, least);
+      Listed found = NumbersFrom(low, x, cut);
+      if (found.size() < count && low > least) continue;
+      if (found.size() >= count) {
+        std::nth_element(found.begin(), found.begin() + (count - 1), found.end(), Before);
+        cut = {found[count - 1].first, found[count - 1].second};
+      }
+      break;
+    }
+  }
+  if (!(filters.top_p < 1)) return cut;
+  double total = 0;  // mass of what is kept
+  for (int64_t first = 0; first < x.width; first += kChunk) {
+    x.Chunk(first, cut, part);
+    total += Mass(part, largest);
+  }
+  const double budget = std::max<double>(filters.top_p * total, std::numeric_limits<float>::min());
+  for (const float depth : kDepths) {
+    const float low = std::max(largest - depth, least);
+    Listed found = NumbersFrom(low, x, cut);
+    std::sort(found.begin(), found.end(), Before);
+    double through = 0;
+    for (const auto& [number, index] : found) {
+      through += std::exp(number - largest);
+      if (through >= budget) return {number, index};
+    }
+    if (low == least) break;
+  }
+  return cut;
+}
+
 // Draws from softmax(x): a chunk by the mass of its numbers, then a number of it, each by its largest sum
 // of logarithm and noise. So little noise is made.
-int32_t DrawFrom(const float* x, int64_t width, const uint32_t (&key)[2]) {
-  float last[kChunk];
-  const auto chunk = [&](int64_t c) {
-    const int64_t count = std::min(width - c * kChunk, kChunk);
-    if (count == kChunk) return x + c * kChunk;
-    std::fill(std::copy_n(x + c * kChunk, count, last), last + kChunk, kLeast);
-    return static_cast<const float*>(last);
-  };
+int32_t DrawFrom(const Scaled& x, const Cut& cut, const uint32_t (&key)[2]) {
+  const int64_t width = x.width;
+  float part[kChunk];
   const auto best_of = [&](uint32_t of, int64_t count, const auto& value) {
     int64_t best = 0;
     float most = kLeast;
@@ -241,28 +356,57 @@ int32_t DrawFrom(const float* x, int64_t width, const uint32_t (&key)[2]) {
     return best;
   };
   const int64_t chunks = (width + kChunk - 1) / kChunk;
-  const int64_t drawn = best_of(0, chunks, [&](int64_t c) { return LogSum(chunk(c)); });
-  const float* part = chunk(drawn);
+  const int64_t drawn = best_of(0, chunks, [&](int64_t c) {
+    x.Chunk(c * kChunk, cut, part);
+    return LogSum(part);
+  });
+  x.Chunk(drawn * kChunk, cut, part);
   const int64_t place = best_of(1 + static_cast<uint32_t>(drawn), kChunk, [&](int64_t i) { return part[i]; });
   return static_cast<int32_t>(std::min(drawn * kChunk + place, width - 1));
 }
 
 using Keys = ffi::Buffer<ffi::U32, 2>;
+using Numbers = ffi::Buffer<ffi::F32, 1>;
+using Counts = ffi::Buffer<ffi::S32, 1>;
+
+template <typename... Buffers>
+bool HaveRows(int64_t rows, const Buffers&... buffers) {
+  return ((buffers.dimensions()[0] == rows) && ...);
+}
+
+// Rows that are not live keep all, and are not read.
+ffi::Error Filter(ffi::ThreadPool pool, Rows x, Flags live, Numbers temperature, Counts top_k, Numbers top_p,
+                  Numbers min_p, ffi::ResultBuffer<ffi::F32> value, ffi::ResultBuffer<ffi::S32> index) {
+  const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
+  if (width < 1 || !HaveRows(rows, live, temperature, top_k, top_p, min_p))
+    return ffi::Error::InvalidArgument("the filters do not fit their rows");
+  Split(pool, rows, 1, rows * width < kSerial, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const Filters filters{top_k.typed_data()[i], top_p.typed_data()[i], min_p.typed_data()[i]};
+      const Scaled row{x.typed_data() + i * width, width, temperature.typed_data()[i]};
+      const Cut cut = live.typed_data()[i] ? LastKept(row, filters) : Cut();
+      value->typed_data()[i] = cut.value;
+      index->typed_data()[i] = cut.index;
+    }
+  });
+  return ffi::Error::Success();
+}
 
 // Rows that are not live get 0, and are not read.
-ffi::Error Draw(ffi::ThreadPool pool, Rows x, Keys keys, Flags live,
-                ffi::ResultBuffer<ffi::S32> index) {
+ffi::Error Draw(ffi::ThreadPool pool, Rows x, Keys keys, Flags live, Numbers temperature, Numbers value,
+                Counts last, ffi::ResultBuffer<ffi::S32> index) {
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
-  if (width < 1 || keys.dimensions()[0] != rows || keys.dimensions()[1] != 2 || live.dimensions()[0] != rows)
+  if (width < 1 || !HaveRows(rows, keys, live, temperature, value, last) || keys.dimensions()[1] != 2)
     return ffi::Error::InvalidArgument("the keys of a draw do not fit its rows");
-  const float* from = x.typed_data();
   const uint32_t* key = keys.typed_data();
-  const bool* counts = live.typed_data();
   int32_t* to = index->typed_data();
   constexpr int64_t kNoise = 4096;  // numbers that take as long as the noise of a row
   Split(pool, rows, 1, rows * (width + kNoise) < kSerial, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++)
-      to[i] = counts[i] ? DrawFrom(from + i * width, width, {key[2 * i], key[2 * i + 1]}) : 0;
+    for (int64_t i = begin; i < end; i++) {
+      const Scaled row{x.typed_data() + i * width, width, temperature.typed_data()[i]};
+      const Cut cut{value.typed_data()[i], last.typed_data()[i]};
+      to[i] = live.typed_data()[i] ? DrawFrom(row, cut, {key[2 * i], key[2 * i + 1]}) : 0;
+    }
   });
   return ffi::Error::Success();
 }
@@ -278,6 +422,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_draw, Draw,
                                   .Arg<Rows>()
                                   .Arg<Keys>()
                                   .Arg<Flags>()
+                                  .Arg<Numbers>()
+                                  .Arg<Numbers>()
+                                  .Arg<Counts>()
+                                  .Ret<ffi::Buffer<ffi::S32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_filter, Filter,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Rows>()
+                                  .Arg<Flags>()
+                                  .Arg<Numbers>()
+                                  .Arg<Counts>()
+                                  .Arg<Numbers>()
+                                  .Arg<Numbers>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::S32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(dflash_gate, Gate,
