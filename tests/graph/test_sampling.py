@@ -148,7 +148,9 @@ def test_draws_from_many_tokens_follow_their_distribution() -> None:
     by_seed = rules(rows, seed=np.arange(rows))
     keys = row_keys(by_seed, jnp.zeros((rows,), jnp.int32), TOKEN)
     tokens = np.asarray(
-        jax.jit(sampling.draw, static_argnums=2)(keys, jnp.broadcast_to(x, (rows, vocab)), "xla")
+        jax.jit(sampling.draw, static_argnums=3)(
+            keys, jnp.broadcast_to(x, (rows, vocab)), by_seed, "xla"
+        )
     )
     p = np.exp(x.astype(np.float64))
     expected, counts = p / p.sum() * rows, np.bincount(tokens, minlength=vocab)

@@ -294,6 +294,15 @@ def test_keys_that_do_not_fit_a_cache_are_not_written(wrong: str, dtype: str) ->
         jax.block_until_ready(write_native(cache, k, v, each))
 
 
+def drawn_from(
+    x: jax.Array, keys: jax.Array, temperature: float = 1, value: float = -np.inf, index: int = 0
+) -> np.ndarray:
+    """Draw from what is kept of every row."""
+    rows = len(x)
+    each = [jnp.full(rows, number, jnp.float32) for number in (temperature, value)]
+    return np.asarray(drawn(x, keys, jnp.ones(rows, bool), *each, jnp.full(rows, index)))
+
+
 @pytest.mark.parametrize("width", [5, 128, 300])
 def test_draws_have_the_distribution_of_the_softmax(width: int) -> None:
     """By chi squared, of tokens that are expected 20 times or more; others are one."""
@@ -301,7 +310,7 @@ def test_draws_have_the_distribution_of_the_softmax(width: int) -> None:
     x = 2 * draw(width)
     x[1] = -np.inf
     keys = jax.random.key_data(jax.random.split(jax.random.key(3), count))
-    found = np.bincount(drawn(jnp.broadcast_to(x, (count, width)), keys), minlength=width)
+    found = np.bincount(drawn_from(jnp.broadcast_to(x, (count, width)), keys), minlength=width)
     expected = count * np.exp(x - np.logaddexp.reduce(x))
     assert found[1] == 0
     often = expected >= 20
@@ -314,11 +323,17 @@ def test_draws_have_the_distribution_of_the_softmax(width: int) -> None:
 def test_a_draw_depends_on_its_row_and_key_alone() -> None:
     x = jnp.asarray(draw(9, 300))
     keys = jax.random.key_data(jax.random.split(jax.random.key(3), 9))
-    together = np.asarray(drawn(x, keys))
-    alone = [int(drawn(x[i : i + 1], keys[i : i + 1])[0]) for i in range(9)]
+    together = drawn_from(x, keys)
+    alone = [int(drawn_from(x[i : i + 1], keys[i : i + 1])[0]) for i in range(9)]
     assert together.tolist() == alone
-    assert len(set(np.asarray(drawn(x[:1].repeat(9, axis=0), keys)).tolist())) > 1
+    assert len(set(drawn_from(x[:1].repeat(9, axis=0), keys).tolist())) > 1
     odd = jnp.full((3, 200), jnp.nan).at[1].set(-jnp.inf).at[2].set(0).at[2, 150].set(3e38)
-    last = np.asarray(drawn(odd, keys[:3]))
+    last = drawn_from(odd, keys[:3])
     assert ((last >= 0) & (last < 200)).all()
     assert last[2] == 150
+    # What is not kept is never drawn; of equal numbers, those up to the index are kept.
+    many = jax.random.key_data(jax.random.split(jax.random.key(4), 500))
+    tied = jnp.zeros((500, 300)).at[:, 7].set(1)
+    found = set(drawn_from(tied, many, temperature=0.5, value=0, index=4).tolist())
+    assert found == {0, 1, 2, 3, 4, 7}
+    assert set(drawn_from(tied, many, temperature=0.5, value=2, index=9).tolist()) == {7}
