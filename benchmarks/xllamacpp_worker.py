@@ -2,9 +2,11 @@
 
     python xllamacpp_worker.py MODEL.gguf CORES CONTEXT
 
-Requests and replies are those of llama_worker.cpp, plain decoding only.
+Requests and replies are those of llama_worker.cpp, plain decoding only; the library's server is asked
+over HTTP, as its users do.
 """
 
+import http.client
 import json
 import os
 import sys
@@ -28,15 +30,18 @@ def main() -> None:
     parameters.verbosity = 0
     server = xllamacpp.Server(parameters)
 
+    address = server.listening_address.removeprefix("http://")
+    connection = http.client.HTTPConnection(address)
+
     def answer(line: str) -> dict[str, Any]:
         mode, count, ids, *_ = line.split()
         assert mode == "plain", mode
         request = {"prompt": [int(i) for i in ids.split(",")], "n_predict": int(count)}
         request |= {"temperature": 0, "cache_prompt": False, "ignore_eos": True}
         started, cpu = time.perf_counter(), time.process_time()
-        found = server.handle_completions(request | {"return_tokens": True})
+        connection.request("POST", "/completion", json.dumps(request | {"return_tokens": True}))
+        found = json.loads(connection.getresponse().read())
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-        found = found if isinstance(found, dict) else json.loads(found)
         decoding = found["timings"]["predicted_ms"] / 1e3
         return {
             "prefill_s": seconds - decoding,
