@@ -2,8 +2,8 @@
 
     python xllamacpp_worker.py MODEL.gguf CORES CONTEXT
 
-Requests and replies are those of llama_worker.cpp, plain decoding only; the library's server is asked
-over HTTP, as its users do.
+Requests and replies are those of llama_worker.cpp, plain decoding only. The library's server is
+asked over HTTP, as its users do.
 """
 
 import http.client
@@ -31,7 +31,6 @@ def main() -> None:
     server = xllamacpp.Server(parameters)
 
     address = server.listening_address.removeprefix("http://")
-    connection = http.client.HTTPConnection(address)
 
     def answer(line: str) -> dict[str, Any]:
         mode, count, ids, *_ = line.split()
@@ -39,6 +38,7 @@ def main() -> None:
         request = {"prompt": [int(i) for i in ids.split(",")], "n_predict": int(count)}
         request |= {"temperature": 0, "cache_prompt": False, "ignore_eos": True}
         started, cpu = time.perf_counter(), time.process_time()
+        connection = http.client.HTTPConnection(address)  # the server closes idle ones
         connection.request("POST", "/completion", json.dumps(request | {"return_tokens": True}))
         found = json.loads(connection.getresponse().read())
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
