@@ -17,6 +17,18 @@ MOST_LINES = 60
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Outputs of a canonical tensor that are rows of a stored one.
+
+    Outputs are counted over all axes of the canonical tensor but that of its inputs.
+    """
+
+    name: str
+    rows: np.ndarray | range | None  # as in `Origin`
+    outputs: slice | np.ndarray  # the output that each of these rows is
+
+
+@dataclass(frozen=True)
 class Origin:
     """The source of a canonical tensor: a stored tensor, or some of its rows in some order.
 
@@ -46,6 +58,13 @@ class Origin:
     def as_stored(self) -> bool:
         """Whether its values are those of one stored tensor, in some order."""
         return True
+
+    def pieces(self, source: TensorSource) -> tuple[Piece, ...]:
+        """Return where stored rows go that hold its numbers as they are; none if they do not."""
+        changes = (self.columns, self.values, self.reshaped)
+        if not self.as_stored or any(change is not None for change in changes):
+            return ()
+        return (Piece(self.name, self.rows, slice(None)),)
 
     def shape(self, source: TensorSource) -> tuple[int, ...]:
         """Return the canonical shape."""
@@ -93,6 +112,10 @@ class Computed(Origin):
         """False: it is no stored tensor."""
         return False
 
+    def pieces(self, source: TensorSource) -> tuple[Piece, ...]:
+        """Return none: it is no stored tensor."""
+        return ()
+
     def shape(self, source: TensorSource) -> tuple[int, ...]:
         """Return the canonical shape."""
         return self.array.shape
@@ -120,6 +143,10 @@ class Separated(Origin):
     def whole(self) -> bool:
         """False: its axes are exchanged."""
         return False
+
+    def pieces(self, source: TensorSource) -> tuple[Piece, ...]:
+        """Return none: a stored row has numbers of several of its rows."""
+        return ()
 
     def shape(self, source: TensorSource) -> tuple[int, ...]:
         """Return the canonical shape."""
@@ -164,6 +191,15 @@ class Alternating(Stacks):
 
     stacked: int = 1  # parts stacked along the outputs of each stored tensor
 
+    def pieces(self, source: TensorSource) -> tuple[Piece, ...]:
+        """Return where the rows of each stored tensor go; none of vectors."""
+        experts, *into, width = self.shape(source)
+        if not into:
+            return ()
+        outputs = np.arange(experts * width).reshape(experts, -1, len(self.names), self.stacked)
+        own = (outputs[:, :, i].swapaxes(1, 2).reshape(-1) for i in range(len(self.names)))
+        return tuple(Piece(n, None, each) for n, each in zip(self.names, own, strict=True))
+
     def shape(self, source: TensorSource) -> tuple[int, ...]:
         """Return the canonical shape."""
         experts, out, *into = source.shape(self.name)
@@ -188,6 +224,13 @@ class Alternating(Stacks):
 @dataclass(frozen=True)
 class Below(Stacks):
     """Stacked experts [E, out, in] of two or more parts, concatenated to [E, parts x out, in]."""
+
+    def pieces(self, source: TensorSource) -> tuple[Piece, ...]:
+        """Return where the rows of each stored tensor go."""
+        experts, height, _ = self.shape(source)
+        outputs = np.arange(experts * height).reshape(experts, len(self.names), -1)
+        own = (outputs[:, i].reshape(-1) for i in range(len(self.names)))
+        return tuple(Piece(n, None, each) for n, each in zip(self.names, own, strict=True))
 
     def shape(self, source: TensorSource) -> tuple[int, ...]:
         """Return the canonical shape."""
@@ -276,6 +319,11 @@ class Canonical:
     def offset(self, name: str) -> float:
         """Return the size of what a conversion subtracts from stored values."""
         return self.origins[name].offset
+
+    def pieces(self, name: str) -> tuple[Piece, ...]:
+        """Return where stored rows go that hold a tensor's numbers as they are; none if absent."""
+        origin = self.origins.get(name)
+        return origin.pieces(self.source) if origin else ()
 
     def nbytes(self, name: str) -> int:
         """Return the number of bytes in the file."""

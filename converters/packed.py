@@ -11,7 +11,7 @@ import numpy as np
 
 from dflash_jax.config import AttentionConfig
 from dflash_jax.converters import families
-from dflash_jax.converters.canonical import Canonical
+from dflash_jax.converters.canonical import Canonical, Piece
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.hf_grouped import GroupedSource
 from dflash_jax.converters.names.slots import Keys, Slot, TensorPart
@@ -21,6 +21,7 @@ from dflash_jax.errors import CheckpointError
 from dflash_jax.kernels.native.interleaved import (
     MOVED,
     empty,
+    empty_stack,
     interleave,
     put_blocks,
     put_packed,
@@ -53,7 +54,7 @@ def stored_specs(
     chosen = {}
     for slot in families.slots(config):
         if (path := "/".join(slot.path)) in paths:
-            kinds = [_kind(found, part) for part in slot.parts]
+            kinds = _kinds(found, slot)
             if any(kinds):
                 chosen[path] = _spec(slot, kinds)
     return chosen
@@ -102,6 +103,8 @@ def read(
     def one(slot: Slot) -> Packed | Interleaved | Joined:
         how = specs["/".join(slot.path)]
         kinds = [kind for kind, _ in how[1]]
+        if slot.stack:
+            return _stack(found, slot, kinds[0])
         if not _as_stored(found, slot, kinds):
             floats = fill(slot, np.float32)
             if native and kinds == ["int8"]:
@@ -118,6 +121,23 @@ def read(
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         return dict(zip((s.path for s in slots), pool.map(one, slots), strict=True))
+
+
+def _kinds(found: Canonical, slot: Slot) -> list[str]:
+    """Return the packed format of each part of a parameter, or the one of a stack, or FLOAT."""
+    if not slot.stack:
+        return [_kind(found, part) for part in slot.parts]
+    kinds = set()
+    for part in slot.parts:
+        pieces = found.pieces(part.name)
+        kinds |= {_kind_of_piece(found, piece, slot.shape[1]) for piece in pieces} or {FLOAT}
+    return list(kinds) if len(kinds) == 1 else [FLOAT]
+
+
+def _kind_of_piece(found: Canonical, piece: Piece, depth: int) -> str:
+    if isinstance(found.source, GroupedSource):
+        return found.source.packed_kind(piece.name) if piece.rows is None else FLOAT
+    return format_of(found.source.kind(piece.name), depth)
 
 
 def _kind(found: Canonical, part: TensorPart) -> str:
@@ -190,19 +210,63 @@ def _interleaved(found: Canonical, slot: Slot, kind: str) -> Interleaved:
     numbers = np.arange(math.prod(slot.shape[1:])).reshape(1, *slot.shape[1:])
     made = empty(kind, slot.shape)
     for part in slot.parts:
-        columns = part.view(numbers).reshape(-1)
-        type_, blocks = found.kind(part.name), _blocks(found, part)
-        if type_ in MOVED:
-            put_blocks(made, blocks, columns, type_)
-            continue
-        step = max(CHUNK // slot.shape[0], 1)
-        for start in range(0, len(blocks), step):
-            arrays = unpack_blocks(blocks[start : start + step], type_, kind)
-            some = columns[start : start + step]
-            weight = Packed(arrays, kind, (slot.shape[0], len(some)))
-            put_packed(made, weight, some)
+        _move(made, _blocks(found, part), part.view(numbers).reshape(-1), found.kind(part.name))
     _check_finite(made.arrays, "/".join(slot.path))
     return made
+
+
+def _move(made: Interleaved, blocks: np.ndarray, columns: np.ndarray, type_: str) -> None:
+    """Put rows of blocks [n, bytes] in place as columns of a weight in strips."""
+    if type_ in MOVED:
+        put_blocks(made, blocks, columns, type_)
+        return
+    step = max(CHUNK // made.shape[0], 1)
+    for start in range(0, len(blocks), step):
+        arrays = unpack_blocks(blocks[start : start + step], type_, made.kind)
+        some = columns[start : start + step]
+        put_packed(made, Packed(arrays, made.kind, (made.shape[0], len(some))), some)
+
+
+def _stack(found: Canonical, slot: Slot, kind: str) -> Interleaved:
+    """Return a stack of experts in strips, moved there from the file."""
+    made = empty_stack(kind, slot.shape)
+    experts, _, *columns = slot.shape
+    numbers = np.arange(experts * math.prod(columns)).reshape(experts, 1, *columns)
+    for part in slot.parts:
+        places = part.view(numbers).reshape(-1)
+        for piece in found.pieces(part.name):
+            of, own = np.divmod(places[piece.outputs], math.prod(columns))
+            _move_experts(found, piece, made, of, own)
+    _check_finite(made.arrays, "/".join(slot.path))
+    return made
+
+
+def _move_experts(
+    found: Canonical, piece: Piece, made: Interleaved, experts: np.ndarray, columns: np.ndarray
+) -> None:
+    """Put rows of a stored tensor in place, given the expert and the column of each.
+
+    Args:
+      experts: ascending.
+    """
+    source = found.source
+    chosen, starts = np.unique(experts, return_index=True)
+    for expert, start, stop in zip(chosen, starts, [*starts[1:], len(experts)], strict=True):
+        one, rows, own = made.expert(expert), slice(start, stop), columns[start:stop]
+        if isinstance(source, GgufFile):
+            blocks = _chosen(source.raw(piece.name), piece.rows)[rows]
+            _move(one, blocks, own, source.kind(piece.name))
+        else:
+            assert isinstance(source, GroupedSource)
+            arrays = {name: a[:, rows] for name, a in source.packed(piece.name).items()}
+            put_packed(one, Packed(arrays, made.kind, (one.shape[0], len(own))), own)
+
+
+def _chosen(raw: np.ndarray, rows: np.ndarray | range | None) -> np.ndarray:
+    """Return rows of an origin; a range as a view."""
+    if rows is None:
+        return raw
+    return raw[slice(rows.start, rows.stop) if isinstance(rows, range) else rows]
 
 
 def _alone(
@@ -249,9 +313,7 @@ def _blocks(found: Canonical, part: TensorPart) -> np.ndarray:
     """Return a tensor's rows of blocks, [N, bytes]."""
     origin, source = found.origins[part.name], found.source
     assert isinstance(source, GgufFile)
-    raw, rows = source.raw(origin.name), origin.rows
-    if rows is not None:
-        raw = raw[slice(rows.start, rows.stop) if isinstance(rows, range) else rows]
+    raw = _chosen(source.raw(origin.name), origin.rows)
     if origin.columns is not None:
         type_ = BY_NAME[found.kind(part.name)]
         raw = raw.reshape(len(raw), -1, type_.block_bytes)[:, _moved(origin.columns, type_.name)]

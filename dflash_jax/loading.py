@@ -43,6 +43,7 @@ Config = TargetConfig | DrafterConfig
 AnyConfig = TypeVar("AnyConfig", TargetConfig, DrafterConfig)
 AUTO = "auto"
 KEEPS_PACKED = ("auto", "packed")  # values of `Plan.weights` that keep blocks of files
+PACKABLE = LAID_OUT | {STACK}  # forms of weights that may stay as a file packs them
 UNPACKED = (
     "are unpacked to {}: no kernels of this device and plan multiply them as the file stores them;"
     " weights='int8' or 'int4' take less memory"
@@ -226,7 +227,7 @@ class OpenPair:
         stored = {
             f"{role}/{path}": how
             for role, model in self._models.items()
-            for path, how in model.stored(self._paths(role, LAID_OUT)).items()
+            for path, how in model.stored(self._paths(role, PACKABLE)).items()
         }
         return dataclasses.replace(plan, stored=tuple(sorted(stored.items())))
 
@@ -239,7 +240,7 @@ class OpenPair:
         """Return a note about quantised matrices that are unpacked, or nothing."""
         notes = []
         for role, model in self._models.items():
-            matrices = self._paths(role, LAID_OUT | {STACK})
+            matrices = self._paths(role, PACKABLE)
             if kinds := model.unpacked_kinds(matrices, self._specs(plan, role)):
                 notes.append(f"the {role}'s matrices in {', '.join(sorted(kinds))}")
         return f"{' and '.join(notes)} {UNPACKED.format(plan.dtype)}" if notes else ""

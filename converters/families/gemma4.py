@@ -118,8 +118,8 @@ def _experts(config: Gemma4Config, at: Keys, source: str) -> list[Slot]:
         linear((*at, "router"), f"{source}router.proj.weight", count, width),
         same((*at, "router_scale"), f"{source}router.scale", width),
         same((*at, "expert_scale"), f"{source}router.per_expert_scale", count),
-        Slot((*at, "experts_gate_up"), (count, width, 2, size), (gate_up,)),
-        Slot((*at, "experts_down"), (count, size, width), (down,)),
+        Slot((*at, "experts_gate_up"), (count, width, 2, size), (gate_up,), stack=True),
+        Slot((*at, "experts_down"), (count, size, width), (down,), stack=True),
     ]
 
 

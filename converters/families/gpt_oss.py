@@ -52,12 +52,13 @@ def _experts(config: GptOssConfig, at: Keys, source: str) -> list[Slot]:
     count, width, size = config.num_experts, config.hidden_size, config.expert_size
     weight = TensorPart(f"{source}experts.gate_up_proj", (count, width, 2 * size), (0, 1, 3, 2))
     bias = TensorPart(f"{source}experts.gate_up_proj_bias", (count, 2 * size), (0, 2, 1))
+    down = TensorPart(f"{source}experts.down_proj", (count, size, width), (0, 1, 2))
     return [
         linear((*at, "router"), f"{source}router.weight", count, width),
         same((*at, "router_bias"), f"{source}router.bias", count),
-        Slot((*at, "experts_gate_up"), (count, width, 2, size), (weight,)),
+        Slot((*at, "experts_gate_up"), (count, width, 2, size), (weight,), stack=True),
         Slot((*at, "experts_gate_up_bias"), (count, 2, size), (bias,)),
-        same((*at, "experts_down"), f"{source}experts.down_proj", count, size, width),
+        Slot((*at, "experts_down"), (count, size, width), (down,), stack=True),
         same((*at, "experts_down_bias"), f"{source}experts.down_proj_bias", count, width),
     ]
 

@@ -62,8 +62,8 @@ def stacks(at: Keys, source: str, count: int, size: int, width: int) -> list[Slo
             gate_up.append(TensorPart(weight, (size, width), (0, 2, 3, 1), (e, i)))
         down.append(TensorPart(f"{source}{e}.down_proj.weight", (width, size), (0, 2, 1), (e,)))
     return [
-        Slot((*at, "experts_gate_up"), (count, width, 2, size), tuple(gate_up)),
-        Slot((*at, "experts_down"), (count, size, width), tuple(down)),
+        Slot((*at, "experts_gate_up"), (count, width, 2, size), tuple(gate_up), stack=True),
+        Slot((*at, "experts_down"), (count, size, width), tuple(down), stack=True),
     ]
 
 

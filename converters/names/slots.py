@@ -39,6 +39,7 @@ class Slot:
     shape: tuple[int, ...]
     parts: tuple[TensorPart, ...]
     integer: bool = False  # integers, whatever the dtype of the weights
+    stack: bool = False  # whether it is a stack [E, D, ...] of experts' matrices
 
 
 Keys = tuple[str, ...]

@@ -23,9 +23,14 @@ from dflash_jax.kernels.caches import (
     empty_cache,
     empty_recurrent,
 )
-from dflash_jax.kernels.products import abstract, abstract_layout, choose_products
+from dflash_jax.kernels.products import (
+    abstract,
+    abstract_layout,
+    abstract_stack,
+    choose_products,
+)
 from dflash_jax.plan import LEAST, ResolvedPlan
-from dflash_jax.quant.layouts import FLOAT, LAID_OUT, Spec, spec
+from dflash_jax.quant.layouts import FLOAT, LAID_OUT, STACK, Spec, spec
 
 # Fields of a plan that are static options of steps.
 OPTIONS = (
@@ -202,11 +207,14 @@ class PlannedPair:
 
         def planned(path: Any, x: jax.ShapeDtypeStruct) -> Any:
             name, key = path_name(path), str(getattr(path[-1], "key", ""))
+            form = forms.get(name, FLOAT)
+            if form == STACK and (name in specs or plan.weight_layout == "interleaved"):
+                kind = specs[name][1][0][0] if name in specs else FLOAT
+                return abstract_stack(x.shape, kind, dtype)
             if name in specs:
                 packed = abstract(x.shape, specs[name], dtype)
                 return abstract_layout(packed, plan.weight_layout)
             kept = not jnp.issubdtype(x.dtype, jnp.floating) or key in ALWAYS_FLOAT32
-            form = forms.get(name, FLOAT)
             widened = form == FLOAT and path[0].key in roles
             chosen = jnp.dtype(plan.compute_dtype) if widened else dtype
             stored = jax.ShapeDtypeStruct(x.shape, x.dtype if kept else chosen)

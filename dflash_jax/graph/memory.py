@@ -70,7 +70,7 @@ def budget(planned: PlannedPair) -> Budget:
     scores = wide * plan.slots * (1 if plan.kernels == "native" else 12 * target.num_heads)
     hidden = 8 * item * wide * (target.hidden_size + target.intermediate_size)
     logits = 4 * 4 * plan.rows * plan.block * target.vocab_size
-    experts = 8 * wide * target.num_experts * target.expert_size  # all of them, gate and up
+    experts = _experts(target, wide, chosen=plan.kernels == "native")
     taps = wide * target.hidden_size * len(planned.pair.taps)
     recurrent = [c for c in state.target if isinstance(c, RecurrentCache)]
     updates = sum(c.inputs.shape[2] * (4 + item) + c.state.shape[1] * 4 for c in recurrent)
@@ -91,6 +91,17 @@ class _Sizes:
     num_experts: int = 0
     expert_size: int = 0
     experts_per_token: int = 0
+
+
+def _experts(c: _Sizes, tokens: int, *, chosen: bool) -> int:
+    """Return the bytes of a layer's products by experts: gates and ups of all of them.
+
+    Args:
+      chosen: inputs, gates and ups, and outputs of those that tokens chose instead.
+    """
+    if chosen:
+        return 12 * tokens * c.experts_per_token * (c.hidden_size + c.expert_size)
+    return 8 * tokens * c.num_experts * c.expert_size
 
 
 def sizes_of(config: Any) -> _Sizes:

@@ -26,6 +26,7 @@ from dflash_jax.kernels.products import choose_products, set_weight_layout
 from dflash_jax.plan import ResolvedPlan
 from dflash_jax.quant.layouts import (
     QUANTISED,
+    STACK,
     Interleaved,
     Joined,
     Packed,
@@ -84,9 +85,11 @@ def updated_params(planned: PlannedPair, given: Any, present: Params) -> Params:
         x if x in expected else x.removesuffix("/value"): choose_products(leaf, *products)
         for x, leaf in found.items()
     }
+    forms = planned.forms
     problems = [f"{name} is unknown" for name in found if name not in expected]
     for name, x in expected.items():
-        if problem := _misfit(found.get(name), x, old[name], planned.specs.get(name)):
+        how, stack = planned.specs.get(name), forms.get(name) == STACK
+        if problem := _misfit(found.get(name), x, old[name], how, stack=stack):
             problems.append(f"{name} {problem}")
     for name, x in old.items():
         if name not in expected and any(leaf.is_deleted() for leaf in jax.tree.leaves(x)):
@@ -114,7 +117,9 @@ def updated_params(planned: PlannedPair, given: Any, present: Params) -> Params:
     return jax.device_put(placed, jax.tree.map(lambda leaf: leaf.sharding, present))
 
 
-def _misfit(found: Any, wanted: jax.ShapeDtypeStruct, old: Any, how: Spec | None) -> str:
+def _misfit(
+    found: Any, wanted: jax.ShapeDtypeStruct, old: Any, how: Spec | None, *, stack: bool
+) -> str:
     """Return why a parameter cannot take the place of another, or nothing."""
     if found is None:
         return "is missing"
@@ -126,7 +131,7 @@ def _misfit(found: Any, wanted: jax.ShapeDtypeStruct, old: Any, how: Spec | None
         return ""
     if isinstance(found, Packed | Joined) or (isinstance(found, Interleaved) and found.kind):
         return "is packed in another way than the engine's; give floats"
-    if how and (len(how[1]) > 1 or how[1][0][0] not in QUANTISED.values()):
+    if how and (stack or len(how[1]) > 1 or how[1][0][0] not in QUANTISED.values()):
         return f"is kept in its file's format, {how[1][0][0]}; load with weights='int8' or 'float'"
     if not isinstance(found, np.ndarray | jax.Array | StructuredWeight):
         return f"is a {type(found).__name__}; expected {wanted.dtype}{[*wanted.shape]}"

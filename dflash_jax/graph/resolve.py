@@ -13,8 +13,8 @@ from dflash_jax.graph.protocols import ModelConfig
 from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.kernels.caches import has_caches
 from dflash_jax.kernels.native.build import library
-from dflash_jax.plan import Dtype, Plan, ResolvedPlan, WeightLayout
-from dflash_jax.quant.layouts import MAX_TILED_TOKENS
+from dflash_jax.plan import LEAST, Dtype, Plan, ResolvedPlan, WeightLayout
+from dflash_jax.quant.layouts import MAX_TILED_TOKENS, STACK
 from dflash_jax.utils.processor import widest_vectors
 
 # Widths from which decode steps are faster with tiled, and with column-major matrices.
@@ -50,6 +50,7 @@ def resolve(plan: Plan, pair: Pair, *, platform: str, memory: int) -> ResolvedPl
 
 def _completed(plan: Plan, pair: Pair, platform: str, memory: int) -> Plan:
     cpu, target, drafter = platform == "cpu", pair.target.config, pair.drafter
+    plan = _without_stacks(plan, pair, platform)
     if plan.weights == "auto":
         packed = bool(plan.stored) and _multiplies_packed(plan, platform)
         weights, stored = ("packed", plan.stored) if packed else ("float", ())
@@ -100,6 +101,16 @@ def _multiplies_packed(plan: Plan, platform: str) -> bool:
         return wanted and _one_device(plan) and bool(library())
     layout = plan.weight_layout == "auto"
     return platform == "gpu" and layout and plan.kernels in ("auto", "pallas")
+
+
+def _without_stacks(plan: Plan, pair: Pair, platform: str) -> Plan:
+    """Return the plan without packed stacks of experts, unless native kernels multiply them."""
+    native = platform == "cpu" and plan.kernels in ("auto", "native") and bool(library())
+    if not plan.stored or (native and _wants_native(plan)):
+        return plan
+    forms = PlannedPair(pair, LEAST).forms
+    stored = tuple((path, how) for path, how in plan.stored if forms.get(path) != STACK)
+    return dataclasses.replace(plan, stored=stored)
 
 
 def _wants_native(plan: Plan) -> bool:

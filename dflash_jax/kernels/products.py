@@ -25,6 +25,7 @@ from dflash_jax.quant.layouts import (
     LAID_OUT,
     MAX_TILED_TOKENS,
     RUN,
+    STACK,
     TILE_WIDTH,
     Arrays,
     ColumnMajor,
@@ -42,7 +43,7 @@ jax.tree_util.register_dataclass(
 )
 jax.tree_util.register_dataclass(Joined, data_fields=["parts"], meta_fields=["axis", "shape"])
 jax.tree_util.register_dataclass(
-    Interleaved, data_fields=["arrays"], meta_fields=["kind", "shape", "by_floats"]
+    Interleaved, data_fields=["arrays"], meta_fields=["kind", "shape", "by_floats", "stacked"]
 )
 jax.tree_util.register_dataclass(ColumnMajor, data_fields=["array"], meta_fields=[])
 jax.tree_util.register_dataclass(Tiled, data_fields=["row_major", "tiles"], meta_fields=[])
@@ -285,13 +286,20 @@ def choose_products(params: Any, kernels: str, activations: str) -> Any:
     return jax.tree.map(choose, params, is_leaf=lambda leaf: isinstance(leaf, Packed | Interleaved))
 
 
+def abstract_stack(shape: tuple[int, ...], kind: str, dtype: jnp.dtype) -> Interleaved:
+    """Return the shapes of a stack [E, D, ...] in strips; arguments as for `interleaved.shapes`."""
+    declared = interleaved.stack_shapes(kind, shape, dtype)
+    arrays = {name: jax.ShapeDtypeStruct(*of) for name, of in declared.items()}
+    return Interleaved(arrays, kind, shape, stacked=True)
+
+
 def set_weight_layout(
     params: dict[str, Any],
     layout: str,
     forms: Mapping[str, str],
     path: tuple[str, ...] = (),
 ) -> None:
-    """Store the matrices [D, ...] of a parameter tree in a layout, in place.
+    """Store the matrices [D, ...] and stacks of a parameter tree in a layout, in place.
 
     One matrix at a time, so that no more memory is needed than for the largest. NumPy transposes
     small matrices, as compiling an operation for their shape takes longer.
@@ -313,6 +321,8 @@ def set_weight_layout(
         widened = layout == "interleaved" and form == FLOAT
         if form in LAID_OUT:
             params[name] = _relaid(leaf, layout_of(layout, leaf.shape))
+        elif form == STACK:
+            params[name] = _relaid_stack(leaf, layout)
         elif widened and jnp.issubdtype(leaf.dtype, jnp.floating):
             params[name] = leaf.astype(jnp.float32)
 
@@ -333,6 +343,13 @@ def _relaid(leaf: Any, wanted: type[Any] | None) -> Any:
     small = isinstance(leaf, np.ndarray) and leaf.nbytes <= SMALL
     matrix = leaf if small else _row_major(leaf)
     return jax.block_until_ready(_laid_out(matrix, wanted))
+
+
+def _relaid_stack(leaf: Any, layout: str) -> Any:
+    """Return a stack [E, D, ...] in strips, or as an array of floats."""
+    if layout == "interleaved":
+        return leaf if isinstance(leaf, Interleaved) else interleaved.stack_floats(np.asarray(leaf))
+    return jnp.asarray(np.asarray(leaf)) if isinstance(leaf, Interleaved) else leaf
 
 
 def abstract_layout(w: Any, layout: str) -> Any:

@@ -36,7 +36,7 @@ from dflash_jax.nn.layers import (
     times,
     weight,
 )
-from dflash_jax.nn.moe import expert_weights, experts, softmax_then_top
+from dflash_jax.nn.moe import expert_weights, experts, gelu_gated, softmax_then_top
 
 SCALE = 1.0  # of attention scores, as queries and keys are normed
 
@@ -79,11 +79,6 @@ class Gemma4Attention(nn.Module):
         if c.attention_bias:
             out = positions.zero_dead(out + weight(self, "o_bias", (c.hidden_size,))[None, None])
         return out, cache
-
-
-def gelu_gated(gate: Array, up: Array) -> Array:
-    """Return gelu(gate) · up, the activation of MLP and experts."""
-    return gelu_tanh(gate) * up
 
 
 class Experts(nn.Module):

@@ -3,7 +3,8 @@
 A token's result never depends on other tokens: its experts follow from its own logits, no
 expert has a capacity, and its experts are summed in an order given by their numbers or ranks.
 
-Letters: N tokens, E experts, X chosen experts per token, D width, F expert width, S rows.
+Letters: N tokens, E experts, X chosen experts per token, D width, F expert width, S rows of tiles,
+R rows that are choices of tokens.
 """
 
 import dataclasses
@@ -16,18 +17,23 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.nn.layers import matrix, product, weight
-from dflash_jax.quant.layouts import STACK
+from dflash_jax.kernels.native.layers import gate
+from dflash_jax.kernels.native.products import multiply_by_experts
+from dflash_jax.nn.layers import gelu_tanh, matrix, product, weight
+from dflash_jax.quant.layouts import STACK, Interleaved
 
 Activation = Callable[[Array, Array], Array]  # (gate, up)
 
 
 @struct.dataclass
 class ExpertWeights:
-    """Stacked MLPs of a layer's experts. Gate and up are one weight, as in `GatedMLP`."""
+    """Stacked MLPs of a layer's experts. Gate and up are one weight, as in `GatedMLP`.
 
-    gate_up: Float[Array, "E D 2 F"]
-    down: Float[Array, "E F D"]
+    With native kernels both are in strips.
+    """
+
+    gate_up: Float[Array, "E D 2 F"] | Interleaved
+    down: Float[Array, "E F D"] | Interleaved
     gate_up_bias: Float[Array, "E 2 F"] | None = None
     down_bias: Float[Array, "E D"] | None = None
 
@@ -50,6 +56,11 @@ def expert_weights(
 def swiglu(gate: Array, up: Array) -> Array:
     """Return silu(gate) · up, the activation of the Qwen families."""
     return nn.silu(gate) * up
+
+
+def gelu_gated(gate: Array, up: Array) -> Array:
+    """Return gelu(gate) · up, the activation of Gemma 4."""
+    return gelu_tanh(gate) * up
 
 
 def softmax_then_top(
@@ -84,8 +95,9 @@ def experts(
     """Return Σ p_e · expert_e(x) over the experts `ids` of each token, in x's dtype.
 
     Contractions and the sum accumulate in float32; the bias of an expert's output is weighted as
-    well. A CPU multiplies chosen experts only. Other devices run all experts in two products: for a
-    block of tokens that reads hardly more weights. Not differentiable.
+    well. A CPU multiplies chosen experts only, by native kernels if weights are in strips. Other
+    devices run all experts in two products: for a block of tokens that reads hardly more weights.
+    Not differentiable.
 
     Args:
       activation: function of (gate, up) between the two products of an expert.
@@ -93,6 +105,9 @@ def experts(
     with jax.named_scope("experts"):
         tokens = x.reshape(-1, x.shape[-1])
         ids, probabilities = (t.reshape(len(tokens), -1) for t in (ids, probabilities))
+        if isinstance(weights.gate_up, Interleaved):
+            shares = probabilities.astype(jnp.float32)
+            return by_row(tokens, weights, ids, shares, activation=activation).reshape(x.shape)
         out = jax.lax.platform_dependent(
             tokens,
             weights,
@@ -128,6 +143,41 @@ def by_all(
     if w.down_bias is None:
         return out
     return out + _dot("en,ed->nd", share.astype(x.dtype), w.down_bias)
+
+
+def by_row(
+    x: Float[Array, "N D"],
+    w: ExpertWeights,
+    ids: Int[Array, "N X"],
+    probabilities: Float[Array, "N X"],
+    *,
+    activation: Activation,
+) -> Float[Array, "N D"]:
+    """Multiply a row for each choice of each token with its expert by native kernels.
+
+    A row has the same bits in any company. Rows of zeros, which are those of dead tokens, are
+    skipped, and their results are zeros.
+    """
+    assert isinstance(w.gate_up, Interleaved)
+    assert isinstance(w.down, Interleaved)
+    count, expert = ids.shape[1], ids.reshape(-1)
+    rows = jnp.repeat(x, count, axis=0)  # [R, D]
+    live = (rows != 0).any(axis=1)[:, None]
+
+    def biased(products: Float[Array, "R ..."], bias: Float[Array, "E ..."] | None) -> Array:
+        products = products.astype(x.dtype)
+        return products if bias is None else products + jnp.take(bias, expert, axis=0, mode="clip")
+
+    gate_up = biased(multiply_by_experts(rows, expert, w.gate_up), w.gate_up_bias)
+    if activation in (swiglu, gelu_gated):
+        h = gate(gate_up, gelu=activation is gelu_gated).astype(x.dtype)
+    else:
+        h = activation(gate_up[:, 0], gate_up[:, 1])
+    h = jnp.where(live, h, 0)  # biases made others of zeros
+    out = jnp.where(live, biased(multiply_by_experts(h, expert, w.down), w.down_bias), 0)
+    parts = out.astype(jnp.float32).reshape(len(x), count, -1)  # [N, X, D]
+    shares = (parts[:, i] * probabilities[:, i : i + 1] for i in range(count))
+    return functools.reduce(jnp.add, shares).astype(x.dtype)
 
 
 def by_tile(

@@ -22,8 +22,9 @@ QUANTISED = {"int8": "int8", "int4": "Q4_0"}  # kind for each value of `Plan.wei
 MATRIX = "matrix"  # multiplied by `nn.layers.dot`
 HEAD = "head"  # a matrix that is never packed in 4 bits, which would change close decisions
 TABLE = "table"  # gathered from; packed only if the file has it packed
-STACK = "stack"  # of matrices, cast as they are used
+STACK = "stack"  # of experts' matrices [E, D, ...]
 LAID_OUT = frozenset([MATRIX, HEAD, TABLE])  # forms that have the layouts below
+# Stacks are interleaved, or plain arrays.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,16 +42,26 @@ class Interleaved:
     """A weight in strips of 16 columns, for the native kernels.
 
     `kernels.native.interleaved` describes the arrays; floats are an array `values` [strips, D, 16].
+    Those of a stack [E, D, ...] have the axis E in front.
     """
 
     arrays: Arrays
     kind: str  # FLOAT if it is not packed
     shape: tuple[int, ...]  # of the weight
     by_floats: bool = False  # whether int8 codes are multiplied by activations in float
+    stacked: bool = False  # whether it is a stack
+
+    def expert(self, i: int) -> "Interleaved":
+        """Return a matrix of a stack; its arrays are views."""
+        assert self.stacked
+        return Interleaved({n: a[i] for n, a in self.arrays.items()}, self.kind, self.shape[1:])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return a float weight [D, ...]."""
+        """Return a float weight [D, ...], or a stack of these."""
         assert self.kind == FLOAT, self.kind
+        if self.stacked:
+            each = [np.asarray(self.expert(i)) for i in range(self.shape[0])]
+            return np.array(np.stack(each), dtype, copy=copy)
         rows = np.asarray(self.arrays["values"]).swapaxes(0, 1).reshape(self.shape[0], -1)
         return np.array(rows[:, : math.prod(self.shape[1:])].reshape(self.shape), dtype, copy=copy)
 

@@ -10,7 +10,7 @@ import pytest
 from dflash_jax.kernels.native import build as native
 from dflash_jax.kernels.native.build import library
 from dflash_jax.quant.layouts import KINDS
-from tests.kernels.test_products import MULTIPLY, draw, weights
+from tests.kernels.test_products import BY_EXPERTS, MULTIPLY, draw, stack, weights
 
 needs_amx = pytest.mark.skipif(
     not library() or bool(library().no_amx),
@@ -52,6 +52,20 @@ def test_products_by_amx_have_the_bits_of_those_without(kind: str, columns: int)
     x[4], x[9, 5] = 0, np.nan
     for rows in ROWS[columns]:
         compare(x[:rows], w)
+
+
+@needs_amx
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
+def test_products_by_experts_have_the_bits_of_those_without_amx(kind: str) -> None:
+    """Some experts have rows enough for tiles, and some have not."""
+    w, x = stack(kind, 4, 256, 1035), draw(80, 256)
+    expert = np.random.default_rng(0).choice(4, 80, p=(0.6, 0.3, 0.08, 0.02))
+    path, found = library().path, []
+    for wanted in (True, False):
+        native.use_amx(path, wanted=wanted)
+        found.append(np.asarray(BY_EXPERTS(x, expert, w)).view(np.int32))
+    np.testing.assert_array_equal(*found)
 
 
 @needs_amx

@@ -10,7 +10,14 @@ import pytest
 from dflash_jax.converters.quants.stored import FORMATS, unpack_blocks
 from dflash_jax.kernels.native import interleaved
 from dflash_jax.kernels.native.build import library
-from dflash_jax.kernels.products import choose_products, contract, gather, set_weight_layout
+from dflash_jax.kernels.native.products import multiply_by_experts
+from dflash_jax.kernels.products import (
+    abstract_stack,
+    choose_products,
+    contract,
+    gather,
+    set_weight_layout,
+)
 from dflash_jax.quant import layouts
 from dflash_jax.quant.layouts import FLOAT, KINDS, Interleaved, Packed, dequantise
 from tests.quant.test_layouts import random_blocks
@@ -19,6 +26,7 @@ pytestmark = pytest.mark.skipif(
     not library(), reason=f"there are no native kernels: {library().reason}"
 )
 MULTIPLY = jax.jit(contract)
+BY_EXPERTS = jax.jit(multiply_by_experts)
 FLOATS = {"float32": 2e-6, "bfloat16": 2e-6, "float16": 2e-6}  # largest relative error
 MOST = {"sub": 64, "sub_low": 64, "zero": 16}  # bounds of unsigned numbers
 GROUPED = tuple(kind for kind in KINDS if kind != "int8")
@@ -35,9 +43,9 @@ def draw(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def packed(kind: str, depth: int, columns: int) -> Packed:
+def packed(kind: str, depth: int, columns: int, seed: int = 1) -> Packed:
     """Return random weights of a kind, with every code and every scale that it can have."""
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng(seed)
     arrays = {}
     for name, (rows, dtype) in KINDS[kind].arrays(depth).items():
         if np.dtype(dtype).kind == "f":
@@ -48,18 +56,25 @@ def packed(kind: str, depth: int, columns: int) -> Packed:
     return Packed(arrays, kind, (depth, columns))
 
 
-def floats(dtype: str, depth: int, columns: int) -> Interleaved:
+def floats(dtype: str, depth: int, columns: int, seed: int = 1) -> Interleaved:
     """Return random float weights in strips."""
-    params = {"down": jnp.asarray(draw(depth, columns, seed=1)).astype(dtype)}
+    params = {"down": jnp.asarray(draw(depth, columns, seed=seed)).astype(dtype)}
     set_weight_layout(params, "interleaved", {"down": layouts.MATRIX})
     return params["down"]
 
 
-def weights(kind: str, depth: int, columns: int) -> Interleaved:
+def weights(kind: str, depth: int, columns: int, seed: int = 1) -> Interleaved:
     """Return random weights of a kind, or of a float dtype, in strips."""
     if kind in FLOATS:
-        return floats(kind, depth, columns)
-    return interleaved.interleave(packed(kind, depth, columns))
+        return floats(kind, depth, columns, seed)
+    return interleaved.interleave(packed(kind, depth, columns, seed))
+
+
+def stack(kind: str, experts: int, depth: int, columns: int) -> Interleaved:
+    """Return a stack of such weights."""
+    each = [weights(kind, depth, columns, seed) for seed in range(experts)]
+    arrays = {name: np.stack([one.arrays[name] for one in each]) for name in each[0].arrays}
+    return Interleaved(arrays, each[0].kind, (experts, depth, columns), stacked=True)
 
 
 def in_int8(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
@@ -219,6 +234,56 @@ def test_rows_of_zeros_are_zeros_wherever_they_are_and_change_no_others(kind: st
             found = np.asarray(MULTIPLY(np.where(live[:, None], x[:rows], -0.0), w))
             wanted = np.where(live[:, None], alone[:rows], 0)
             np.testing.assert_array_equal(found.view(np.int32), wanted.view(np.int32))
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", *GROUPED])
+def test_a_row_by_its_expert_has_the_bits_of_the_product_with_its_matrix(kind: str) -> None:
+    """Alone and among others, live and dead; columns for several threads, and an unfilled strip."""
+    experts, columns = 5, 1035
+    w, x = stack(kind, experts, 256, columns), draw(65, 256)
+    x[::3, 7] *= 50
+    of_each = np.stack([MULTIPLY(x, w.expert(e)) for e in range(experts)])
+    rng = np.random.default_rng(0)
+    for rows in (1, 2, 9, 65):
+        for share, most in ((0.0, 5), (0.5, 5), (1.0, 5), (0.8, 1)):
+            live, expert = rng.random(rows) < share, rng.integers(0, most, rows)
+            given = np.where(live[:, None], x[:rows], np.float32(-0.0))
+            found = np.asarray(BY_EXPERTS(given, expert, w))
+            wanted = np.where(live[:, None], of_each[expert, np.arange(rows)], 0)
+            np.testing.assert_array_equal(found.view(np.int32), wanted.view(np.int32))
+
+
+@pytest.mark.parametrize("kind", ["float32", "Q4_0"])
+def test_experts_that_do_not_exist_are_clipped_and_stacks_that_do_not_fit_refused(
+    kind: str,
+) -> None:
+    w, x = stack(kind, 3, 64, 24), draw(4, 64)
+    x[1, 5] = np.nan
+    found = np.asarray(BY_EXPERTS(x, np.array([-7, 2, 3, 1]), w))
+    wanted = np.asarray(BY_EXPERTS(x, np.array([0, 2, 2, 1]), w))
+    np.testing.assert_array_equal(found, wanted)
+    assert np.isfinite(found).all(axis=1).tolist() == [True, False, True, True]
+    for depth, columns in ((32, 24), (64, 48)):
+        other = dataclasses.replace(w, shape=(3, depth, columns))
+        with pytest.raises(Exception, match="shape does not fit its format"):
+            jax.block_until_ready(BY_EXPERTS(draw(4, depth), np.zeros(4, np.int32), other))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_stacks_are_laid_out_in_strips_and_back(dtype: str) -> None:
+    given = draw(3, 10, 2, 21).astype(jnp.dtype(dtype))
+    params, forms = {"mlp": {"experts_gate_up": given}}, {"mlp/experts_gate_up": layouts.STACK}
+    set_weight_layout(params, "interleaved", forms)
+    made = params["mlp"]["experts_gate_up"]
+    assert (made.shape, made.stacked) == (given.shape, True)
+    abstract = abstract_stack(given.shape, FLOAT, given.dtype)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), made.arrays) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), abstract.arrays
+    )
+    set_weight_layout(params, "interleaved", forms)
+    assert params["mlp"]["experts_gate_up"] is made
+    set_weight_layout(params, "row_major", forms)
+    np.testing.assert_array_equal(params["mlp"]["experts_gate_up"], given)
 
 
 @pytest.mark.parametrize("columns", [24, 5])

@@ -8,18 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax.kernels.native.build import library
+from dflash_jax.kernels.native.interleaved import stack_floats
 from dflash_jax.nn.moe import (
     ExpertWeights,
     Tiles,
     by_all,
+    by_row,
     by_tile,
+    gelu_gated,
     softmax_then_top,
     sort_into_tiles,
     swiglu,
     top_then_softmax,
 )
 
-FORMS = {"by_tile": by_tile, "by_all": by_all}
+FORMS = {"by_tile": by_tile, "by_all": by_all} | ({"by_row": by_row} if library() else {})
 
 
 def draw(dtype: str, *, experts: int, width: int, hidden: int, bias: bool) -> ExpertWeights:
@@ -31,8 +35,14 @@ def draw(dtype: str, *, experts: int, width: int, hidden: int, bias: bool) -> Ex
     )
 
 
-def run(form: str) -> Any:
-    return jax.jit(functools.partial(FORMS[form], activation=swiglu))
+def run(form: str, activation: Any = swiglu) -> Any:
+    multiply = jax.jit(functools.partial(FORMS[form], activation=activation))
+
+    def by_row(x: Any, w: ExpertWeights, *routing: Any) -> jax.Array:
+        strips = {name: stack_floats(getattr(w, name)) for name in ("gate_up", "down")}
+        return multiply(x, w.replace(**strips), *routing)
+
+    return by_row if form == "by_row" else multiply
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -56,6 +66,24 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(form: str, bias: bool) 
                     out + (0.0 if w.down_bias is None else np.asarray(w.down_bias[e]))
                 )
             np.testing.assert_allclose(got[n], wanted, atol=1e-5)
+
+
+@pytest.mark.skipif(not library(), reason="there are no native kernels")
+@pytest.mark.parametrize("activation", [swiglu, gelu_gated, lambda gate, up: (up + 1) * gate])
+@pytest.mark.parametrize("bias", [False, True])
+def test_dead_tokens_get_zeros_and_change_no_others(bias: bool, activation: Any) -> None:
+    w = draw("float32", experts=4, width=24, hidden=20, bias=bias)
+    rng = np.random.default_rng(6)
+    x = rng.standard_normal((9, 24)).astype(np.float32)
+    ids = np.stack([rng.permutation(4)[:2] for _ in x]).astype(np.int32)
+    p = rng.random((9, 2)).astype(np.float32)
+    live = np.array([1, 1, 0, 1, 0, 0, 1, 1, 0], bool)[:, None]
+    multiply = run("by_row", activation)
+    whole = np.asarray(multiply(x, w, ids, p))
+    found = np.asarray(multiply(np.where(live, x, 0), w, ids, p))
+    np.testing.assert_array_equal(found, np.where(live, whole, 0))
+    other = np.asarray(run("by_tile", activation)(x, w, ids, p))
+    np.testing.assert_allclose(whole, other, atol=1e-5)
 
 
 def test_tiles_hold_every_choice_once_for_any_routing() -> None:

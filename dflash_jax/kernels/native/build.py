@@ -39,10 +39,11 @@ NO_TILES = (
     "the operating system does not enable it",
     "the operating system does not permit it to this process",
 )
-PRODUCTS = ("float", "int8_by_floats", *map(str.lower, KINDS))
-# Of the handlers, each dflash_NAME.
-NAMES = (*PRODUCTS, "attend", "norm", "rotate", "gate", "largest", "filter", "draw")
-NAMES += ("write", "write_int8")
+GROUPED = tuple(name.lower() for name, kind in KINDS.items() if kind.group)
+PRODUCTS = ("float", "int8", "int8_by_floats", *GROUPED)
+OF_EXPERTS = ("experts_float", *(f"experts_{name}" for name in GROUPED))
+LAYERS = ("attend", "norm", "rotate", "gate", "write", "write_int8")
+NAMES = (*PRODUCTS, *OF_EXPERTS, *LAYERS, "largest", "filter", "draw")  # handlers, each dflash_NAME
 WAIT = compiling.PATIENCE + 30  # seconds to wait for a process that compiles
 # "SOURCES-COMPILER-CONTENTS.so", the digests of three things.
 LIBRARY = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}-([0-9a-f]{64})\.so")

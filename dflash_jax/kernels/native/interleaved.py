@@ -8,7 +8,8 @@ All arrays of a weight [D, N] begin with its strips, the last of which is padded
 | int8 | `codes` + 128 [strips, D / 4, 64], four codes of each column; `scale` [strips, 16] |
 | others | `codes` [strips, D / 32, bytes of a group], `scale`, and others of `Packed`, [.., 16] |
 
-`formats.h` describes the codes of a group.
+`formats.h` describes the codes of a group. The arrays of a stack [E, D, N] are those of its
+matrices, one after the other.
 """
 
 import ctypes
@@ -100,10 +101,27 @@ def deinterleave(w: Interleaved) -> Packed:
     return Packed({name: found[name] for name in format_.arrays(depth)}, w.kind, w.shape)
 
 
+def stack_shapes(
+    kind: str, shape: tuple[int, ...], dtype: Any = None
+) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Return the shape and dtype of each array of a stack [E, D, ...]; arguments as above."""
+    experts, depth, *columns = shape
+    each = shapes(kind, depth, math.prod(columns), dtype)
+    return {name: ((experts, *of), stored) for name, (of, stored) in each.items()}
+
+
 def empty(kind: str, shape: tuple[int, ...]) -> Interleaved:
     """Return a packed weight [D, ...] of zeros, whose columns are put in place later."""
     declared = shapes(kind, shape[0], math.prod(shape[1:]))
     return Interleaved({name: zeros(*of) for name, of in declared.items()}, kind, shape)
+
+
+def empty_stack(kind: str, shape: tuple[int, ...], dtype: Any = None) -> Interleaved:
+    """Return a stack [E, D, ...] of zeros, whose matrices are put in place later."""
+    declared = stack_shapes(kind, shape, dtype)
+    return Interleaved(
+        {name: zeros(*of) for name, of in declared.items()}, kind, shape, stacked=True
+    )
 
 
 def put_blocks(
@@ -137,12 +155,26 @@ def put_packed(w: Interleaved, part: Packed, columns: Int[np.ndarray, " n"]) -> 
 
 def from_floats(weight: Float[np.ndarray, "D ..."]) -> Interleaved:
     """Return a float weight in strips."""
-    flat = np.ascontiguousarray(weight).reshape(len(weight), -1)
-    [(shape, dtype)] = shapes(FLOAT, *flat.shape, flat.dtype).values()
+    [(shape, dtype)] = shapes(
+        FLOAT, len(weight), math.prod(weight.shape[1:]), weight.dtype
+    ).values()
     strips = zeros(shape, dtype)
+    _put_floats(weight, strips)
+    return Interleaved({"values": strips}, FLOAT, weight.shape)
+
+
+def stack_floats(weights: Float[np.ndarray, "E D ..."]) -> Interleaved:
+    """Return a stack of float weights in strips."""
+    made = empty_stack(FLOAT, weights.shape, weights.dtype)
+    for weight, strips in zip(weights, made.arrays["values"], strict=True):
+        _put_floats(weight, strips)
+    return made
+
+
+def _put_floats(weight: Float[np.ndarray, "D ..."], strips: Float[np.ndarray, "P D 16"]) -> None:
+    flat = np.ascontiguousarray(weight).reshape(len(weight), -1)
     row, strip = flat.shape[1] * flat.itemsize, WIDTH * flat.itemsize
     _call("interleave", flat, len(flat), row, strip, strips)
-    return Interleaved({"values": strips}, FLOAT, weight.shape)
 
 
 def quantise_int8(weight: Float[np.ndarray, "D ..."]) -> Interleaved:

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 namespace dflash {
@@ -35,6 +36,10 @@ class LiveRows {
     for (int64_t row = 0; row < rows; row++)
       if (AnyLive(x + row * depth, depth)) at_.push_back(row);
   }
+
+  // Some of the live rows, by their places among all.
+  LiveRows(const LiveRows& live, std::vector<int64_t> at)
+      : x_(live.x_), depth_(live.depth_), all_(live.all_), at_(std::move(at)) {}
 
   int64_t count() const { return static_cast<int64_t>(at_.size()); }
   int64_t all() const { return all_; }

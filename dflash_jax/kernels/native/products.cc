@@ -6,13 +6,18 @@
 // the other along K. Integer weights: activations are quantised to int8 with one scale for each row
 // (int8) or for each 32 of K, products within those are summed exactly, and groups are added in order.
 // int8 weights can be multiplied by floats, too, as float weights are.
+//
+// Products by experts have a stack of weights [E, K, N], and a row is multiplied with those of its
+// expert, alike.
 
 #include <algorithm>
 #include <cstdint>
+#include <deque>
 #include <iterator>
 
 #include "amx.h"
 #include "output.h"
+#include "routed_rows.h"
 #include "tiled_products.h"
 
 namespace dflash {
@@ -198,17 +203,21 @@ void SplitColumns(ffi::ThreadPool pool, int64_t rows, int64_t depth, int64_t col
   Split(pool, vectors, (vectors + parts - 1) / parts, serial, work);
 }
 
+// Multiplies all rows by some vectors of columns. Compiled once for all handlers, as compiling takes long.
 template <typename Tile>
-void Run(ffi::ThreadPool pool, const Tile& tile, int64_t depth, const Output& out) {
+__attribute__((noinline)) void MultiplyColumns(const Tile& tile, int64_t begin, int64_t end, const Output& out) {
   const int64_t rows = out.rows.count();
   // Few columns at a time, so that their weights stay in the cache for all rows.
   const int64_t step = rows <= kRows ? kClose / kLanes : 2;
-  SplitColumns(pool, rows, depth, out.columns, [&](int64_t begin, int64_t end) {
+  for (int64_t at = begin; at < end; at += step)
+    MultiplyFrom<kRows>(tile, 0, rows, at, std::min(at + step, end), out);
+}
+
+template <typename Tile>
+void Run(ffi::ThreadPool pool, const Tile& tile, int64_t depth, const Output& out) {
+  SplitColumns(pool, out.rows.count(), depth, out.columns, [&](int64_t begin, int64_t end) {
     out.Clear(begin, end);
-    for (int64_t at = begin; at < end; at += step) {
-      const int64_t until = std::min(at + step, end);
-      MultiplyFrom<kRows>(tile, 0, rows, at, until, out);
-    }
+    MultiplyColumns(tile, begin, end, out);
   });
 }
 
@@ -219,6 +228,27 @@ void RunTiled(ffi::ThreadPool pool, const Product& product, int64_t depth, const
   SplitColumns(pool, rows, depth, out.columns, [&](int64_t begin, int64_t end) {
     out.Clear(begin, end);
     product.Multiply(rows, begin, end, out);
+  });
+}
+
+// Calls multiply(i, begin, end, out) for some vectors of columns of the i-th expert that has rows, until
+// all are done.
+template <typename Multiply>
+void RunExperts(ffi::ThreadPool pool, const RoutedRows& routed, int64_t depth, float* result,
+                int64_t columns, const Multiply& multiply) {
+  const int64_t vectors = (columns + kLanes - 1) / kLanes;
+  Output{result, columns, routed.live(), true}.Clear(0, vectors);
+  if (!routed.count()) return;
+  const int64_t rows = (routed.live().count() + routed.count() - 1) / routed.count();  // of an expert
+  // The columns of all experts side by side: one after the other, each would end with a wait.
+  const int64_t together = routed.count() * vectors * kLanes;
+  SplitColumns(pool, rows, depth, together, [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t i = begin / vectors, first = i * vectors, last = std::min(end, first + vectors);
+      const Output out{result, columns, routed[i].rows, false};
+      multiply(i, begin - first, last - first, out);
+      begin = last;
+    }
   });
 }
 
@@ -296,31 +326,139 @@ ffi::Error Int8ByFloats(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buff
   });
 }
 
+// Arrays of weights of a format, or of a stack of these, one after the other.
+template <typename Format>
+struct Stack {
+  Arrays first;
+  int64_t strips;  // of each
+
+  Stack(int64_t depth, int64_t columns)
+      : first{{}, depth / kGroup}, strips((columns + kStrip - 1) / kStrip) {}
+
+  // Takes the arrays; returns false if they do not fit.
+  bool Take(ffi::RemainingArgs arrays, int64_t depth, int64_t count) {
+    if (depth % (kGroup * Format::kScaled) || arrays.size() != std::size(Format::kArrays)) return false;
+    for (size_t i = 0; i < arrays.size(); i++) {
+      const Part part = Format::kArrays[i];
+      const auto array = arrays.get<ffi::AnyBuffer>(i);
+      if (!array || !Holds(*array, count * Bytes(part))) return false;
+      first.data[part] = array->untyped_data();
+    }
+    return true;
+  }
+
+  Arrays operator[](int64_t i) const {
+    Arrays found = first;
+    for (const Part part : Format::kArrays)
+      found.data[part] = static_cast<const uint8_t*>(first.data[part]) + i * Bytes(part);
+    return found;
+  }
+
+ private:
+  // Bytes of one of the arrays of one weight.
+  int64_t Bytes(Part part) const {
+    const int64_t size = part == kScale || part == kLow ? Format::kScaleBytes : 1;
+    return strips * PerStrip<Format>(part, first.groups) * size;
+  }
+};
+
+// Rows and weights that are multiplied. The codes of the rows are filled in before.
+template <typename Format>
+struct GroupOperands {
+  const Arrays w;
+  const bool tiled;
+  Quantised x;
+
+  GroupOperands(const LiveRows& rows, const Arrays& w, int64_t depth)
+      : w(w), tiled(Tiled(rows.count(), Format::kHalves ? kHalvesTileRows : kGroupTileRows)),
+        x(rows.count(), depth, kGroup, Format::kHalves ? 2 : 1, kShifted ? 0 : Format::kZeroPoint,
+          tiled ? kGroupTiles : CodeLayout()) {}
+
+  // Multiplies all rows by some vectors of columns.
+  __attribute__((noinline)) void Multiply(int64_t begin, int64_t end, const Output& out) const {
+    if (tiled)
+      GroupTiles<Format>{x, w}.Multiply(out.rows.count(), begin, end, out);
+    else
+      MultiplyColumns(GroupTile<Format>{x, w}, begin, end, out);
+  }
+
+ private:
+  static constexpr bool kShifted = Format::kBytewise && !kUnsignedDot;  // DotBytes takes the zero point off
+};
+
 template <typename Format>
 ffi::Error GroupProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs arrays,
                         ffi::ResultBuffer<ffi::F32> result, bool fill) {
   const int64_t depth = x.dimensions()[1];
   const LiveRows rows(x.typed_data(), x.dimensions()[0], depth);
   const Output out{result->typed_data(), result->dimensions()[1], rows, fill};
-  const int64_t strips = (out.columns + kStrip - 1) / kStrip;
-  Arrays w{{}, depth / kGroup};
-  if (depth % (kGroup * Format::kScaled) || arrays.size() != std::size(Format::kArrays)) return Unfit();
-  for (size_t i = 0; i < arrays.size(); i++) {
-    const Part part = Format::kArrays[i];
-    const auto array = arrays.get<ffi::AnyBuffer>(i);
-    const int64_t size = part == kScale || part == kLow ? Format::kScaleBytes : 1;
-    if (!array || !Holds(*array, strips * PerStrip<Format>(part, w.groups) * size)) return Unfit();
-    w.data[part] = array->untyped_data();
+  Stack<Format> stack(depth, out.columns);
+  if (!stack.Take(arrays, depth, 1)) return Unfit();
+  GroupOperands<Format> operands(rows, stack[0], depth);
+  Fill(pool, operands.x, rows, depth);
+  SplitColumns(pool, rows.count(), depth, out.columns, [&](int64_t begin, int64_t end) {
+    out.Clear(begin, end);
+    operands.Multiply(begin, end, out);
+  });
+  return ffi::Error::Success();
+}
+
+// -- handlers of products by experts ------------------------------------------------------------
+
+// Returns whether each row has an expert, of which there is at least one.
+bool AreRouted(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> expert, ffi::AnyBuffer w) {
+  return expert.element_count() == x.dimensions()[0] && w.dimensions().size() && w.dimensions()[0] > 0;
+}
+
+ffi::Error FloatExperts(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> expert,
+                        ffi::AnyBuffer w, ffi::ResultBuffer<ffi::F32> result) {
+  if (!AreRouted(x, expert, w)) return Unfit();
+  const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], experts = w.dimensions()[0];
+  const int64_t columns = result->dimensions()[1];
+  const int64_t each = (columns + kStrip - 1) / kStrip * depth * kStrip;  // numbers of an expert
+  const RoutedRows routed(x.typed_data(), expert.typed_data(), rows, depth, experts);
+  const auto run = [&](auto format) {
+    using Format = decltype(format);
+    if (!Holds(w, experts * each * static_cast<int64_t>(sizeof(typename Format::Stored)))) return Unfit();
+    const auto* stored = static_cast<const typename Format::Stored*>(w.untyped_data());
+    const auto multiply = [&](int64_t i, int64_t begin, int64_t end, const Output& out) {
+      const FloatTile<Format> tile{out.rows, stored + routed[i].expert * each, depth};
+      MultiplyColumns(tile, begin, end, out);
+    };
+    RunExperts(pool, routed, depth, result->typed_data(), columns, multiply);
+    return ffi::Error::Success();
+  };
+  switch (w.element_type()) {
+    case ffi::F32: return run(Float32());
+    case ffi::BF16: return run(BFloat16());
+    case ffi::F16: return run(Float16());
+    default: return ffi::Error::InvalidArgument("weights must be float32, bfloat16 or float16");
   }
-  const bool shifted = Format::kBytewise && !kUnsignedDot;  // DotBytes takes the zero point off
-  const bool tiled = Tiled(rows.count(), Format::kHalves ? kHalvesTileRows : kGroupTileRows);
-  Quantised quantised(rows.count(), depth, kGroup, Format::kHalves ? 2 : 1, shifted ? 0 : Format::kZeroPoint,
-                      tiled ? kGroupTiles : CodeLayout());
-  Fill(pool, quantised, rows, depth);
-  if (tiled)
-    RunTiled(pool, GroupTiles<Format>{quantised, w}, depth, out);
-  else
-    Run(pool, GroupTile<Format>{quantised, w}, depth, out);
+}
+
+template <typename Format>
+ffi::Error GroupExperts(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> expert,
+                        ffi::RemainingArgs arrays, ffi::ResultBuffer<ffi::F32> result) {
+  const auto codes = arrays.get<ffi::AnyBuffer>(0);
+  if (!codes || !AreRouted(x, expert, *codes)) return Unfit();
+  const int64_t rows = x.dimensions()[0], depth = x.dimensions()[1], experts = codes->dimensions()[0];
+  const int64_t columns = result->dimensions()[1];
+  Stack<Format> stack(depth, columns);
+  if (!stack.Take(arrays, depth, experts)) return Unfit();
+  const RoutedRows routed(x.typed_data(), expert.typed_data(), rows, depth, experts);
+  std::deque<GroupOperands<Format>> operands;
+  for (int64_t i = 0; i < routed.count(); i++)
+    operands.emplace_back(routed[i].rows, stack[routed[i].expert], depth);
+  const bool serial = routed.live().count() * depth < kSerial;
+  const auto fill = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+      operands[i].x.Fill(routed[i].rows, 0, routed[i].rows.count());
+  };
+  if (routed.count()) Split(pool, routed.count(), 1, serial, fill);
+  const auto multiply = [&](int64_t i, int64_t begin, int64_t end, const Output& out) {
+    operands[i].Multiply(begin, end, out);
+  };
+  RunExperts(pool, routed, depth, result->typed_data(), columns, multiply);
   return ffi::Error::Success();
 }
 
@@ -354,3 +492,20 @@ PRODUCT(dflash_q5_k, GroupProduct<Q5_K>, .RemainingArgs());
 PRODUCT(dflash_q6_k, GroupProduct<Q6_K>, .RemainingArgs());
 PRODUCT(dflash_int8_16, GroupProduct<Int8_16>, .RemainingArgs());
 PRODUCT(dflash_int8_16_low, GroupProduct<Int8_16_Low>, .RemainingArgs());
+
+#define EXPERTS(name, function, ...)                                                                 \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function,                                                      \
+                                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::F32>>() \
+                                    .Arg<ffi::Buffer<ffi::S32>>() __VA_ARGS__                        \
+                                    .Ret<ffi::Buffer<ffi::F32>>())
+
+EXPERTS(dflash_experts_float, FloatExperts, .Arg<ffi::AnyBuffer>());
+EXPERTS(dflash_experts_q8_0, GroupExperts<Q8_0>, .RemainingArgs());
+EXPERTS(dflash_experts_q4_0, GroupExperts<Q4_0>, .RemainingArgs());
+EXPERTS(dflash_experts_q4_1, GroupExperts<Q4_1>, .RemainingArgs());
+EXPERTS(dflash_experts_int4z, GroupExperts<Int4Z>, .RemainingArgs());
+EXPERTS(dflash_experts_q4_k, GroupExperts<Q4_K>, .RemainingArgs());
+EXPERTS(dflash_experts_q5_k, GroupExperts<Q5_K>, .RemainingArgs());
+EXPERTS(dflash_experts_q6_k, GroupExperts<Q6_K>, .RemainingArgs());
+EXPERTS(dflash_experts_int8_16, GroupExperts<Int8_16>, .RemainingArgs());
+EXPERTS(dflash_experts_int8_16_low, GroupExperts<Int8_16_Low>, .RemainingArgs());

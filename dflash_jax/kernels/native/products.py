@@ -22,14 +22,35 @@ def multiply(x: Float[Array, "... D"], w: Interleaved, *, fill: bool = True) -> 
       fill: write the results of rows of zeros, which are zeros; else they are undefined.
     """
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
-    name = "float" if w.kind == FLOAT else w.kind.lower()
-    if w.by_floats:
-        name = "int8_by_floats"
-    arrays = [w.arrays[array] for array in ("values", *ORDER) if array in w.arrays]
+    name = "int8_by_floats" if w.by_floats else _name(w)
     out = jax.ShapeDtypeStruct((len(rows), math.prod(w.shape[1:])), jnp.float32)
     # Callers differ in what they do with the result; their fusions must not reach into it.
-    product = jax.ffi.ffi_call(f"dflash_{name}", out)(rows, *arrays, fill=fill)
+    product = jax.ffi.ffi_call(f"dflash_{name}", out)(rows, *_arrays(w), fill=fill)
     return product.reshape(*x.shape[:-1], *w.shape[1:])
+
+
+def multiply_by_experts(
+    x: Float[Array, "R D"], expert: Int[Array, " R"], w: Interleaved
+) -> Float[Array, "R ..."]:
+    """Return the product of each row with the matrix of its expert, alike to that of `multiply`.
+
+    Weights of experts without rows are not read. Products of rows of zeros are zeros.
+
+    Args:
+      w: a stack [E, D, ...].
+    """
+    out = jax.ShapeDtypeStruct((len(x), math.prod(w.shape[2:])), jnp.float32)
+    rows, each = x.astype(jnp.float32), expert.astype(jnp.int32)
+    product = jax.ffi.ffi_call(f"dflash_experts_{_name(w)}", out)(rows, each, *_arrays(w))
+    return product.reshape(len(x), *w.shape[2:])
+
+
+def _name(w: Interleaved) -> str:
+    return "float" if w.kind == FLOAT else w.kind.lower()
+
+
+def _arrays(w: Interleaved) -> list[Array]:
+    return [w.arrays[name] for name in ("values", *ORDER) if name in w.arrays]
 
 
 def gather(w: Interleaved, ids: Int[Array, " P"]) -> Float[Array, "P D"]:
