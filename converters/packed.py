@@ -137,7 +137,12 @@ def _kinds(found: Canonical, slot: Slot) -> list[str]:
 def _kind_of_piece(found: Canonical, piece: Piece, depth: int) -> str:
     if isinstance(found.source, GroupedSource):
         return found.source.packed_kind(piece.name) if piece.rows is None else FLOAT
-    return format_of(found.source.kind(piece.name), depth)
+    return _format(found.source, piece.name, depth)
+
+
+def _format(source: Any, name: str, depth: int) -> str:
+    """Return the packed format that holds a tensor of a GGUF file exactly, or FLOAT."""
+    return FLOAT if source.has_scale(name) else format_of(source.kind(name), depth)
 
 
 def _kind(found: Canonical, part: TensorPart) -> str:
@@ -152,7 +157,7 @@ def _kind(found: Canonical, part: TensorPart) -> str:
     kind, columns = found.kind(part.name), origin.columns
     if columns is not None and kind in FORMATS and _moved(columns, kind) is None:
         return FLOAT
-    return format_of(kind, part.shape[-1])
+    return _format(found.source, origin.name, part.shape[-1])
 
 
 def _moved(columns: np.ndarray, kind: str) -> np.ndarray | None:

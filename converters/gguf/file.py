@@ -414,8 +414,15 @@ class GgufFile:
         """Return the number of bytes in the file."""
         return self._find(name)[0].nbytes
 
+    def has_scale(self, name: str) -> bool:
+        """Return whether a tensor is multiplied by the scale beside it."""
+        return name in self._scales
+
     def raw(self, name: str) -> np.ndarray:
-        """Return the stored bytes, uint8 [rows, bytes of a row], a view of the mapped file."""
+        """Return the stored bytes, uint8 [rows, bytes of a row], a view of the mapped file.
+
+        They are those of the tensor without the scale beside it.
+        """
         info, shard = self._find(name)
         row = info.shape[-1] // info.kind.block_size * info.kind.block_bytes
         start = shard.header.data_start + info.offset

@@ -65,6 +65,9 @@ def blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.nd
     """Random bytes with scales that make weights of about 1 / sqrt(D), and signs of both kinds."""
     size, width = BY_NAME[kind].block_bytes, BY_NAME[kind].block_size
     found = rng.integers(0, 256, (shape[0], shape[1] // width, size), np.uint8)
+    if kind == "NVFP4":
+        found[..., :4] = rng.integers(8, 20, found[..., :4].shape)
+        return found.reshape(shape[0], -1)
     spans = {
         "Q5_0": 9.2,
         "Q8_0": 74,
@@ -88,8 +91,14 @@ def blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.nd
     return found.reshape(shape[0], -1)
 
 
-def write(path: Path, kinds: dict[str, str], *, decoded: bool = False) -> Path:
-    """A small Llama; with `decoded`, blocks are written as the floats that gguf makes of them."""
+def write(
+    path: Path, kinds: dict[str, str], *, decoded: bool = False, scaled: tuple[str, ...] = ()
+) -> Path:
+    """A small Llama; with `decoded`, blocks are written as the floats that gguf makes of them.
+
+    Args:
+      scaled: tensors that are doubled by a scale beside them.
+    """
     rng = np.random.default_rng(7)
     writer = gguf.GGUFWriter(path, "llama")
     hyperparameters(writer, CONFIG)
@@ -99,6 +108,8 @@ def write(path: Path, kinds: dict[str, str], *, decoded: bool = False) -> Path:
         for norm in ("attn_norm", "ffn_norm"):
             writer.add_tensor(f"blk.{i}.{norm}.weight", np.ones(256, np.float32))
     writer.add_tensor("output_norm.weight", np.ones(256, np.float32))
+    for name in scaled:
+        writer.add_tensor(f"{name}.scale", np.full(1, 2, np.float32))
     for name, shape in shapes.items():
         kind = kinds[name.split(".")[-1]]
         if kind not in {"F16", "F32"}:
@@ -200,6 +211,19 @@ def test_packed_columns_of_value_heads_are_moved_as_whole_blocks(
     assert isinstance(found["layers_0/delta/out"], kept)
     for path, leaf in found.items():
         np.testing.assert_array_equal(unpacked(leaf), floats[path], path)
+
+
+def test_blocks_with_a_scale_beside_them_are_unpacked(tmp_path: Path) -> None:
+    kinds = MIXED | {"attn_output": "NVFP4"}
+    path = write(tmp_path / "x.gguf", kinds, scaled=("blk.0.attn_output",))
+    model, plain = open_model(path), open_model(write(tmp_path / "plain.gguf", kinds))
+    specs = stored(model)
+    assert specs.keys() == stored(plain).keys() - {"layers_0/attention/o"}
+    floats, found = leaves(model.load("float32")), leaves(model.load("float32", specs=specs))
+    for name, leaf in found.items():
+        np.testing.assert_array_equal(unpacked(leaf), floats[name], name)
+    once = plain.load("float32")["layers_0"]["attention"]["o"]
+    np.testing.assert_array_equal(found["layers_0/attention/o"], 2 * once)
 
 
 def test_decoding_from_packed_blocks_is_decoding_from_their_floats(mixed: Path) -> None:
