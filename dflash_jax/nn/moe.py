@@ -10,6 +10,7 @@ R rows that are choices of tokens.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -243,6 +244,6 @@ def sort_into_tiles(ids: Int[Array, "N X"], experts: int) -> Tiles:
     return Tiles(height, rows, places.reshape(ids.shape), ends)
 
 
-def _dot(letters: str, x: Array, w: Array) -> Array:
+def _dot(letters: str, x: Array, w: Any) -> Array:
     """Compute `layers.dot` for any contraction."""
     return product(letters, x, w).astype(x.dtype)
