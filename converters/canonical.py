@@ -17,7 +17,7 @@ MOST_LINES = 60
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredRows:
     """Outputs of a canonical tensor that are rows of a stored one.
 
     Outputs are counted over all axes of the canonical tensor but that of its inputs.
@@ -59,12 +59,12 @@ class Origin:
         """Whether its values are those of one stored tensor, in some order."""
         return True
 
-    def pieces(self, source: TensorSource) -> tuple[Piece, ...]:
+    def pieces(self, source: TensorSource) -> tuple[StoredRows, ...]:
         """Return where stored rows go that hold its numbers as they are; none if they do not."""
         changes = (self.columns, self.values, self.reshaped)
         if not self.as_stored or any(change is not None for change in changes):
             return ()
-        return (Piece(self.name, self.rows, slice(None)),)
+        return (StoredRows(self.name, self.rows, slice(None)),)
 
     def shape(self, source: TensorSource) -> tuple[int, ...]:
         """Return the canonical shape."""
@@ -112,7 +112,7 @@ class Computed(Origin):
         """False: it is no stored tensor."""
         return False
 
-    def pieces(self, source: TensorSource) -> tuple[Piece, ...]:
+    def pieces(self, source: TensorSource) -> tuple[StoredRows, ...]:
         """Return none: it is no stored tensor."""
         return ()
 
@@ -144,7 +144,7 @@ class Separated(Origin):
         """False: its axes are exchanged."""
         return False
 
-    def pieces(self, source: TensorSource) -> tuple[Piece, ...]:
+    def pieces(self, source: TensorSource) -> tuple[StoredRows, ...]:
         """Return none: a stored row has numbers of several of its rows."""
         return ()
 
@@ -191,14 +191,14 @@ class Alternating(Stacks):
 
     stacked: int = 1  # parts stacked along the outputs of each stored tensor
 
-    def pieces(self, source: TensorSource) -> tuple[Piece, ...]:
+    def pieces(self, source: TensorSource) -> tuple[StoredRows, ...]:
         """Return where the rows of each stored tensor go; none of vectors."""
         experts, *into, width = self.shape(source)
         if not into:
             return ()
         outputs = np.arange(experts * width).reshape(experts, -1, len(self.names), self.stacked)
         own = (outputs[:, :, i].swapaxes(1, 2).reshape(-1) for i in range(len(self.names)))
-        return tuple(Piece(n, None, each) for n, each in zip(self.names, own, strict=True))
+        return tuple(StoredRows(n, None, each) for n, each in zip(self.names, own, strict=True))
 
     def shape(self, source: TensorSource) -> tuple[int, ...]:
         """Return the canonical shape."""
@@ -225,12 +225,12 @@ class Alternating(Stacks):
 class Below(Stacks):
     """Stacked experts [E, out, in] of two or more parts, concatenated to [E, parts x out, in]."""
 
-    def pieces(self, source: TensorSource) -> tuple[Piece, ...]:
+    def pieces(self, source: TensorSource) -> tuple[StoredRows, ...]:
         """Return where the rows of each stored tensor go."""
         experts, height, _ = self.shape(source)
         outputs = np.arange(experts * height).reshape(experts, len(self.names), -1)
         own = (outputs[:, i].reshape(-1) for i in range(len(self.names)))
-        return tuple(Piece(n, None, each) for n, each in zip(self.names, own, strict=True))
+        return tuple(StoredRows(n, None, each) for n, each in zip(self.names, own, strict=True))
 
     def shape(self, source: TensorSource) -> tuple[int, ...]:
         """Return the canonical shape."""
@@ -320,7 +320,7 @@ class Canonical:
         """Return the size of what a conversion subtracts from stored values."""
         return self.origins[name].offset
 
-    def pieces(self, name: str) -> tuple[Piece, ...]:
+    def pieces(self, name: str) -> tuple[StoredRows, ...]:
         """Return where stored rows go that hold a tensor's numbers as they are; none if absent."""
         origin = self.origins.get(name)
         return origin.pieces(self.source) if origin else ()

@@ -11,7 +11,7 @@ import numpy as np
 
 from dflash_jax.config import AttentionConfig
 from dflash_jax.converters import families
-from dflash_jax.converters.canonical import Canonical, Piece
+from dflash_jax.converters.canonical import Canonical, StoredRows
 from dflash_jax.converters.gguf.file import GgufFile
 from dflash_jax.converters.hf_grouped import GroupedSource
 from dflash_jax.converters.names.slots import Keys, Slot, TensorPart
@@ -134,7 +134,7 @@ def _kinds(found: Canonical, slot: Slot) -> list[str]:
     return list(kinds) if len(kinds) == 1 else [FLOAT]
 
 
-def _kind_of_piece(found: Canonical, piece: Piece, depth: int) -> str:
+def _kind_of_piece(found: Canonical, piece: StoredRows, depth: int) -> str:
     if isinstance(found.source, GroupedSource):
         return found.source.packed_kind(piece.name) if piece.rows is None else FLOAT
     return _format(found.source, piece.name, depth)
@@ -247,7 +247,7 @@ def _stack(found: Canonical, slot: Slot, kind: str) -> Interleaved:
 
 
 def _move_experts(
-    found: Canonical, piece: Piece, made: Interleaved, experts: np.ndarray, columns: np.ndarray
+    found: Canonical, piece: StoredRows, made: Interleaved, experts: np.ndarray, columns: np.ndarray
 ) -> None:
     """Put rows of a stored tensor in place, given the expert and the column of each.
 

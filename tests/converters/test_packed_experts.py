@@ -16,13 +16,25 @@ from weight_files import ORACLE
 
 import dflash_jax as dj
 from dflash_jax.converters.models import open_model
+from dflash_jax.engine.engine import Engine
+from dflash_jax.graph import Graph
 from dflash_jax.graph.abstract import PlannedPair, by_path
 from dflash_jax.graph.memory import budget
 from dflash_jax.graph.resolve import resolve
 from dflash_jax.kernels.native.build import library
 from dflash_jax.kernels.native.interleaved import deinterleave
+from dflash_jax.kernels.products import set_weight_layout
 from dflash_jax.loading import OpenPair, open_pair
-from dflash_jax.quant.layouts import FLOAT, STACK, Interleaved, StructuredWeight, dequantise
+from dflash_jax.models import build_pair
+from dflash_jax.quant.layouts import (
+    FLOAT,
+    STACK,
+    Interleaved,
+    StructuredWeight,
+    dequantise,
+    pack_tree,
+)
+from dflash_jax.testing import random_params, scripted_engine, set_script, tiny_drafter
 
 pytestmark = pytest.mark.skipif(
     not library(), reason=f"there are no native kernels: {library().reason}"
@@ -88,6 +100,18 @@ def resolved(pair: OpenPair, platform: str = "cpu", **choices: Any) -> Any:
     return resolve(plan, pair.pair, platform=platform, memory=1 << 40)
 
 
+def scripted(opened: OpenPair, plan: dj.Plan) -> Engine:
+    """An engine of the file's target with a scripted drafter."""
+    target, _ = opened.configs
+    pair = build_pair(target, tiny_drafter(target))
+    plan = resolve(opened.with_stored(plan), pair, platform="cpu", memory=1 << 40)
+    graph = Graph(pair, plan)
+    drafter = {"drafter": random_params(pair)["drafter"]}
+    params = opened.weights(plan) | pack_tree(drafter, graph.specs)
+    set_weight_layout(params, plan.weight_layout, graph.forms)
+    return scripted_engine(Engine(graph, jax.device_put(params)))
+
+
 @pytest.mark.parametrize(
     ("family", "kind", "form"),
     [
@@ -128,23 +152,25 @@ def test_drafted_tokens_by_packed_experts_are_those_of_plain_decoding(
     tmp_path: Path, family: str, kind: Q, width: int
 ) -> None:
     """Experts of 48 inputs stay floats, beside packed gates and ups."""
-    path = write(tmp_path / "x", family, kind, width=width)
-    pair = open_pair(path, "ngram")
-    notes: list[str] = []
-    plan = dj.Plan(max_length=96, chunk=16, block=4, rows=2)
-    engine = dataclasses.replace(pair, report=notes.append).engine(plan)
-    assert not notes
+    pair = open_pair(write(tmp_path / "x", family, kind, width=width), None)
+    engine = scripted(pair, dj.Plan(max_length=96, chunk=16, block=4, rows=2, dtype="float32"))
     found = by_path(engine.params["target"], Interleaved)
     packed = {at: found[at].kind != FLOAT for at in stacks(pair)}
     assert all(found[at].stacked for at in packed)
     assert all(kept or (width % 32 and at.endswith("down")) for at, kept in packed.items())
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.params))
     assert budget(engine.graph).weights == size
-    prompts = [[5, 9, 2, 44] * 6, [7, 3, 1] * 5]
-    plain = [engine.generate(p, max_tokens=24, speculative=False).token_ids for p in prompts]
-    drafted = engine.generate_many(prompts, max_tokens=24)
-    assert [result.token_ids for result in drafted] == plain
-    assert all(result.stats.acceptance_lengths for result in drafted)  # blocks were verified
+    prompt = [5, 9, 2, 44] * 5
+    plain = engine.generate(prompt, max_tokens=24, speculative=False).token_ids
+    assert len({*plain}) > 4
+    rng = np.random.default_rng(0)
+    for share in (0.0, 0.7, 1.0):
+        truth = [*prompt, *plain]
+        right = rng.random(len(truth)) < share
+        set_script(engine, [t if ok else t ^ 1 for t, ok in zip(truth, right, strict=True)])
+        result = engine.generate(prompt, max_tokens=24)
+        assert result.token_ids == plain
+        assert max(result.stats.acceptance_lengths) == (4 if share else 1)
 
 
 def test_only_native_kernels_keep_stacks_packed(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def test_a_row_by_its_expert_has_the_bits_of_the_product_with_its_matrix(kind: s
     x[::3, 7] *= 50
     of_each = np.stack([MULTIPLY(x, w.expert(e)) for e in range(experts)])
     rng = np.random.default_rng(0)
-    for rows in (1, 2, 9, 65):
+    for rows in (1, 9, 65):
         for share, most in ((0.0, 5), (0.5, 5), (1.0, 5), (0.8, 1)):
             live, expert = rng.random(rows) < share, rng.integers(0, most, rows)
             given = np.where(live[:, None], x[:rows], np.float32(-0.0))
