@@ -194,7 +194,7 @@ def test_converters_are_imported_inside_functions_of_loading_and_the_commands_al
 def test_converters_know_configs_and_errors_of_the_engine_alone() -> None:
     parts = ("config", "converters", "quant", "checkpoint", "errors", "tokenizer")
     parts += ("model_files", "utils.atomic", "utils.command", "utils.sources")
-    parts += ("utils.progress", "kernels.native.interleaved")
+    parts += ("utils.progress", "utils.kept_files", "kernels.native.interleaved")
     allowed = [f"dflash_jax.{part}" for part in parts]
     for path in files("converters"):
         ours = [n for n in imports(path) if under(n, "dflash_jax")]
