@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dflash_jax.quant.formats import E2M1
+
 
 class Parts(NamedTuple):
     """The parts of N blocks of B weights: a weight is scale * sub * code - low * sub_low.
@@ -214,8 +216,6 @@ def _bytes(words: list[np.ndarray]) -> np.ndarray:
 # Formats whose codes of one, two or four bits index a table of values.
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-# Twice the e2m1 values: the stored exponent is one lower to match.
-E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 def _tables(values: tuple[int, ...]) -> tuple[bytes, bytes]:
@@ -232,7 +232,7 @@ def _runs(bits: int, values: tuple[int, ...]) -> np.ndarray:
 
 
 SIGN_RUNS, TWO_BIT_RUNS = _runs(1, (-1, 1)), _runs(2, (-1, 0, 1, 2))
-IQ4_TABLES, E2M1_TABLES = _tables(IQ4_VALUES), _tables(E2M1_DOUBLED)
+IQ4_TABLES, E2M1_TABLES = _tables(IQ4_VALUES), _tables(E2M1)
 
 
 def q1_0(blocks: np.ndarray) -> Parts:

@@ -6,6 +6,7 @@ import numpy as np
 
 from dflash_jax.converters.quants import DECODERS
 from dflash_jax.converters.quants.types import BY_NAME
+from dflash_jax.quant.formats import E2M1
 from dflash_jax.quant.layouts import FLOAT, KINDS, Arrays, fits, join
 
 # The formats that hold exactly the numbers of each type, the smallest one first.
@@ -17,8 +18,13 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     "Q3_K": ("Q6_K",),
     **dict.fromkeys(("Q5_1", "Q2_K"), ("int8_16_low",)),
     **dict.fromkeys(("IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS"), ("int8_16",)),
-    **dict.fromkeys(("IQ1_S", "IQ1_M", "MXFP4", "NVFP4"), ("int8_16",)),
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "NVFP4"), ("int8_16",)),
+    "MXFP4": ("MXFP4", "int8_16"),
 }
+# The code of each number of `E2M1`, from -12 on; of two zeros, the positive one.
+CODES = np.zeros(25, np.uint8)
+CODES[np.array(E2M1[:8]) + 12] = np.arange(8)
+CODES[np.array(E2M1[9:]) + 12] = np.arange(9, 16)
 
 
 def format_of(kind: str, depth: int) -> str:
@@ -45,7 +51,9 @@ def unpack_blocks(blocks: np.ndarray, kind: str, packed: str) -> Arrays:
 
     codes = along(parts.codes, depth)
     found: Arrays = {"codes": codes}
-    if format_.spread == 2:
+    if format_.floats:
+        found["codes"] = join(CODES[codes + 12], 2)
+    elif format_.spread == 2:
         unsigned = codes.view(np.uint8) + np.uint8(format_.zero)
         found["codes"] = join(unsigned & np.uint8(15), 2)
         if format_.high:

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float
 
+from dflash_jax.kernels.products import of_code
 from dflash_jax.quant.formats import KINDS, RUN, PackedFormat
 from dflash_jax.quant.layouts import Arrays
 
@@ -87,6 +88,7 @@ def _codes(
         at = (step * (kind.unit // RUN // 4) + run // 4) * RUN
         high = arrays["high"][pl.ds(at, RUN), :].astype(jnp.int32)
         codes = codes | (high >> (2 * (run % 4)) & 3) << 4
+    codes = of_code(codes) if kind.floats else codes
     return (codes - kind.zero).astype(jnp.float32)
 
 

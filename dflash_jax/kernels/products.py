@@ -210,13 +210,22 @@ def _planes(arrays: Arrays, kind: str) -> Iterator[Float[Array, "Q R N"]]:
         if k.high:
             high = arrays["high"].reshape(-1, RUN, columns)
             code = code | (high >> jnp.uint8(2 * run) & jnp.uint8(3)) << jnp.uint8(4)
-        w = code.astype(jnp.float32) - jnp.float32(k.zero)
+        w = of_code(code) if k.floats else code
+        w = w.astype(jnp.float32) - jnp.float32(k.zero)
         if k.zeros:
             w -= _of_run(arrays, "zero", "", len(w), run, n)
         w *= _of_run(arrays, "scale", "sub", len(w), run, n)
         if "low" in arrays:
             w -= _of_run(arrays, "low", "sub_low", len(w), run, n)
         yield w
+
+
+def of_code(code: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+    """Return the numbers of `E2M1` that codes stand for, without a table."""
+    code = code.astype(jnp.int32)
+    size, exponent = code & 7, code >> 1 & 3
+    size = jnp.where(exponent > 1, (code & 1 | 2) << jnp.maximum(exponent - 1, 0), size)
+    return jnp.where(code > 7, -size, size)
 
 
 def _of_run(

@@ -14,12 +14,14 @@ of bytes with a mask and a shift. All groups extend along D:
 | Q4_K | 4.625 | scale · sub · q - low · sub_low | 32 in 256 |
 | Q5_K | 6.625 | the same with codes of 6 bits | 32 in 256 |
 | Q6_K | 6.5625 | scale · sub · (q - 32) | 16 in 256 |
+| MXFP4 | 4.5 | scale · the float that q is, scale a bfloat16 | 32 |
 | int8_16 | 10 | scale · q, scale a float32 | 16 |
 | int8_16_low | 12 | scale · q - low, both float32 | 16 |
 
-Those whose names begin with Q hold exactly the numbers of the ggml blocks of that name; only the
-six-bit scales of Q4_K and Q5_K are stored as one byte each, and the codes of Q5_K in six bits. All
-other ggml blocks have one of these formats, too, exactly: `converters.quants.stored` says which.
+MXFP4, and those whose names begin with Q, hold exactly the numbers of the ggml blocks of that name;
+only the six-bit scales of Q4_K and Q5_K are stored as one byte each, the codes of Q5_K in six bits,
+and the scales of MXFP4, powers of two, as bfloat16. All other ggml blocks have one of these
+formats, too, exactly: `converters.quants.stored` says which.
 int4z holds those of AWQ and other formats with zero points, whose larger groups repeat their scale.
 """
 
@@ -27,6 +29,8 @@ import dataclasses
 from collections.abc import Mapping
 
 RUN = 32
+# Twice the floats of four bits, so that they are whole: a sign, two bits of the exponent, one more.
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 # How a weight [D, ...] is packed: an axis, and the kind and width of its parts along that axis.
 Spec = tuple[int, tuple[tuple[str, int], ...]]
 Stored = tuple[tuple[str, Spec], ...]  # by path, which begins with the role
@@ -44,6 +48,7 @@ class PackedFormat:
       high: whether the two high bits of each code are stored in a separate array.
       zeros: whether each group has a zero point of its own, also subtracted.
       low: whether an offset is subtracted from each scaled group, with a second scale if `sub`.
+      floats: whether a code is a float of four bits, of the numbers in `E2M1`, and no whole number.
       scales: dtype of scales and offsets.
     """
 
@@ -55,6 +60,7 @@ class PackedFormat:
     high: bool = False
     zeros: bool = False
     low: bool = False
+    floats: bool = False
     scales: str = "float16"
 
     @property
@@ -102,6 +108,7 @@ KINDS: Mapping[str, PackedFormat] = {
         PackedFormat("Q4_K", classes=2, zero=0, group=256, sub=32, low=True),
         PackedFormat("Q5_K", classes=4, zero=0, group=256, sub=32, high=True, low=True),
         PackedFormat("Q6_K", classes=4, zero=32, group=256, sub=16, high=True),
+        PackedFormat("MXFP4", classes=2, zero=0, group=32, floats=True, scales="bfloat16"),
         PackedFormat("int8_16", classes=1, zero=0, group=16, scales="float32"),
         PackedFormat("int8_16_low", classes=1, zero=0, group=16, low=True, scales="float32"),
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.quant.formats import KINDS, RUN, Spec
+from dflash_jax.quant.formats import E2M1, KINDS, RUN, Spec
 
 TILE_WIDTH = 16  # columns of a tile
 MAX_TILED_TOKENS = 32  # products with more tokens gain nothing from tiles
@@ -203,7 +203,8 @@ def dequantise(arrays: Mapping[str, np.ndarray], kind: str) -> np.ndarray:
         codes = split(codes, 2)
     if k.high:
         codes = codes | split(arrays["high"], 4) << 4
-    w = codes.astype(np.float32) - np.float32(k.zero)
+    w = np.array(E2M1, np.int8)[codes] if k.floats else codes
+    w = w.astype(np.float32) - np.float32(k.zero)
     if k.zeros:
         w -= _spread(arrays["zero"].astype(np.float32), len(w))
     scale = _spread(arrays["scale"].astype(np.float32), len(w))

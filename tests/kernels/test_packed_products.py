@@ -14,6 +14,7 @@ from dflash_jax.kernels import products
 from dflash_jax.kernels.pallas_products import COLUMNS, multiply
 from dflash_jax.nn.layers import project
 from dflash_jax.quant import layouts
+from dflash_jax.quant.formats import E2M1
 from dflash_jax.quant.layouts import KINDS, MATRIX, TABLE, ColumnMajor, Joined, Packed, Tiled
 from dflash_jax.testing import packed_bytes
 
@@ -51,6 +52,11 @@ def expected(x: jax.Array, w: Packed) -> np.ndarray:
 def assert_near(found: jax.Array, wanted: np.ndarray) -> None:
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, wanted, atol=3e-6 * np.abs(wanted).max())
+
+
+def test_floats_of_four_bits_are_computed_from_their_codes() -> None:
+    found = products.of_code(jnp.arange(16, dtype=jnp.uint8))
+    np.testing.assert_array_equal(found, E2M1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

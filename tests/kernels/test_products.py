@@ -48,11 +48,11 @@ def packed(kind: str, depth: int, columns: int, seed: int = 1) -> Packed:
     rng = np.random.default_rng(seed)
     arrays = {}
     for name, (rows, dtype) in KINDS[kind].arrays(depth).items():
-        if np.dtype(dtype).kind == "f":
-            arrays[name] = rng.standard_normal((rows, columns)).astype(dtype)
-        else:
+        if np.dtype(dtype).kind in "iu":
             low, high = (-128, 128) if dtype == "int8" else (0, MOST.get(name, 256))
             arrays[name] = rng.integers(low, high, (rows, columns)).astype(dtype)
+        else:
+            arrays[name] = rng.standard_normal((rows, columns)).astype(dtype)
     return Packed(arrays, kind, (depth, columns))
 
 

@@ -7,6 +7,7 @@ from dflash_jax.converters import quants
 from dflash_jax.converters.quants.stored import FORMATS, format_of, unpack_blocks
 from dflash_jax.converters.quants.types import BY_NAME
 from dflash_jax.quant import layouts
+from dflash_jax.quant.formats import E2M1
 from dflash_jax.quant.layouts import FLOAT, HEAD, KINDS, MATRIX, TABLE
 from dflash_jax.testing import packed_bytes
 
@@ -46,6 +47,18 @@ def test_blocks_keep_their_numbers_bit_for_bit(kind: str, packed: str) -> None:
     np.testing.assert_array_equal(ours.view(np.uint32), decoded(kind, blocks, 512).T.view("u4"))
 
 
+def test_scales_of_mxfp4_are_exact_from_the_least_to_the_largest() -> None:
+    exponents = np.arange(252)  # of larger ones, products are infinite
+    blocks = np.zeros((len(exponents), 2, 17), np.uint8)
+    blocks[:, :, 0] = exponents[:, None]
+    blocks[:, :, 1:] = np.arange(16, dtype=np.uint8) * 17
+    blocks = blocks.reshape(len(exponents), -1)
+    ours = layouts.dequantise(unpack_blocks(blocks, "MXFP4", "MXFP4"), "MXFP4")
+    np.testing.assert_array_equal(ours, decoded("MXFP4", blocks, 64).T)
+    wanted = np.ldexp(np.array(E2M1 * 4, np.float64)[:, None], exponents - 128)
+    np.testing.assert_array_equal(ours, wanted.astype(np.float32))
+
+
 def test_every_type_that_can_be_read_has_a_format() -> None:
     assert FORMATS.keys() == quants.DECODERS.keys()
     for kind, packed in FORMATS.items():
@@ -70,7 +83,7 @@ def test_arrays_have_the_declared_rows_dtypes_and_bytes(kind: str) -> None:
     total = sum(a.nbytes for a in arrays.values())
     assert packed_bytes(kind, (512, 3)) == total
     bits = {"int8": 8, "Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625, "Q6_K": 6.5625}
-    bits |= {"Q5_K": 6.625, "int8_16": 10, "int8_16_low": 12}
+    bits |= {"Q5_K": 6.625, "MXFP4": 4.5, "int8_16": 10, "int8_16_low": 12}
     scales = 3 * 4 if kind == "int8" else 0
     assert total == 512 * 3 * bits[kind] / 8 + scales
 

@@ -128,6 +128,21 @@ struct Q4_K : Grouped {
   }
 };
 
+// Floats of four bits. Twice these are whole numbers from -12 on.
+struct MXFP4 : Grouped {
+  static constexpr Part kArrays[] = {kCodes, kScale};
+  static constexpr int32_t kZeroPoint = 12;
+
+  static Pair Codes(const uint8_t* at, int i) {
+    const __m128i numbers = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    const Pair codes = Nibbles(at + i * kQuads);
+    return {LookUp(numbers, codes.first), LookUp(numbers, codes.second)};
+  }
+  static Scales Read(const Arrays& w, Spot at) {
+    return {BFloat16::Read(w.At(kScale, at.strip, w.groups * kStrip, at.group * kStrip + at.lane))};
+  }
+};
+
 inline Pair SixBits(const uint8_t* at, int i) {
   const Ints high = LoadBytes(at + (4 + i / 2) * kQuads), mask = AllBytes(0x30);
   const Pair low = Nibbles(at + i * kQuads);

@@ -16,6 +16,10 @@ inline Ints And(Ints a, Ints b) { return _mm512_and_si512(a, b); }
 inline Ints Or(Ints a, Ints b) { return _mm512_or_si512(a, b); }
 inline Ints Add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
 inline Ints SubtractBytes(Ints a, Ints b) { return _mm512_sub_epi8(a, b); }
+// The bytes of a table that bytes less than 16 name.
+inline Ints LookUp(__m128i table, Ints v) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), v);
+}
 inline void StoreInts(void* at, Ints v) { _mm512_storeu_si512(at, v); }
 inline Ints Max(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
 template <int n>
@@ -63,6 +67,10 @@ inline Ints And(Ints a, Ints b) { return _mm256_and_si256(a, b); }
 inline Ints Or(Ints a, Ints b) { return _mm256_or_si256(a, b); }
 inline Ints Add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 inline Ints SubtractBytes(Ints a, Ints b) { return _mm256_sub_epi8(a, b); }
+// The bytes of a table that bytes less than 16 name.
+inline Ints LookUp(__m128i table, Ints v) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), v);
+}
 inline void StoreInts(void* at, Ints v) { _mm256_storeu_si256(static_cast<__m256i*>(at), v); }
 inline Ints Max(Ints a, Ints b) { return _mm256_max_epi32(a, b); }
 template <int n>

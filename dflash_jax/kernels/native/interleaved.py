@@ -27,7 +27,7 @@ from dflash_jax.utils.allocator import zeros
 WIDTH = 16  # columns of a strip
 ORDER = ("codes", "scale", "low", "zero", "sub", "sub_low")  # of the kernels' arguments
 # Types whose blocks the native library moves.
-MOVED = frozenset(["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"])
+MOVED = frozenset(["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"])
 HIGH = ((0, 0), (2, 4), (4, 1), (6, 5))  # bit of a byte of high bits, and its first quad of two
 
 

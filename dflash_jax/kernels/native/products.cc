@@ -490,6 +490,7 @@ PRODUCT(dflash_int4z, GroupProduct<Int4Z>, .RemainingArgs());
 PRODUCT(dflash_q4_k, GroupProduct<Q4_K>, .RemainingArgs());
 PRODUCT(dflash_q5_k, GroupProduct<Q5_K>, .RemainingArgs());
 PRODUCT(dflash_q6_k, GroupProduct<Q6_K>, .RemainingArgs());
+PRODUCT(dflash_mxfp4, GroupProduct<MXFP4>, .RemainingArgs());
 PRODUCT(dflash_int8_16, GroupProduct<Int8_16>, .RemainingArgs());
 PRODUCT(dflash_int8_16_low, GroupProduct<Int8_16_Low>, .RemainingArgs());
 
@@ -507,5 +508,6 @@ EXPERTS(dflash_experts_int4z, GroupExperts<Int4Z>, .RemainingArgs());
 EXPERTS(dflash_experts_q4_k, GroupExperts<Q4_K>, .RemainingArgs());
 EXPERTS(dflash_experts_q5_k, GroupExperts<Q5_K>, .RemainingArgs());
 EXPERTS(dflash_experts_q6_k, GroupExperts<Q6_K>, .RemainingArgs());
+EXPERTS(dflash_experts_mxfp4, GroupExperts<MXFP4>, .RemainingArgs());
 EXPERTS(dflash_experts_int8_16, GroupExperts<Int8_16>, .RemainingArgs());
 EXPERTS(dflash_experts_int8_16_low, GroupExperts<Int8_16_Low>, .RemainingArgs());

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
 from dflash_jax.kernels.native.interleaved import ORDER, WIDTH
-from dflash_jax.quant.formats import KINDS, RUN
+from dflash_jax.quant.formats import E2M1, KINDS, RUN
 from dflash_jax.quant.layouts import FLOAT, Interleaved
 
 
@@ -74,6 +74,7 @@ def gather(w: Interleaved, ids: Int[Array, " P"]) -> Float[Array, "P D"]:
     quads = w.arrays["codes"].reshape(len(w.arrays["codes"]), -1, WIDTH, 4)[strip, :, place]
     codes = quads.reshape(len(ids), -1)[:, :depth] if k.spread == 1 else _split(quads, depth)
     zero = 128 if k.classes == 1 else k.zero
+    codes = jnp.array(E2M1)[codes] if k.floats else codes
     values = codes.astype(jnp.float32) - zero
 
     def of_weights(name: str, sub: str) -> Float[Array, "P D"]:

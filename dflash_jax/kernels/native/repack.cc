@@ -73,6 +73,21 @@ struct Q4_0Block {
   }
 };
 
+struct MXFP4Block {
+  using Format = MXFP4;
+  static constexpr int64_t kBytes = 17;
+  static void Move(const uint8_t* block, const Column& to, int64_t g) {
+    // 2^(e - 128) as a bfloat16, whose exponent is one lower; the two least are subnormal.
+    const int e = block[0];
+    to.scale[g * kStrip] = static_cast<uint16_t>(e > 1 ? (e - 1) << 7 : 0x20 << e);
+    uint8_t codes[16];
+    for (int k = 0; k < 16; k++) codes[k] = Positive(block[1 + k] & 15) | Positive(block[1 + k] >> 4) << 4;
+    PutQuads(to.codes + g * Format::kGroupBytes, codes, 4);
+  }
+  // The code without the sign of a zero.
+  static uint8_t Positive(int code) { return code == 8 ? 0 : static_cast<uint8_t>(code); }
+};
+
 struct Q5_0Block {
   using Format = Q8_0;
   static constexpr int64_t kBytes = 22;
@@ -267,6 +282,7 @@ extern "C" void dflash_quantise_int8(const float* w, int64_t depth, int64_t colu
 REPACK(dflash_repack_q8_0, Q8_0Block)
 REPACK(dflash_repack_q4_0, Q4_0Block)
 REPACK(dflash_repack_q4_1, Q4_1Block)
+REPACK(dflash_repack_mxfp4, MXFP4Block)
 REPACK(dflash_repack_q5_0, Q5_0Block)
 REPACK(dflash_repack_q4_k, Q4_KBlock)
 REPACK(dflash_repack_q5_k, Q5_KBlock)
