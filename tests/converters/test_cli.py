@@ -550,6 +550,7 @@ def test_converters_import_nothing_that_computes():
     inside += (
         "dflash_jax.kernels.native.interleaved",
         "dflash_jax.model_files",
+        "dflash_jax.quant.formats",
         "dflash_jax.quant.layouts",
         "dflash_jax.tokenizer",
         "dflash_jax.utils.command",
