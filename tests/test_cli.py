@@ -422,16 +422,12 @@ def test_explain_json_is_one_object(run: Run, pair: list[object]) -> None:
     assert code == 0
     assert (found["plan"]["block"], found["plan"]["rows"], found["plan"]["exact"]) == (4, 2, True)
     assert found["plan"]["dtype"] == "float32"
-    assert {p["name"] for p in found["programs"]} >= {
-        "prefill[greedy]",
-        "plain[greedy]",
-        "speculative[greedy]",
-        "clear_rows",
-    }
+    steps = {p["name"].partition("[")[0] for p in found["programs"]}
+    assert steps >= {"prefill", "plain", "speculative", "clear_rows"}
     _, out, _ = run("explain", *pair, "--json", "--inexact", "--steps-per-call", 3)
     assert json.loads(out)["plan"]["steps_per_call"] == 3
     single, wide = (
-        next(p["work"] for p in report["programs"] if p["name"] == "plain[greedy]")
+        next(p["work"] for p in report["programs"] if p["name"].startswith("plain["))
         for report in (json.loads(out), found)
     )
     assert single["flops"] < wide["flops"]

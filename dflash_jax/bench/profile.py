@@ -19,7 +19,7 @@ import jax
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.scheduler import StepPacer
 from dflash_jax.errors import RequestError
-from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.keys import Step
 
 STAGES = ("draft", "context", "target", "verify", "commit")
 PARTS = ("attention", "delta", "experts", "mlp", "head", "selector", "markov")
@@ -108,7 +108,7 @@ def profile(
     finally:
         live.close()
         scheduler.pacer = pacer
-    program = engine.core.runner.executables[ProgramKey(name, Variant.GREEDY)]
+    program = engine.core.runner.executables[engine.graph.key(name)]
     found = _kernels(trace, program.compiled.as_text() or "", steps)
     parts: dict[str, float] = collections.defaultdict(float)
     for kernel in found:

@@ -79,7 +79,8 @@ class Stopwatch:
         return self._seconds(step, self._counts[step])
 
     def _seconds(self, step: Timed, count: int) -> float:
-        key = ProgramKey(Step.PLAIN if step.block == 1 else Step.SPECULATIVE, self._variant)
+        kind = Step.PLAIN if step.block == 1 else Step.SPECULATIVE
+        key = self._runner.graph.key(kind, self._variant)
         exactly = self._runner.executor.put(np.int32(-count)) if self._most > 1 else None
         return self._call(key, DecodeInputs(self._rules_of(step), num_steps=exactly)) / count
 
@@ -101,7 +102,7 @@ class Stopwatch:
         fresh, rules = np.full(rows, not self.fed), self._rules_of(Timed(0))
         inputs = PrefillInputs(tokens, num_fed, fresh, rules, row=row)
         self.fed += chunk
-        return self._call(ProgramKey(Step.PREFILL, self._variant), inputs)
+        return self._call(self._runner.graph.key(Step.PREFILL, self._variant), inputs)
 
     def _call(self, key: ProgramKey, inputs: DecodeInputs | PrefillInputs) -> float:
         started = time.perf_counter()
@@ -157,9 +158,10 @@ class BreakEvenMeter:
     def _variant(self) -> Variant | None:
         """The variant whose steps are measured, if they are compiled."""
         made, needed = self._runner.executables, (Step.SPECULATIVE, Step.PLAIN)
-        variants = Variant.GREEDY, Variant.SAMPLED
-        compiled = (v for v in variants if all(ProgramKey(x, v) in made for x in needed))
-        return next(compiled, None)
+        for variant in (Variant.GREEDY, Variant.SAMPLED):
+            if all(self._runner.graph.key(step, variant) in made for step in needed):
+                return variant
+        return None
 
 
 def _steps(watch: Stopwatch) -> list[Timed]:

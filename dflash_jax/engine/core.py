@@ -411,7 +411,7 @@ class OutputProcessor:
             sequence.restart(use_cache=effects.restart is Restart.SAVED)
         elif effects.replace is not None or effects.force:
             pending = sequence.state.ids[-len(effects.force) - 1]
-            forced = ForcedTokens(pending, effects.replace is not None, effects.force)
+            forced = ForcedTokens(pending, effects.force)
             updates.forced[row] = forced
         if sequence.done:
             updates.finished.append(sequence)

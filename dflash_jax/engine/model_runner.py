@@ -44,6 +44,7 @@ from dflash_jax.graph.steps.inputs import (
 from dflash_jax.graph.steps.logits_processing import LogitsState, mask_words
 from dflash_jax.graph.steps.pair import Params
 
+ALL_ALLOWED = 2**32 - 1  # a word of masks that excludes no token
 Output = tuple[int, tuple[int, ...], StepOutput]  # first row, rows that wait, and the output
 
 
@@ -86,13 +87,14 @@ class ModelRunner:
         self.graph, self.plan, self.executor = graph, graph.plan, executor
         plan, vocab = graph.plan, graph.config.vocab_size
         self._mask_words = mask_words(vocab)
-        self.compiled = CompiledPrograms(executor.programs, executor.compile)
+        self.compiled = CompiledPrograms(executor.programs, executor.compile, plan.kernels)
         self._fed_rows = plan.fed_rows
         self.slow_tokens = 0  # of prompts, that wide calls would have fed faster so far
         self._multi_step = {x: is_multi_step(plan, x) for x in STEP_VARIANTS}
         self.state: Any = executor.empty_state()
         self.prefixes = self._make_prefixes(executor.params)
         self._masks = MaskThread()
+        self._neutral_masks: dict[tuple[int, ...], Any] = {}  # by shape
         self._logits = LogitsProcessor(vocab, executor.empty_logits_state)
         # Kept on the device, because sending a number in every call takes 0.1 ms.
         self._num_steps = executor.put([np.int32(n) for n in range(plan.steps_per_call + 1)])
@@ -197,9 +199,9 @@ class ModelRunner:
         if not (work.wide and self.graph.wide_prefill):
             return 0
         (sequence,) = sequences
-        cursor, greedy = sequence.cursor, work.variant == Variant.GREEDY
-        left = len(cursor.prompt) - cursor.num_fed - (not greedy)  # it decides greedy tokens only
-        count = self.graph.wide_part(cursor.num_fed, left)
+        cursor = sequence.cursor
+        left = len(cursor.prompt) - cursor.num_fed
+        count = self.graph.wide_part(cursor.num_fed, left, work.variant)
         if not count or sequence.request.params.prompt_logprobs is not None:
             return 0
         if ProgramKey(Step.PREFILL_WIDE) in self.executables:
@@ -222,11 +224,11 @@ class ModelRunner:
           rows: rows that wait for the output; their grammars constrain the constrained variant.
           first: first row of a prefill.
         """
-        program = step
-        if work.variant == Variant.CONSTRAINED:
+        key = self.graph.key(step, work.variant)
+        if key.variant == Variant.CONSTRAINED:
             grammars = {row - first: (row, work.sequences[row].output.grammar) for row in rows}
-            program, inputs = self._constrain(step, inputs, grammars)
-        return self._dispatch(ProgramKey(program, work.variant), inputs)
+            step, inputs = self._constrain(step, inputs, grammars)
+        return self._dispatch(key._replace(step=step), inputs)
 
     def _dispatch(self, key: ProgramKey, inputs: Any) -> StepOutput:
         output = self.run(key, inputs)
@@ -261,9 +263,8 @@ class ModelRunner:
             self._logits.set_row(program, row, sequence.request, sequence.state.ids)
 
     def force_tokens(self, forced: Mapping[int, ForcedTokens]) -> None:
-        """Append tokens to rows, all of which must be frozen."""
+        """Replace pending tokens of rows and append others; all of the rows must be frozen."""
         rows, block = self.plan.rows, self.plan.block
-        self._change_rows(Step.REPLACE_ANCHOR, forced_tokens.replacements(rows, forced))
         for inputs in forced_tokens.blocks(rows, block, forced):
             self.run(ProgramKey(Step.FORCED_TOKENS), inputs)
 
@@ -316,21 +317,25 @@ class ModelRunner:
     def _constrain(
         self, step: Step, inputs: Any, grammars: Mapping[int, tuple[int, Grammar | None]]
     ) -> tuple[Step, Any]:
-        """Return a step with masks in its inputs; a speculative one is drafted and waited for.
+        """Return a step with masks in its inputs; a speculative one is drafted.
 
-        The rows and their grammars are given by their places in the inputs.
+        Where a row has a grammar, which reads the drafts, they are waited for. The rows and their
+        grammars are given by their places in the inputs.
         """
-        drafts = np.zeros((self.plan.rows, 0), np.int32)
-        if step == Step.SPECULATIVE:
-            program = self.executables[ProgramKey(Step.DRAFT, Variant.CONSTRAINED)]
-            self.state, _, draft = program(self.executor.params, self.state, None, inputs)
-            step, inputs = Step.VERIFY, dataclasses.replace(inputs, draft=draft)
-            drafts = np.asarray(draft.block)[:, 1:]
         prefill = step == Step.PREFILL
         rows = self._fed_rows if prefill else self.plan.rows
         width = self.plan.plain_width if step == Step.PLAIN else self.plan.block
         shape = (rows, 1 if prefill else width, self._mask_words)
-        masks = np.full(shape, 2**32 - 1, np.uint32)
+        if step == Step.SPECULATIVE:
+            program = self.executables[ProgramKey(Step.DRAFT, Variant.CONSTRAINED)]
+            self.state, _, draft = program(self.executor.params, self.state, None, inputs)
+            step, inputs = Step.VERIFY, dataclasses.replace(inputs, draft=draft)
+        if not any(grammar for _, grammar in grammars.values()):
+            return step, dataclasses.replace(inputs, masks=self._all_allowed(shape))
+        drafts = np.zeros((self.plan.rows, 0), np.int32)
+        if step == Step.VERIFY:
+            drafts = np.asarray(inputs.draft.block)[:, 1:]
+        masks = np.full(shape, ALL_ALLOWED, np.uint32)
         self._masks.fill(
             [
                 (grammar, masks[place], drafts[row].tolist())
@@ -339,6 +344,13 @@ class ModelRunner:
             ]
         )
         return step, dataclasses.replace(inputs, masks=masks)
+
+    def _all_allowed(self, shape: tuple[int, ...]) -> Any:
+        """Return masks that exclude no token, on the device."""
+        if shape not in self._neutral_masks:
+            masks = np.full(shape, ALL_ALLOWED, np.uint32)
+            self._neutral_masks[shape] = self.executor.put(masks)
+        return self._neutral_masks[shape]
 
     def _make_prefixes(self, params: Params) -> PrefixStore | None:
         if not self.plan.prefix_cache:

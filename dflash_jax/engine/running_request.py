@@ -338,7 +338,7 @@ class RunningRequest:
     def rebuilt(self) -> ForcedTokens:
         """Return the output so far, to be fed after the prompt, which was fed again."""
         self.rebuilding = False
-        return ForcedTokens(self.state.ids[0], True, self.state.ids[1:])
+        return ForcedTokens(self.state.ids[0], self.state.ids[1:])
 
     def result(self) -> Result:
         """Return the finished request.

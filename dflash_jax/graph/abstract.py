@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from dflash_jax.config import ALWAYS_FLOAT32, AUTO, LATE
 from dflash_jax.errors import PlanError
+from dflash_jax.graph.keys import ProgramKey, Step, Variant, serving
 from dflash_jax.graph.protocols import WEIGHTS, SharedLayers, WeightInfo, named_errors
 from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.graph.state import DecodeState, idle_rules
@@ -159,14 +160,21 @@ class PlannedPair:
         width = JOINED * plan.chunk
         return width if self.any_width and whole and width < plan.max_length else 0
 
-    def wide_part(self, start: int, left: int) -> int:
+    def key(self, step: Step, variant: Variant = Variant.GREEDY) -> ProgramKey:
+        """Return the key of the program in which a step serves a variant's requests."""
+        return ProgramKey(step, serving(variant, self.plan.kernels))
+
+    def wide_part(self, start: int, left: int, variant: Variant = Variant.GREEDY) -> int:
         """Return how many of a prompt's next tokens a wide call feeds; 0 if chunks are as fast.
 
         Args:
           start: tokens that were fed before.
-          left: that a wide call may feed, which decides a greedy token if it feeds the last one.
+          left: tokens that are left of the prompt.
+          variant: in which the token after the prompt is decided.
         """
         width = self.wide_prefill
+        if self.key(Step.PREFILL, variant) != self.key(Step.PREFILL):
+            left -= 1  # a wide call decides tokens of the greedy variant's programs only
         worth = 2 * left > width > 0 and start + width <= self.plan.slots
         return min(left, width) if worth else 0
 

@@ -195,17 +195,19 @@ class CompiledPrograms:
 
     Args:
       build: compiles programs, as `compile_programs` does.
+      kernels: the plan's.
     """
 
     def __init__(
         self,
         programs: Mapping[ProgramKey, Program],
         build: Callable[..., dict[ProgramKey, Executable]] = compile_programs,
+        kernels: str = "xla",
     ):
         self.programs, self._build = dict(programs), build
         # Programs that decide on a GPU which kernels others use come first: `compile_programs`.
         ordered = sorted(self.programs, key=lambda key: (key.step not in TIMED, str(key)))
-        self.variants = {v: tuple(x for x in ordered if v in x.needed_by) for v in Variant}
+        self.variants = {v: tuple(x for x in ordered if v in x.needed_by(kernels)) for v in Variant}
         self.executables: dict[ProgramKey, Executable] = {}
         self.seconds = 0.0
         self.label = ""

@@ -70,7 +70,7 @@ MANIFEST = "manifest.json"
 CLASSES = (
     *(DecodeState, RowRules, Logprobs, StepOutput, Draft, LogitsState, Segment),
     *(inputs.PrefillInputs, inputs.DecodeInputs, inputs.ForcedTokensInputs),
-    *(inputs.PromptLogprobsInputs, inputs.ReplaceAnchorInputs, inputs.CopyRowInputs),
+    *(inputs.PromptLogprobsInputs, inputs.CopyRowInputs),
     *(inputs.SegmentInputs, inputs.SetLogitsStateInputs),
 )
 # Arguments and results of programs; those of other versions may differ.
@@ -109,7 +109,11 @@ def export(
         raise PlanError("programs of several devices cannot be exported; plan for one device")
     _check_package()
     programs = graph.programs()
-    keys = list(programs) if names is None else keys_of(names, programs, "this graph")
+    keys = (
+        list(programs)
+        if names is None
+        else keys_of(names, programs, graph.plan.kernels, "this graph")
+    )
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": __version__,
@@ -396,7 +400,9 @@ class ExportedGraph:
     def compile(self, names: Collection[str] | None = None) -> GraphPrograms:
         """Compile programs, as `Graph.compile` does; by default all of the file."""
         known = self._programs
-        keys = list(known) if names is None else keys_of(names, known, "the file")
+        keys = (
+            list(known) if names is None else keys_of(names, known, self.plan.kernels, "the file")
+        )
         try:
             compiled = compile_programs(self._programs[key] for key in keys)
         except DFlashError:

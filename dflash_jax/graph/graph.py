@@ -228,7 +228,7 @@ class Graph(PlannedPair):
           PlanError: there is no such program, or it has parts on two devices.
         """
         known = self.programs()
-        [key] = keys_of([name], known, "this graph")
+        [key] = keys_of([name], known, self.plan.kernels, "this graph")
         program = known[key]
         if program.call is not None:
             raise PlanError(f"{name} runs on two devices; lower the parts of `graph.programs()`")
@@ -244,7 +244,7 @@ class Graph(PlannedPair):
           PlanError: there is no such program, or one would copy its donated state.
         """
         known = self.programs()
-        keys = keys_of(names, known, "this graph")
+        keys = keys_of(names, known, self.plan.kernels, "this graph")
         return GraphPrograms(self, compile_programs(known[key] for key in keys))
 
     def export(
@@ -281,11 +281,15 @@ class Graph(PlannedPair):
 
 
 def keys_of(
-    names: Collection[str], programs: Collection[ProgramKey], place: str
+    names: Collection[str], programs: Collection[ProgramKey], kernels: str, place: str
 ) -> list[ProgramKey]:
-    """Return the keys of named programs; a name without a variant is that of the greedy one.
+    """Return the keys of named programs, each once.
+
+    A name without a variant is that of the greedy one. A name may have any variant that the program
+    serves.
 
     Args:
+      kernels: the plan's.
       place: what has the programs, for errors.
 
     Raises:
@@ -295,14 +299,16 @@ def keys_of(
         raise PlanError(f"names is {names!r}; expected a list of names, such as [{names!r}]")
     known = {str(key): key for key in programs}
     for key in programs:
-        if key.variant == Variant.GREEDY:
+        served = key.needed_by(kernels) if key.variant else ()
+        known |= {str(ProgramKey(key.step, variant)): key for variant in served}
+        if Variant.GREEDY in served:
             known[str(key.step)] = key
     keys = []
     for name in names:
         if problem := unknown_names([name], known, f"program of {place}"):
             raise PlanError(problem)
         keys.append(known[name])
-    return keys
+    return [*dict.fromkeys(keys)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -386,8 +392,8 @@ class GraphPrograms(Mapping[str, Executable]):
         start, wide = 0, self._executables.get(Step.PREFILL_WIDE)
         while start < len(ids):
             run, width, part = program, plan.chunk, ids[start : start + plan.chunk]
-            left = len(ids) - start - (program.key.variant != Variant.GREEDY)
-            if wide and (several := self.graph.wide_part(start, left)):
+            variant = program.key.variant or Variant.GREEDY
+            if wide and (several := self.graph.wide_part(start, len(ids) - start, variant)):
                 run, width, part = wide, self.graph.wide_prefill, ids[start : start + several]
             fed = np.zeros((plan.fed_rows, width), np.int32)
             count, fresh = np.zeros(plan.fed_rows, np.int32), np.zeros(plan.fed_rows, bool)

@@ -17,8 +17,7 @@ class Step(enum.StrEnum):
     PROMPT_LOGPROBS = "prompt_logprobs"
     UPDATE_DRAFTER = "update_drafter"  # part of other programs, on the drafter's own device
     SET_LOGITS_STATE = "set_logits_state"
-    REPLACE_ANCHOR = "replace_anchor"  # these change rows without parameters
-    CLEAR_ROWS = "clear_rows"
+    CLEAR_ROWS = "clear_rows"  # these change rows without parameters
     COPY_ROW = "copy_row"
     TAKE_SEGMENT = "take_segment"
     PUT_SEGMENT = "put_segment"
@@ -36,16 +35,33 @@ class Variant(enum.StrEnum):
     PROMPT = "prompt"  # log-probabilities of the prompt
 
 
-# Variants that prefill and decode steps exist in. Each also serves the requests of those before it.
+# Variants that prefill and decode steps may exist in. Each also serves the requests of those before
+# it.
 STEP_VARIANTS = (Variant.GREEDY, Variant.SAMPLED, Variant.PENALIZED, Variant.CONSTRAINED)
 LOGITS_VARIANTS = (Variant.PENALIZED, Variant.CONSTRAINED)  # steps that carry a logits state
 _NEEDED_BY = {
     Step.FORCED_TOKENS: (Variant.RECOVERY,),
-    Step.REPLACE_ANCHOR: (Variant.RECOVERY,),
     Step.PROMPT_LOGPROBS: (Variant.PROMPT,),
     Step.PREFILL_WIDE: (Variant.CHUNKS,),
     Step.SET_LOGITS_STATE: LOGITS_VARIANTS,
 }
+
+
+def serving(variant: Variant, kernels: str) -> Variant:
+    """Return the variant of the steps that serve a variant's requests.
+
+    By native kernels, draws and masks that no row needs cost a step nothing that can be measured,
+    so that half as many programs are compiled.
+
+    Args:
+      kernels: the plan's.
+    """
+    if kernels != "native":
+        return variant
+    return _NATIVE.get(variant, variant)
+
+
+_NATIVE = {Variant.GREEDY: Variant.SAMPLED, Variant.PENALIZED: Variant.CONSTRAINED}
 
 
 class ProgramKey(NamedTuple):
@@ -72,7 +88,12 @@ class ProgramKey(NamedTuple):
         step, _, variant = text.removesuffix("]").partition("[")
         return cls(Step(step), Variant(variant) if variant else None)
 
-    @property
-    def needed_by(self) -> tuple[Variant, ...]:
-        """Variants whose requests need the program."""
-        return (self.variant,) if self.variant else _NEEDED_BY.get(self.step, STEP_VARIANTS)
+    def needed_by(self, kernels: str) -> tuple[Variant, ...]:
+        """Return the variants whose requests need the program.
+
+        Args:
+          kernels: the plan's.
+        """
+        if self.variant is None:
+            return _NEEDED_BY.get(self.step, STEP_VARIANTS)
+        return tuple(x for x in STEP_VARIANTS if serving(x, kernels) == self.variant)

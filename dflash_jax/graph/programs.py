@@ -17,6 +17,7 @@ from dflash_jax.graph.keys import (
     ProgramKey,
     Step,
     Variant,
+    serving,
 )
 from dflash_jax.graph.placement import mesh_of, shardings
 from dflash_jax.graph.protocols import Draft
@@ -62,18 +63,20 @@ def is_multi_step(plan: ResolvedPlan, variant: Variant) -> bool:
 def declare(
     planned: PlannedPair, *, variants: Sequence[Variant] = STEP_VARIANTS, placed: bool = True
 ) -> dict[ProgramKey, Program]:
-    """Return the programs of a pair under its plan, in the given ones of `STEP_VARIANTS`.
+    """Return the programs of a pair under its plan that requests of some variants need.
 
     Args:
+      variants: some of `STEP_VARIANTS`.
       placed: place arguments and results on the plan's mesh; without it, as where other processes
         have the mesh, programs tell shapes only.
     """
     plan, pair = planned.plan, planned.pair
+    variants = tuple(dict.fromkeys(serving(variant, plan.kernels) for variant in variants))
     if pair.drafter is None or not plan.two_devices:
         declared = _Declaration(plan, pair, planned.params, planned.state)
         programs = [*declared.all(variants)]
         if planned.wide_prefill:
-            wide = declared.prefill(Variant.GREEDY, planned.wide_prefill)
+            wide = declared.prefill(serving(Variant.GREEDY, plan.kernels), planned.wide_prefill)
             programs.append(dataclasses.replace(wide, key=ProgramKey(Step.PREFILL_WIDE)))
         mesh = mesh_of(planned) if placed else None
         if mesh is not None:
@@ -124,14 +127,16 @@ class _Declaration:
         for fed in sorted({plan.chunk, plan.block, plan.plain_width}):
             tap = jax.ShapeDtypeStruct((b, fed, width), plan.compute_dtype)
             observed = Observed(_int32(b, fed), (tap,) * len(self.pair.taps))
-            inputs = given.UpdateDrafterInputs(observed, _flags(b), _int32(b), _int32(b))
+            inputs = given.UpdateDrafterInputs(observed, _flags(b), _flags(b), _int32(b), _int32(b))
             found[fed] = self._model(Step.UPDATE_DRAFTER, None, steps.update_drafter, inputs)
         return found
 
     def without_drafts(self, variants: Sequence[Variant]) -> Iterator[Program]:
         """Programs of a target alone."""
         b, chunk = self.plan.rows, _int32(1, self.plan.chunk)
-        forced = given.ForcedTokensInputs(_int32(b, self.plan.block), _int32(b), _int32(b))
+        forced = given.ForcedTokensInputs(
+            _int32(b, self.plan.block), _int32(b), _flags(b), _int32(b)
+        )
         prompt = given.PromptLogprobsInputs(_int32(), chunk, following=chunk, fresh=_flags(1))
         yield self._model(Step.FORCED_TOKENS, None, steps.forced_tokens, forced)
         yield self._model(Step.PROMPT_LOGPROBS, None, steps.prompt_logprobs, prompt)
@@ -145,10 +150,8 @@ class _Declaration:
             yield from (self.prefill(variant), self._decode(Step.PLAIN, variant))
 
     def row_programs(self) -> Iterator[Program]:
-        """Programs that change rows without a model: pending tokens, broken rows, prefixes."""
+        """Programs that change rows without a model: broken rows, equal prompts, prefixes."""
         plan, b = self.plan, self.plan.rows
-        anchor = given.ReplaceAnchorInputs(rows=_flags(b), anchor=_int32(b))
-        yield self._rows(Step.REPLACE_ANCHOR, rows.replace_anchor, anchor)
         # For caches that may hold non-finite numbers: no mask hides those of recurrent states.
         yield self._rows(Step.CLEAR_ROWS, zero_rows, _flags(b))
         if plan.fed_rows < plan.rows:
@@ -166,7 +169,7 @@ class _Declaration:
             yield self._rows(Step.PUT_SEGMENT, put, place)
 
     def prefill(self, variant: Variant, width: int = 0) -> Program:
-        """A prefill; a wide one serves every variant, as it decides no token."""
+        """A prefill; a wide one serves every variant, but decides tokens in its own only."""
         plan, fed = self.plan, self.plan.fed_rows
         single = fed < plan.rows
         tokens, num_fed, fresh = _int32(fed, width or plan.chunk), _int32(fed), _flags(fed)

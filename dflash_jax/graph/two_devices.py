@@ -159,7 +159,7 @@ class _Transfers:
 
     def __init__(self, target_device: jax.Device, drafter_device: jax.Device, rows: int):
         self._target_device, self._drafter_device = target_device, drafter_device
-        self._not_fresh = np.zeros((rows,), bool)
+        self._no_rows = np.zeros((rows,), bool)
         self._rules: tuple[RowRules | None, Any] = (None, None)
 
     def target_step(self, parts: Parts, params: Any, state: Any, logits: Any, inputs: Any) -> Any:
@@ -168,8 +168,9 @@ class _Transfers:
         after, *rest = target(split_params(params)[0], state.target_state, logits, inputs)
         moved = jax.device_put((after.drafter, after.position, after.anchor), self._drafter_device)
         observed, position, anchor = moved  # the target's part returns what the drafter observes
-        fresh = getattr(inputs, "fresh", self._not_fresh)
-        given = UpdateDrafterInputs(observed, fresh, position, anchor)
+        fresh = getattr(inputs, "fresh", self._no_rows)
+        forced = getattr(inputs, "forced", self._no_rows)
+        given = UpdateDrafterInputs(observed, fresh, forced, position, anchor)
         drafter_state, *_ = update(split_params(params)[1], state.drafter_state, None, given)
         return TwoDeviceState(dataclasses.replace(after, drafter=()), drafter_state), *rest
 

@@ -434,10 +434,14 @@ class Worker:
 
 
 def compilation_order(engine: Engine, warm: Warm) -> tuple[tuple[Variant, ...], list[Variant]]:
-    """Return the variants to compile before the server is ready, and those after that."""
+    """Return the variants to compile before the server is ready, and those after that.
+
+    Log-probabilities of prompts are asked for so rarely that the first request compiles them.
+    """
     served = [x for x in Variant if x is not Variant.CONSTRAINED or engine.core.grammars.available]
     first = tuple(variant for variant in COMPILED_FIRST[warm] if variant in served)
-    return first, [] if warm == "none" else [x for x in served if x not in first]
+    later = [x for x in served if x not in first and x is not Variant.PROMPT]
+    return first, [] if warm == "none" else later
 
 
 class EngineRestarts:

@@ -16,7 +16,7 @@ from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.graph import Graph, Pair
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.build import jit
-from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.keys import Step, Variant
 from dflash_jax.graph.placement import place_params
 from dflash_jax.graph.steps.pair import Params
 from dflash_jax.models import build_target
@@ -96,9 +96,8 @@ class EnginePool:
             if first is None:
                 first = engine
                 # Requests that never draft need no such program.
-                engine.core.runner.compiled.programs.pop(
-                    ProgramKey(Step.SPECULATIVE, self._variant), None
-                )
+                unused = graph.key(Step.SPECULATIVE, self._variant)
+                engine.core.runner.compiled.programs.pop(unused, None)
                 engine.warm_up(self._variant)
             else:
                 engine.share_programs(first)

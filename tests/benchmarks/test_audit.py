@@ -35,7 +35,7 @@ from dflash_jax.engine.running_request import RunningRequest
 from dflash_jax.engine.state_machine.controller import Finish
 from dflash_jax.engine.structured.grammars import Grammar
 from dflash_jax.graph.build import compile_programs
-from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.keys import Step, Variant
 from dflash_jax.graph.programs import declare
 from dflash_jax.graph.state import OutputColumn
 from dflash_jax.graph.steps import decoding as steps
@@ -55,8 +55,8 @@ HAPPENS = """
     recovery: thought_closed_by_force; fallback: draft_not_finite; fallback: below_break_even
     fallback: empty_retry; fallback: empty_retry_confirmed_eos
     prefix hits; prefix evictions; prefix segments written, disk; prefix segments read, disk
-    calls of copy_row; calls of forced_tokens; calls of replace_anchor
-    calls of speculative[penalized]; calls of speculative[sampled]; calls of verify[constrained]
+    calls of copy_row; calls of forced_tokens
+    calls of speculative[sampled]; calls of verify[constrained]
     structured answers; sampled tokens
 """
 
@@ -193,9 +193,10 @@ def recompiled(
     patch: pytest.MonkeyPatch, engine: AuditedEngine, variant: Variant = Variant.GREEDY
 ) -> None:
     """Compile the speculative step again, from patched functions."""
-    made, wanted = engine.engine, ProgramKey(Step.SPECULATIVE, variant)
+    made = engine.engine
     declared = declare(planned(made.graph.config, made.graph.drafter_config, made.plan))
-    for key, program in compile_programs([declared[wanted]]).items():
+    step = Step.SPECULATIVE if variant == Variant.GREEDY else Step.VERIFY
+    for key, program in compile_programs([declared[made.graph.key(step, variant)]]).items():
         patch.setitem(made.core.runner.executables, key, program)
 
 

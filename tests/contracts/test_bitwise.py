@@ -14,7 +14,7 @@ from dflash_jax import Plan
 from dflash_jax.config import TargetConfig
 from dflash_jax.engine.engine import Engine
 from dflash_jax.graph.build import compile_programs, jit
-from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.keys import ProgramKey, Step
 from dflash_jax.graph.protocols import Draft
 from dflash_jax.graph.state import DecodeState, OutputSizes, RowRules, idle_rules, read_output
 from dflash_jax.graph.steps import decoding as steps
@@ -71,7 +71,7 @@ class Stepper:
         pair = dataclasses.replace(pair, block=BLOCK, kernels=engine.plan.kernels)
         self.engine = engine
         for step in (Step.PLAIN, Step.SPECULATIVE):  # run below, and compiling takes the time
-            del engine.core.runner.compiled.programs[ProgramKey(step, Variant.GREEDY)]
+            del engine.core.runner.compiled.programs[engine.graph.key(step)]
         self.plain = jit(functools.partial(plain, pair))
         self.verify = jit(functools.partial(verify, pair))
         self.fused = jit(functools.partial(draft_and_verify, pair))
@@ -277,14 +277,16 @@ def test_forced_tokens_carry_context_and_leave_decoding_exact(dtype: str) -> Non
             tokens = np.zeros((1, BLOCK), np.int32)
             tokens[0, : len(part)] = part
             count, anchor = np.array([[len(part)], [feed[at + len(part)]]], np.int32)
-            inputs = ForcedTokensInputs(tokens, num_fed=count, anchor=anchor)
+            inputs = ForcedTokensInputs(
+                tokens, num_fed=count, forced=np.ones(1, bool), anchor=anchor
+            )
             state, _, finite = run[FORCED](engine.params, state, None, inputs)
             assert finite.all()
         assert int(state.position[0]) == len(prompt) + len(forced)
         contexts.append(np.asarray(state.drafter[1].k[0, :, : int(state.position[0])], np.float32))
         text: list[int] = []
         while len(text) < 30:
-            key, inputs = ProgramKey(step, Variant.GREEDY), DecodeInputs(rules, np.int32(1))
+            key, inputs = engine.graph.key(step), DecodeInputs(rules, np.int32(1))
             state, _, out = run[key](engine.params, state, None, inputs)
             text += read_output(out)[0][0].tokens
         texts.append(text[:30])

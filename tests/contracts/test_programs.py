@@ -34,7 +34,7 @@ PREFILL, PLAIN, SPECULATIVE = (
 )
 FEW = (Variant.GREEDY, Variant.SAMPLED)
 FORCED, SCORED = ProgramKey(Step.FORCED_TOKENS), ProgramKey(Step.PROMPT_LOGPROBS)
-REPLACED, CLEARED = ProgramKey(Step.REPLACE_ANCHOR), ProgramKey(Step.CLEAR_ROWS)
+CLEARED = ProgramKey(Step.CLEAR_ROWS)
 COPIED = ProgramKey(Step.COPY_ROW)
 # Wide heads and few of them: caches are large beside anything a step computes.
 TARGET = tiny_target(num_layers=1, num_heads=2, num_kv_heads=2, head_dim=64, vocab_size=61)
@@ -65,9 +65,7 @@ def build(rows: int, *keys: ProgramKey, exact: bool = True) -> dict[ProgramKey, 
 def built() -> dict[tuple[int, ProgramKey], Executable]:
     """Every kind of program over three rows; over one row a block and a one-token step."""
     sampled = ProgramKey(Step.SPECULATIVE, Variant.SAMPLED)
-    three = build(
-        3, PREFILL, PLAIN, SPECULATIVE, sampled, FORCED, SCORED, REPLACED, CLEARED, COPIED
-    )
+    three = build(3, PREFILL, PLAIN, SPECULATIVE, sampled, FORCED, SCORED, CLEARED, COPIED)
     one = build(1, SPECULATIVE, SCORED) | build(1, PLAIN, exact=False)
     found = {(3, key): program for key, program in three.items()}
     return found | {(1, key): program for key, program in one.items()}
@@ -76,7 +74,7 @@ def built() -> dict[tuple[int, ProgramKey], Executable]:
 def test_the_programs_are_few_and_known_from_the_plan() -> None:
     steps = (Step.PREFILL, Step.PLAIN, Step.SPECULATIVE)
     both = {ProgramKey(step, variant) for step in steps for variant in FEW}
-    helpers = {FORCED, SCORED, REPLACED, CLEARED}
+    helpers = {FORCED, SCORED, CLEARED}
     for exact in (True, False):
         found = declare(planned(TARGET, DRAFTER, plan(3, exact=exact)), variants=FEW)
         assert found.keys() == both | helpers | {COPIED}
@@ -98,11 +96,12 @@ def test_the_programs_are_few_and_known_from_the_plan() -> None:
 def test_with_native_kernels_steps_need_less_memory_and_still_copy_no_state(
     built: dict[tuple[int, ProgramKey], Executable],
 ) -> None:
-    programs = declare(planned(TARGET, DRAFTER, plan(3, kernels="native")))
-    native = compile_programs(programs[key] for key in (PREFILL, PLAIN, SPECULATIVE))
-    for key, program in native.items():
-        assert program.aliased_bytes == built[3, key].aliased_bytes
-        assert program.temporary_bytes < built[3, key].temporary_bytes
+    pair = planned(TARGET, DRAFTER, plan(3, kernels="native"))
+    programs = declare(pair)
+    keys = {pair.key(key.step): key for key in (PREFILL, PLAIN, SPECULATIVE)}
+    for key, program in compile_programs(programs[key] for key in keys).items():
+        assert program.aliased_bytes == built[3, keys[key]].aliased_bytes
+        assert program.temporary_bytes < built[3, keys[key]].temporary_bytes
 
 
 @pytest.mark.parametrize("kernels", ["auto", "xla"])
@@ -111,9 +110,10 @@ def test_caches_of_16_bits_are_half_as_large_and_are_never_widened(
 ) -> None:
     """XLA would widen all of a bfloat16 cache on a CPU to write a few slots: it is no choice."""
     made = plan(3, kernels=kernels, kv_dtype="float16")
-    programs = declare(planned(TARGET, DRAFTER, made))
-    for key, program in compile_programs(programs[k] for k in (PLAIN, SPECULATIVE)).items():
-        wide = built[3, key]
+    pair = planned(TARGET, DRAFTER, made)
+    programs, decoding = declare(pair), [pair.key(key.step) for key in (PLAIN, SPECULATIVE)]
+    for key, program in compile_programs(programs[key] for key in decoding).items():
+        wide = built[3, ProgramKey(key.step, Variant.GREEDY)]
         numbers = 2 * 4 * made.rows  # positions and anchors
         assert program.donated_bytes == (wide.donated_bytes - numbers) // 2 + numbers
         assert program.aliased_bytes == program.donated_bytes
@@ -147,7 +147,6 @@ def test_no_program_has_room_to_copy_a_cache(
         own = program.donated_bytes / rows if difference else 0
         assert program.temporary_bytes < keys + own, (rows, name)
     assert built[3, CLEARED].temporary_bytes < 1000
-    assert built[3, REPLACED].temporary_bytes < 1000
 
 
 def test_temporaries_stay_under_the_budget_of_the_plan(
@@ -290,7 +289,7 @@ def test_a_forced_step_makes_the_whole_pass_of_a_plain_one(
     last["down"] = np.full_like(last["down"], np.nan)  # in no cache
     state = planned(TARGET, DRAFTER, plan(3)).empty_state()
     tokens, count = np.ones((3, BLOCK), np.int32), np.array([2, 0, BLOCK], np.int32)
-    inputs = ForcedTokensInputs(tokens, num_fed=count, anchor=count)
+    inputs = ForcedTokensInputs(tokens, num_fed=count, forced=count > 0, anchor=count)
     state, _, finite = built[3, FORCED](jax.device_put(params), state, None, inputs)
     assert not finite.any()
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(state)))

@@ -26,8 +26,10 @@ DRAFTERS = {
 OPTIONAL = {"random_bits", "threefry2x32", "top_k", "sort", "random_seed"}
 
 
-def programs_of(drafter: DrafterConfig, target: TargetConfig = TARGET) -> dict[ProgramKey, Any]:
-    made = Plan(rows=2, max_length=64, block=4, chunk=8, dtype="float32")
+def programs_of(
+    drafter: DrafterConfig, target: TargetConfig = TARGET, kernels: str = "xla"
+) -> dict[ProgramKey, Any]:
+    made = Plan(rows=2, max_length=64, block=4, chunk=8, dtype="float32", kernels=kernels)
     plan = resolve(made, build_pair(target, drafter), platform="cpu", memory=AMPLE)
     return declare(planned(target, drafter, plan))
 
@@ -44,10 +46,12 @@ def unconditional(jaxpr: Any) -> Iterator[str]:
                 yield from unconditional(inner)
 
 
-@pytest.mark.sample("dspark")
+@pytest.mark.sample("native-dspark")
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_greedy_rows_draw_filter_and_report_nothing_in_any_program(kind: str) -> None:
-    programs = programs_of(DRAFTERS[kind])
+@pytest.mark.parametrize("kernels", ["xla", "native"])
+def test_greedy_rows_draw_filter_and_report_nothing_in_any_program(kind: str, kernels: str) -> None:
+    """By native kernels, the programs of sampled rows are those of greedy ones."""
+    programs = programs_of(DRAFTERS[kind], kernels=kernels)
     drafting = (Step.SPECULATIVE, Step.DRAFT)
     free = {  # the selector of DFlash 2 chooses among the best tokens, in the order of their ids
         key: {"top_k", "sort"} if kind == "dflash2" and key.step in drafting else set()

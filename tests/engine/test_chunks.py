@@ -75,21 +75,17 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
-    ("length", "greedy", "sampled"),
+    ("length", "widths"),
     [
-        pytest.param(1, [1], [1], marks=pytest.mark.exhaustive),
-        pytest.param(32, [16, 16], [16, 16], marks=pytest.mark.exhaustive),
-        (33, [33], [16, 16, 1]),
-        pytest.param(64, [64], [63, 1], marks=pytest.mark.exhaustive),
-        (308, [64, 64, 64, 64, 52], [64, 64, 64, 64, 51, 1]),
+        pytest.param(1, [1], marks=pytest.mark.exhaustive),
+        pytest.param(32, [16, 16], marks=pytest.mark.exhaustive),
+        (33, [33]),
+        pytest.param(64, [64], marks=pytest.mark.exhaustive),
+        (308, [64, 64, 64, 64, 52]),
     ],
 )
 def test_long_prompts_are_fed_in_wide_calls(
-    fed: list[int],
-    options: dict[str, Any],
-    length: int,
-    greedy: list[int],
-    sampled: list[int],
+    fed: list[int], options: dict[str, Any], length: int, widths: list[int]
 ) -> None:
     engine, ids = wide(), prompt(length)
     most = min(12, SLOTS - length)
@@ -98,7 +94,18 @@ def test_long_prompts_are_fed_in_wide_calls(
     fed.clear()
     with jax.no_tracing():
         assert engine.generate(ids, max_tokens=most, **options).token_ids == expected
-    assert fed == (sampled if options else greedy)
+    assert fed == widths
+
+
+@pytest.mark.exhaustive
+def test_wide_calls_leave_the_token_after_a_prompt_to_steps_that_process_logits(
+    fed: list[int],
+) -> None:
+    ids, options = prompt(308), {"max_tokens": 12, "presence_penalty": 0.5}
+    expected = narrow().generate(ids, **options).token_ids
+    fed.clear()
+    assert wide().generate(ids, **options).token_ids == expected
+    assert fed == [64, 64, 64, 64, 51, 1]
 
 
 def test_caches_have_the_bits_of_narrow_calls() -> None:
@@ -182,6 +189,8 @@ def test_there_are_wide_calls_where_neither_bits_nor_caches_depend_on_them() -> 
     assert [cache.ring for cache in make(SLIDING).graph.state.drafter] == [True]
     planned = wide().graph
     assert [planned.wide_part(0, n) for n in (32, 33, 64, 90)] == [0, 33, 64, 64]
+    processed = [planned.wide_part(0, n, Variant.PENALIZED) for n in (33, 34, 64, 90)]
+    assert processed == [0, 33, 63, 64]  # steps that process logits decide the token after it
     assert planned.wide_part(planned.plan.slots - WIDE, 40) == 40
     assert planned.wide_part(planned.plan.slots - WIDE + 1, 40) == 0  # past the end of the caches
     for target, changes in ((tiny_hybrid(), {}), (TARGET, {"kernels": "xla"})):
@@ -192,7 +201,7 @@ def test_there_are_wide_calls_where_neither_bits_nor_caches_depend_on_them() -> 
 
 def test_a_wide_call_is_a_program_of_its_own_that_updates_the_state_in_place() -> None:
     made = wide().core.runner.executables
-    key, usual = ProgramKey(Step.PREFILL_WIDE), ProgramKey(Step.PREFILL, Variant.GREEDY)
+    key, usual = ProgramKey(Step.PREFILL_WIDE), wide().graph.key(Step.PREFILL)
     assert ProgramKey.parse(str(key)) == key
     assert made[key].aliased_bytes == made[key].donated_bytes == made[usual].donated_bytes
     assert str(key) in str(wide().graph.explain())

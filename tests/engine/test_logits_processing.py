@@ -12,7 +12,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.state_machine import OFF
 from dflash_jax.engine.state_machine.words import Words
 from dflash_jax.errors import RequestError
-from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.keys import Step, Variant
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import force_acceptance, set_script
 
@@ -159,7 +159,7 @@ def test_several_answers_share_one_prefill(tiny3: Engine) -> None:
     options = {"max_tokens": 8, "temperature": 1.0, "seed": 7}
     tiny3.generate(prompt, **options)  # compiles the variant
     calls = []
-    key = ProgramKey(Step.PREFILL, Variant.SAMPLED)
+    key = tiny3.graph.key(Step.PREFILL, Variant.SAMPLED)
     run = tiny3.core.runner.executables[key]
     tiny3.core.runner.executables[key] = lambda *a: (calls.append(1), run(*a))[1]  # type: ignore[assignment]
     try:

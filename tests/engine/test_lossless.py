@@ -8,7 +8,7 @@ import pytest
 
 from dflash_jax import Plan
 from dflash_jax.engine.engine import Engine
-from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.keys import Step
 from dflash_jax.graph.state import output_columns
 from dflash_jax.plan import Kernels
 from dflash_jax.testing import (
@@ -163,7 +163,7 @@ def test_one_token_plain_steps_agree_in_float32() -> None:
         random_engine(target, drafter, Plan(max_length=256, chunk=CHUNK, block=8, exact=exact))
         for exact in (True, False)
     )
-    program = single.core.runner.compiled.programs[ProgramKey(Step.PLAIN, Variant.GREEDY)]
+    program = single.core.runner.compiled.programs[single.graph.key(Step.PLAIN)]
     _, _, out = jax.eval_shape(program.function, *program.arguments)
     assert out.packed.shape[-1] == 1 + output_columns(single.core.scheduler.rules())
     for prompt in prompts(exact, (1, 16, 33)):

@@ -9,7 +9,7 @@ import dflash_jax as dj
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.state_machine import OFF, announcements, call_retry, floor, guards
 from dflash_jax.engine.state_machine.words import Words
-from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.keys import Step, Variant
 from dflash_jax.graph.state import OutputColumn
 from dflash_jax.testing import force_acceptance, set_script
 from tests.soak.recovery_events import END, ID, SIZE, WALKS, make_engine
@@ -93,7 +93,7 @@ def test_draws_are_those_of_programs_without_recovery(engine: Engine, without: E
             drawn.add(tuple(first.token_ids))
     assert len(drawn) == len(STARTS)  # drafted or not
     # Their programs have neither its inputs nor its outputs.
-    key = ProgramKey(Step.PLAIN, Variant.SAMPLED)
+    key = engine.graph.key(Step.PLAIN, Variant.SAMPLED)
     for made, odds in ((engine, 1), (without, 0)):
         assert (made.core.scheduler.rules().opening is None) == (not odds)
         columns = 1 + len(OutputColumn) + odds

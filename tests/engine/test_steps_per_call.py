@@ -13,13 +13,11 @@ from dflash_jax.bench.profile import profile
 from dflash_jax.engine import break_even
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.scheduler import BURST, SchedulerOutput, StepPacer
-from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.keys import ProgramKey, Step
 from dflash_jax.graph.state import OutputColumn
 from dflash_jax.graph.steps.inputs import DecodeInputs
 from dflash_jax.models import build_graph
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
-
-SPECULATIVE = ProgramKey(Step.SPECULATIVE, Variant.GREEDY)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +111,7 @@ def test_a_plain_step_of_a_call_leaves_the_drafters_weights_alone(multi_step: En
     alone = Engine(build_graph(multi_step.graph.config, None, multi_step.plan), multi_step.params)
 
     def products(engine: Engine) -> tuple[int, int]:
-        program = engine.core.runner.compiled.programs[ProgramKey(Step.PLAIN, Variant.GREEDY)]
+        program = engine.core.runner.compiled.programs[engine.graph.key(Step.PLAIN)]
         traced = jax.make_jaxpr(program.function)(*program.arguments).jaxpr
         [loop] = [x for x in traced.eqns if x.primitive.name == "while"]
         inside, whole = (
@@ -179,7 +177,10 @@ def test_a_call_without_active_rows_makes_at_most_one_step(multi_step: Engine) -
     handle = multi_step.submit([7, 8, 9], max_tokens=6)
     while not handle.done:
         multi_step.advance()
-    idle, run = multi_step.core.scheduler.rules(), multi_step.core.runner.executables[SPECULATIVE]
+    idle, run = (
+        multi_step.core.scheduler.rules(),
+        multi_step.core.runner.executables[multi_step.graph.key(Step.SPECULATIVE)],
+    )
     before = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(multi_step.core.runner.state)]
     inputs = DecodeInputs(idle, num_steps=np.int32(8))
     multi_step.core.runner.state, _, out = run(

@@ -21,7 +21,7 @@ from dflash_jax.errors import PlanError
 from dflash_jax.graph import build, compile_process
 from dflash_jax.graph.build import NICENESS, BackgroundCompiler, CompiledPrograms, compile_programs
 from dflash_jax.graph.graph import Graph
-from dflash_jax.graph.keys import STEP_VARIANTS, ProgramKey, Step, Variant
+from dflash_jax.graph.keys import STEP_VARIANTS, ProgramKey, Step, Variant, serving
 from dflash_jax.graph.programs import Program, declare
 from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.models import build_target
@@ -61,12 +61,11 @@ def test_every_program_is_of_a_variant_and_a_variant_has_all_that_its_requests_u
 ) -> None:
     found = tiny.core.runner.compiled.variants
     assert set().union(*found.values()) == set(tiny.core.runner.compiled.programs)
-    forced = {ProgramKey(Step.FORCED_TOKENS), ProgramKey(Step.REPLACE_ANCHOR)}
+    forced = {ProgramKey(Step.FORCED_TOKENS)}
     scored, logits = ProgramKey(Step.PROMPT_LOGPROBS), ProgramKey(Step.SET_LOGITS_STATE)
     for variant in STEP_VARIANTS:
-        needed = {
-            key for key in tiny.core.runner.compiled.programs if key.variant in (variant, None)
-        }
+        steps = serving(variant, tiny.plan.kernels), None
+        needed = {key for key in tiny.core.runner.compiled.programs if key.variant in steps}
         others = forced | {scored}
         if variant not in (Variant.PENALIZED, Variant.CONSTRAINED):
             others |= {logits}
@@ -191,16 +190,10 @@ def test_traces_are_dropped_once_a_program_is_compiled(tiny: Engine) -> None:
         gc.collect()
         return sum(type(x).__name__ == "JaxprEqn" for x in gc.get_objects())
 
-    made = [
-        compile_programs(
-            [tiny.core.runner.compiled.programs[ProgramKey(Step.PLAIN, Variant.SAMPLED)]]
-        )
-    ]
+    made = [compile_programs([tiny.core.runner.compiled.programs[tiny.graph.key(Step.PLAIN)]])]
     before = operations()  # those of functions that programs share are kept, and few
     made.append(
-        compile_programs(
-            [tiny.core.runner.compiled.programs[ProgramKey(Step.PREFILL, Variant.SAMPLED)]]
-        )
+        compile_programs([tiny.core.runner.compiled.programs[tiny.graph.key(Step.PREFILL)]])
     )
     assert operations() - before < 200
 

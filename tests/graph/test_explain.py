@@ -61,7 +61,7 @@ def dflash(target: TargetConfig, inner: int, **changes: object) -> DrafterConfig
 QWEN3_8B = qwen3(4096, 36, 32, 12288)
 DFLASH_8B = dflash(QWEN3_8B, 12288)
 STEPS = ("prefill", "plain", "speculative")
-HELPERS = {"forced_tokens", "prompt_logprobs", "replace_anchor", "clear_rows", "copy_row"}
+HELPERS = {"forced_tokens", "prompt_logprobs", "clear_rows", "copy_row"}
 NAMES = {f"{step}[{variant}]" for step in STEPS for variant in ("greedy", "sampled")} | HELPERS
 
 

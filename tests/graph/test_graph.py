@@ -201,7 +201,7 @@ def test_rows_without_a_prompt_are_done_and_stay_empty(bigram: tuple[GraphProgra
 
 def test_a_report_and_text_of_programs_need_no_compilation() -> None:
     graph = Graph(dj.Pair(Own()), PLAN)
-    assert "plain[greedy]" in str(graph)
+    assert str(graph.key(dj.graph.Step.PLAIN)) in str(graph)
     assert "stablehlo" in graph.lower("plain").as_text()
     assert "drafter" not in graph.params
 
@@ -291,4 +291,4 @@ def test_programs_say_what_they_cannot_do(bigram: tuple[GraphPrograms, Any]) -> 
         programs.plain(params, state, steps=2)
     sampled = programs.graph.rules(temperature=1.0)
     with pytest.raises(PlanError, match=r"plain\[sampled\] is not compiled"):
-        programs.plain(params, state, rules=sampled)
+        GraphPrograms(programs.graph, {}).plain(params, state, rules=sampled)

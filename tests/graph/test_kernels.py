@@ -13,7 +13,7 @@ import dflash_jax as dj
 from benchmarks.audit.models import DRAFTERS, FAMILIES
 from dflash_jax.engine.engine import Engine
 from dflash_jax.graph.abstract import PlannedPair
-from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.keys import Step
 from dflash_jax.graph.programs import declare
 from dflash_jax.kernels.native.build import library
 from dflash_jax.models import build_pair
@@ -28,7 +28,8 @@ PAIRS |= {name: (FAMILIES["llama"], name) for name in DRAFTERS}
 
 def kernels_that_run(pair: dj.Pair, **plan: Any) -> set[str]:
     """Return the kernels of all modules that have some, of the programs of a pair."""
-    programs, found = declare(PlannedPair(pair, dataclasses.replace(PLAN, **plan))), set()
+    planned, found = PlannedPair(pair, dataclasses.replace(PLAN, **plan)), set()
+    programs = declare(planned)
 
     def note(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         if hasattr(context.module, "kernels"):
@@ -37,7 +38,7 @@ def kernels_that_run(pair: dj.Pair, **plan: Any) -> set[str]:
 
     with nn.intercept_methods(note):
         for step in (Step.PREFILL, Step.SPECULATIVE):
-            program = programs[ProgramKey(step, Variant.GREEDY)]
+            program = programs[planned.key(step)]
             jax.eval_shape(program.function, *program.arguments)
     return found
 

@@ -24,7 +24,7 @@ from dflash_jax.utils.kept_files import with_digest
 
 NUMBER = jax.ShapeDtypeStruct((), jnp.float32)
 KEY = ProgramKey(Step.CLEAR_ROWS)
-ANCHOR = ProgramKey(Step.REPLACE_ANCHOR)
+CLEARED = ProgramKey(Step.CLEAR_ROWS)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def compiled(programs: StoredPrograms, program: Program) -> Any:
 
 
 def test_a_program_is_found_without_tracing_it(tiny: Engine, tmp_path: Path) -> None:
-    program = declare(tiny.graph)[ANCHOR]
+    program = declare(tiny.graph)[CLEARED]
     made = build._compile(program, StoredPrograms(tmp_path, build.OPTIONS))
     with jax.no_tracing():
         again = build._compile(program, StoredPrograms(tmp_path, build.OPTIONS))
@@ -59,7 +59,7 @@ def test_a_program_is_found_without_tracing_it(tiny: Engine, tmp_path: Path) -> 
 def test_a_replaced_function_method_or_constant_makes_another_program(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = declare(tiny.graph)[ProgramKey(Step.PLAIN, Variant.GREEDY)]
+    program = declare(tiny.graph)[tiny.graph.key(Step.PLAIN)]
     seen = {Identities({}).of(program)}
     replaced: list[tuple[Any, str, Any]] = [
         (decoding, "accept", lambda *arguments: None),
@@ -78,7 +78,13 @@ def test_a_replaced_function_method_or_constant_makes_another_program(
 
 
 def test_programs_of_other_plans_configs_and_variants_differ(tiny: Engine) -> None:
-    names = [ProgramKey(Step.SPECULATIVE, x) for x in (Variant.GREEDY, Variant.SAMPLED)]
+    names = [
+        tiny.graph.key(step, variant)
+        for step, variant in (
+            (Step.SPECULATIVE, Variant.SAMPLED),
+            (Step.VERIFY, Variant.CONSTRAINED),
+        )
+    ]
     graphs = [tiny.graph, tiny.graph.with_plan(block=2), tiny.graph.with_plan(max_length=64)]
     found = [Identities({}).of(declare(graph)[name]) for graph in graphs for name in names]
     assert None not in found

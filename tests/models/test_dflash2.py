@@ -20,7 +20,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import ConfigError
 from dflash_jax.graph import Graph
 from dflash_jax.graph.build import jit
-from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.keys import Step
 from dflash_jax.graph.protocols import SharedLayers
 from dflash_jax.graph.resolve import resolve
 from dflash_jax.graph.state import RowRules, idle_rules
@@ -178,7 +178,7 @@ def test_speculative_generation_is_the_reference(oracle: Path, name: str) -> Non
     plan = resolve(plan, build_pair(case.target, case.drafter), platform="cpu", memory=memory)
     engine = Engine(Graph(build_pair(case.target, case.drafter), plan), case.params)
     del engine.core.runner.compiled.programs[
-        ProgramKey(Step.PLAIN, Variant.GREEDY)
+        engine.graph.key(Step.PLAIN)
     ]  # not needed here, and compiling takes the time
     prompt = case.vectors["prompt_ids"][0].tolist()
     truth = case.vectors["ar.output_ids"][0].tolist()[len(prompt) :]

@@ -15,7 +15,7 @@ import dflash_jax as dj
 from dflash_jax.config import check_pair, read_drafter_config, read_target_config
 from dflash_jax.engine.engine import Engine
 from dflash_jax.graph.build import jit
-from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.keys import Step
 from dflash_jax.models import build_pair
 from dflash_jax.testing import folder_params, planned, random_params, tiny_drafter, tiny_target
 
@@ -100,7 +100,7 @@ def engine(case: SimpleNamespace) -> Engine:
         shapes, engine.core.runner.executables
     )
     del engine.core.runner.compiled.programs[
-        ProgramKey(Step.PLAIN, Variant.GREEDY)
+        engine.graph.key(Step.PLAIN)
     ]  # not needed here, and compiling is most of this file's time
     engine.warm_up()
     _built[shapes] = engine.core.runner.executables

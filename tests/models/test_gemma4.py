@@ -27,7 +27,7 @@ from dflash_jax.config.gemma4 import Gemma4Config
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError, PlanError
 from dflash_jax.graph.build import jit
-from dflash_jax.graph.keys import ProgramKey, Step, Variant
+from dflash_jax.graph.keys import ProgramKey, Step
 from dflash_jax.graph.programs import declare
 from dflash_jax.graph.state import DecodeState, commit
 from dflash_jax.models import build_drafter, build_pair
@@ -301,9 +301,9 @@ def test_programs_follow_taps_at() -> None:
     drafter = tiny_drafter(config)
     for at, used in (("auto", "late"), ("late", "late"), ("early", "early")):
         plan = dj.Plan(max_length=32, chunk=8, block=2, dtype="float32", taps_at=at)
-        programs = declare(planned(config, drafter, plan))
-        greedy = (Step.PREFILL, Step.PLAIN, Step.SPECULATIVE)
-        keys = [ProgramKey(step, Variant.GREEDY) for step in greedy]
+        pair = planned(config, drafter, plan)
+        programs = declare(pair)
+        keys = [pair.key(step) for step in (Step.PREFILL, Step.PLAIN, Step.SPECULATIVE)]
         for key in [ProgramKey(Step.FORCED_TOKENS), *keys]:
             step: Any = programs[key].function
             assert step.args[0].taps_at == used

@@ -299,7 +299,9 @@ def test_forced_tokens_leave_the_states_of_chosen_ones(engine: Engine) -> None:
             tokens = np.zeros((2, BLOCK), np.int32)
             tokens[0, :n] = plain[at : at + n]
             count, anchor = np.array([n, 0], np.int32), np.array([plain[at + n], 0], np.int32)
-            inputs = ForcedTokensInputs(tokens, num_fed=count, anchor=anchor)
+            inputs = ForcedTokensInputs(
+                tokens, num_fed=count, forced=np.ones(len(count), bool), anchor=anchor
+            )
             state, _, _ = forced(engine.params, state, None, inputs)
             at += n
         engine.core.runner.state = state

@@ -124,9 +124,8 @@ def verify_block(
     target, drafter, hidden = forward(
         pair, params, state, block, chunked=not pair.exact, num_live=num_live
     )
-    # All of them where others than a greedy choice of tokens read them.
-    reads = (logits_state is not None, pair.report_top > 0, pair.acceptance is not None)
-    whole = pair.sampled or any(reads)
+    # All of them where others than the choice of tokens read them.
+    whole = logits_state is not None or pair.report_top > 0 or pair.acceptance is not None
     raw = logits = logits_of(pair, params, hidden, None if whole else num_live)
     if logits_state:
         logits = logits_state.process(raw, block[:, 1:], inputs.masks)
@@ -250,7 +249,7 @@ def _tops(pair: Pair, drafts: Logits | None, target: Logits) -> tuple[TopTokens,
 def forced_tokens(
     pair: Pair, params: Params, state: DecodeState, logits_state: None, inputs: ForcedTokensInputs
 ) -> tuple[DecodeState, None, Bool[Array, " B"]]:
-    """Feed tokens given by the host, taps included, and set the next anchor.
+    """Feed tokens given by the host, taps included, and set the next anchor of forced rows.
 
     Returns:
       The state, and which rows' hidden states are finite. Requiring all hidden states keeps the
@@ -261,7 +260,9 @@ def forced_tokens(
     )
     drafter = pair.committed(state.drafter, drafter, inputs.num_fed)
     finite = jnp.isfinite(hidden).all(axis=(1, 2))
-    return commit(state, target, drafter, inputs.num_fed, inputs.anchor), None, finite
+    after = commit(state, target, drafter, inputs.num_fed, inputs.anchor)
+    anchor = jnp.where(inputs.forced, inputs.anchor, state.anchor)
+    return dataclasses.replace(after, anchor=anchor), None, finite
 
 
 def prompt_logprobs(
@@ -304,7 +305,9 @@ def update_drafter(
     drafter = pair.observe(params, state.drafter, inputs.observed, start)
     state, num_committed = dataclasses.replace(state, position=start), inputs.position - start
     drafter = pair.committed(state.drafter, drafter, num_committed)
-    return commit(state, (), drafter, num_committed, inputs.anchor), None, None
+    after = commit(state, (), drafter, num_committed, inputs.anchor)
+    anchor = jnp.where(inputs.forced, inputs.anchor, after.anchor)
+    return dataclasses.replace(after, anchor=anchor), None, None
 
 
 def single_row(

@@ -113,17 +113,16 @@ class RowDraftSampler:
         """Choose all places at once, each as the target would by these logits."""
         live = jnp.broadcast_to(~self.idle[:, None], logits.shape[:2])
         finite = all_finite(logits, self.kernels, live).all(axis=1)
-        if not self.sampled:  # one pass over the vocabulary less than comparing zeros
-            best = argmax(logits, self.kernels, live)
-            return DraftChoice(jnp.where(finite[:, None], best, 0), finite)
-        logits = jnp.where(finite[:, None, None], logits, 0.0)
+        best = jnp.where(finite[:, None], argmax(logits, self.kernels, live), 0)
+        if not self.sampled:
+            return DraftChoice(best, finite)
 
         def drawn() -> Int[Array, "B R"]:
             draw, position = functools.partial(self._draw, ids=ids), self.position + 1
-            index = sampling.at_places(draw, logits, position, self.rules, self.kernels)
+            known = jnp.where(finite[:, None, None], logits, 0.0)
+            index = sampling.at_places(draw, known, position, self.rules, self.kernels, live)
             return jnp.where(self.rules.temperature[:, None] > 0, index, best)
 
-        best = argmax(logits, self.kernels)
         index = jax.lax.cond(sampling.any_sampled(self.rules), drawn, lambda: best)
         return DraftChoice(index, finite)
 
@@ -131,15 +130,16 @@ class RowDraftSampler:
         self, logits: Float[Array, "B N"], place: int, ids: Int[Array, "*rows N"] | None = None
     ) -> DraftChoice:
         """Choose one place, from 0, as the target would by these logits."""
-        finite = all_finite(logits, self.kernels)
-        logits = jnp.where(finite[:, None], logits, 0.0)
-        best = argmax(logits, self.kernels)
+        live = ~self.idle
+        finite = all_finite(logits, self.kernels, live)
+        best = jnp.where(finite, argmax(logits, self.kernels, live), 0)
         if not self.sampled:
             return DraftChoice(best, finite)
 
         def drawn() -> Int[Array, " B"]:
             keys = sampling.row_keys(self.rules, self.position + 1 + place, sampling.TOKEN)
-            index = self._draw(keys, logits, self.rules, ids=ids)
+            known = jnp.where(finite[:, None], logits, 0.0)
+            index = self._draw(keys, known, self.rules, ids=ids, live=live)
             return jnp.where(self.rules.temperature > 0, index, best)
 
         index = jax.lax.cond(sampling.any_sampled(self.rules), drawn, lambda: best)
@@ -152,16 +152,17 @@ class RowDraftSampler:
         rules: RowRules,
         *,
         ids: Int[Array, "*rows N"] | None,
+        live: Bool[Array, " M"] | None = None,
     ) -> Int[Array, " M"]:
         """Return the index that each row draws, as the target will."""
         if ids is None:
-            return sampling.draw(keys, logits, rules, self.kernels)
+            return sampling.draw(keys, logits, rules, self.kernels, live)
         ids, rows = jnp.broadcast_to(ids, logits.shape), jnp.arange(len(logits))[:, None]
 
         def spread(x: Float[Array, "M N"]) -> Float[Array, "M V"]:
             return jnp.full((len(x), self.vocab_size), -jnp.inf, x.dtype).at[rows, ids].set(x)
 
-        token = sampling.draw(keys, logits, rules, self.kernels, spread=spread)
+        token = sampling.draw(keys, logits, rules, self.kernels, live, spread)
         return jnp.argmax(ids == token[:, None], axis=1).astype(token.dtype)
 
     def draft(

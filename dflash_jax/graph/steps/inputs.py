@@ -42,8 +42,9 @@ class ForcedTokensInputs:
     """Tokens that the host appends to rows."""
 
     tokens: Int[Any, "B T"]  # the pending anchor, then all forced tokens but the last
-    num_fed: Int[Any, " B"]  # of `tokens`; 0 leaves a row unchanged
-    anchor: Int[Any, " B"]  # the last forced token
+    num_fed: Int[Any, " B"]  # of `tokens`; 0 leaves a row's caches unchanged
+    forced: Bool[Any, " B"]  # rows that get a new anchor; the others stay as they are
+    anchor: Int[Any, " B"]  # the last forced token, or what replaces the pending one
 
 
 @struct.dataclass
@@ -62,15 +63,8 @@ class UpdateDrafterInputs:
 
     observed: Any  # a `pair.Observed`
     fresh: Bool[Any, " B"]  # rows that the step started at position 0
+    forced: Bool[Any, " B"]  # rows that got a new anchor, whether or not they were fed
     position: Int[Any, " B"]  # after the step
-    anchor: Int[Any, " B"]
-
-
-@struct.dataclass
-class ReplaceAnchorInputs:
-    """New pending tokens of some rows."""
-
-    rows: Bool[Any, " B"]
     anchor: Int[Any, " B"]
 
 

@@ -8,12 +8,11 @@ put, in order, equals one that was fed that prefix: same position, same visible 
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 from flax import struct
 
 from dflash_jax.graph import protocols
 from dflash_jax.graph.state import DecodeState
-from dflash_jax.graph.steps.inputs import CopyRowInputs, ReplaceAnchorInputs, SegmentInputs
+from dflash_jax.graph.steps.inputs import CopyRowInputs, SegmentInputs
 from dflash_jax.kernels.caches import LayerSegment, put_part, put_row, take_part, take_row
 
 
@@ -23,12 +22,6 @@ class Segment:
 
     target: tuple[LayerSegment, ...]
     drafter: Any  # the same of a drafter with caches, or what its `take` returned
-
-
-def replace_anchor(state: DecodeState, inputs: ReplaceAnchorInputs) -> DecodeState:
-    """Replace the pending tokens of some rows, which are in no cache yet."""
-    anchor = jnp.where(inputs.rows, inputs.anchor, state.anchor)
-    return dataclasses.replace(state, anchor=anchor)
 
 
 def copy_row(state: DecodeState, inputs: CopyRowInputs) -> DecodeState:
