@@ -9,6 +9,7 @@ import pytest
 from dflash_jax.config import TargetConfig
 from dflash_jax.errors import CheckpointError
 from dflash_jax.models import build_pair
+from dflash_jax.models.recorder import Recorder
 from dflash_jax.plan import Weights
 from dflash_jax.target_model import TargetModel
 from dflash_jax.testing import random_params, tiny_drafter, tiny_hybrid, tiny_target
@@ -23,6 +24,12 @@ from dflash_jax.utils.progress import time_left
 
 BUCKET = Bucket(length=48, rows=3)
 LAYERS = (0, 1, 2)
+
+
+def test_a_cache_holds_two_taps_of_a_target() -> None:
+    asked: list[tuple[object, ...]] = []
+    Recorder(taps=LAYERS, width=32).empty(lambda *sizes: asked.append(sizes))  # type: ignore[arg-type]
+    assert asked == [(1, 32, None)] * 2  # heads, width, window
 
 
 def store_in(folder: Path) -> FeatureStore:

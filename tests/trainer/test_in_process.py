@@ -33,6 +33,7 @@ RECIPE = dj.recipe(
      "text_prompt=12", "text_tokens=12", "held_out=1", "held_out_tokens=8"],
 )  # fmt: skip
 PLAN = dj.Plan(max_length=64, chunk=16, block=4)
+ORACLE = Path(__file__).parents[1] / "oracle" / "drafters" / "target_qwen3"
 
 
 def quiet(line: str) -> None:
@@ -151,6 +152,12 @@ def test_a_drafter_starts_from_another_in_memory(trained: dj.TrainedDrafter) -> 
     jax.tree.map(np.testing.assert_array_equal, found.params, trained.params)
     with pytest.raises(ConfigError, match=r"drafter in memory.* another shape: block_size is 4"):
         train(trained.target, recipe=dataclasses.replace(RECIPE, block=6), start=trained)
+
+
+def test_a_target_by_its_path_is_read_in_the_dtype_of_the_recipe() -> None:
+    found = in_process.in_memory(ORACLE, dataclasses.replace(RECIPE, dtype="bfloat16"))
+    assert (found.config.model_type, found.dtype) == ("qwen3", "bfloat16")
+    assert found.params["norm"].dtype == jax.numpy.bfloat16
 
 
 def packed() -> dj.Engine:
