@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -16,6 +17,7 @@ namespace {
 
 constexpr int64_t kRows = 4;            // rows that a thread takes at a time
 constexpr int64_t kSerial = 1 << 17;    // calls with fewer numbers run on one thread
+constexpr int64_t kSearched = 1 << 14;  // the same of filters and draws, whose numbers take longer
 
 void NormaliseRow(const float* x, const float* w, int64_t width, float eps, float* out) {
   const int64_t whole = width / kLanes * kLanes;
@@ -232,13 +234,20 @@ struct Scaled {
 
   // A chunk of numbers, kLeast for those that are not kept, and past the end.
   void Chunk(int64_t first, const Cut& cut, float (&to)[kChunk]) const {
-    const int64_t count = std::min(width - first, kChunk);
-    const int64_t last = cut.index - first;
-    for (int64_t i = 0; i < count; i++) {
+    const int32_t count = static_cast<int32_t>(std::min(width - first, kChunk));
+    const int32_t last = static_cast<int32_t>(std::min<int64_t>(cut.index - first, kChunk));
+    for (int32_t i = 0; i < count; i++) {
       const float number = std::min(from[first + i] / temperature, kLargest);
       to[i] = (number > cut.value) | ((number == cut.value) & (i <= last)) ? number : kLeast;
     }
     std::fill(to + count, to + kChunk, kLeast);
+  }
+
+  // Whether there is a number, and none is NaN or too large.
+  bool Sound(float largest) const {
+    float zero = 0;
+    for (int64_t i = 0; i < width; i++) zero += from[i] == kLeast ? 0.0f : from[i] * 0.0f;
+    return largest > kLeast && zero == 0.0f;
   }
 };
 
@@ -288,54 +297,78 @@ Listed NumbersFrom(float low, const Scaled& x, const Cut& cut) {
   return found;
 }
 
+// Returns a number that at least `count` numbers reach: the count-th largest of the maxima of groups.
+// kLeast if there are too few groups.
+float ReachedBy(int64_t count, const Scaled& x) {
+  constexpr int64_t kFew = 16;  // numbers of a small group
+  const int64_t group = x.width / kChunk >= count ? kChunk : kFew;
+  std::vector<float> largest;
+  for (int64_t first = 0; first + group <= x.width; first += group)
+    largest.push_back(*std::max_element(x.from + first, x.from + first + group));
+  if (static_cast<int64_t>(largest.size()) < count) return kLeast;
+  std::nth_element(largest.begin(), largest.begin() + (count - 1), largest.end(), std::greater<float>());
+  return std::min(largest[count - 1] / x.temperature, kLargest);
+}
+
+// Returns the last of the largest numbers whose mass reaches a budget, or false if all do not.
+bool WithinMass(Listed& numbers, float largest, double budget, Cut* cut) {
+  constexpr size_t kFirst = 64, kGrowth = 4;  // numbers that are sorted, more while those are too few
+  double through = 0;
+  size_t begin = 0;
+  for (size_t sorted = kFirst; begin < numbers.size(); sorted *= kGrowth) {
+    const size_t end = std::min(sorted, numbers.size());
+    std::partial_sort(numbers.begin() + begin, numbers.begin() + end, numbers.end(), Before);
+    for (; begin < end; begin++) {
+      through += std::exp(numbers[begin].first - largest);
+      if (through < budget) continue;
+      *cut = {numbers[begin].first, numbers[begin].second};
+      return true;
+    }
+  }
+  return false;
+}
+
 // Finds what top-k and min-p keep, and of that the largest numbers whose mass reaches top_p, as
-// graph/steps/filters.py does. Only the largest numbers are listed and sorted, more of them if those are
-// not enough. A row whose numbers are not finite keeps all.
+// graph/steps/filters.py does. Only the largest numbers are listed, more of them if those are not
+// enough. A row whose numbers are not finite keeps all.
 Cut LastKept(const Scaled& x, const Filters& filters) {
   constexpr float kNegligible = 104;  // exp is zero this far below the largest number
   constexpr float kDepths[] = {6, 12, 24, kNegligible};
-  float part[kChunk], largest = kLeast, zero = 0;
-  for (int64_t first = 0; first < x.width; first += kChunk) {
-    x.Chunk(first, Cut(), part);
-    Floats most = Load(part);
-    for (int64_t i = kLanes; i < kChunk; i += kLanes) most = Maximum(Load(part + i), most);
-    largest = std::max(largest, Greatest(most));
-  }
-  for (int64_t i = 0; i < x.width; i++) zero += x.from[i] == kLeast ? 0.0f : x.from[i] * 0.0f;
+  int32_t best;
+  bool finite;
+  LargestOf(x.from, x.width, &best, &finite);
+  const float largest = x[best];
   Cut cut;
-  if (!(largest > kLeast) || zero != 0.0f) return cut;
+  if (!finite && !x.Sound(largest)) return cut;
   if (filters.min_p > 0) cut.value = largest + std::log(filters.min_p);
   const float least = std::max(cut.value, largest - kNegligible);
+  const double part = filters.top_p, smallest = std::numeric_limits<float>::min();
   if (filters.top_k > 0 && filters.top_k < x.width) {
     const size_t count = static_cast<size_t>(filters.top_k);
-    for (const float depth : kDepths) {
-      const float low = std::max(largest - depth, least);
-      Listed found = NumbersFrom(low, x, cut);
-      if (found.size() < count && low > least) continue;
-      if (found.size() >= count) {
-        std::nth_element(found.begin(), found.begin() + (count - 1), found.end(), Before);
-        cut = {found[count - 1].first, found[count - 1].second};
-      }
-      break;
+    Listed kept = NumbersFrom(std::max(ReachedBy(filters.top_k, x), least), x, cut);
+    if (kept.size() >= count) {
+      std::nth_element(kept.begin(), kept.begin() + (count - 1), kept.end(), Before);
+      kept.resize(count);
+      cut = {kept.back().first, kept.back().second};
     }
+    if (part >= 1) return cut;
+    double total = 0;
+    for (const auto& [number, index] : kept) total += std::exp(number - largest);
+    WithinMass(kept, largest, std::max(part * total, smallest), &cut);
+    return cut;
   }
-  if (!(filters.top_p < 1)) return cut;
+  if (part >= 1) return cut;
   double total = 0;  // mass of what is kept
+  float chunk[kChunk];
   for (int64_t first = 0; first < x.width; first += kChunk) {
-    x.Chunk(first, cut, part);
-    total += Mass(part, largest);
+    x.Chunk(first, cut, chunk);
+    total += Mass(chunk, largest);
   }
-  const double budget = std::max<double>(filters.top_p * total, std::numeric_limits<float>::min());
+  const double budget = std::max(part * total, smallest);
   for (const float depth : kDepths) {
     const float low = std::max(largest - depth, least);
     Listed found = NumbersFrom(low, x, cut);
-    std::sort(found.begin(), found.end(), Before);
-    double through = 0;
-    for (const auto& [number, index] : found) {
-      through += std::exp(number - largest);
-      if (through >= budget) return {number, index};
-    }
-    if (low == least) break;
+    if (WithinMass(found, largest, budget, &cut) || low == least) return cut;
   }
   return cut;
 }
@@ -380,7 +413,7 @@ ffi::Error Filter(ffi::ThreadPool pool, Rows x, Flags live, Numbers temperature,
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[1];
   if (width < 1 || !HaveRows(rows, live, temperature, top_k, top_p, min_p))
     return ffi::Error::InvalidArgument("the filters do not fit their rows");
-  Split(pool, rows, 1, rows * width < kSerial, [&](int64_t begin, int64_t end) {
+  Split(pool, rows, 1, rows * width < kSearched, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const Filters filters{top_k.typed_data()[i], top_p.typed_data()[i], min_p.typed_data()[i]};
       const Scaled row{x.typed_data() + i * width, width, temperature.typed_data()[i]};
