@@ -65,6 +65,7 @@ struct Grouped {
   static constexpr int64_t kScaled = 1;       // groups that share a `scale` and a `low`
   static constexpr int64_t kScaleBytes = 2;   // of one of these
   static constexpr int64_t kGroupBytes = 4 * kQuads;  // of the codes of 16 columns
+  static constexpr int kMostCode = 15;
 
   static Pair Codes(const uint8_t* at, int i) { return Nibbles(at + i * kQuads); }
   static Scales Read(const Arrays& w, Spot at) { return {Half(w, kScale, at)}; }
@@ -132,6 +133,7 @@ struct Q4_K : Grouped {
 struct MXFP4 : Grouped {
   static constexpr Part kArrays[] = {kCodes, kScale};
   static constexpr int32_t kZeroPoint = 12;
+  static constexpr int kMostCode = 24;
 
   static Pair Codes(const uint8_t* at, int i) {
     const __m128i numbers = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
@@ -152,6 +154,7 @@ inline Pair SixBits(const uint8_t* at, int i) {
 
 struct Q5_K : Q4_K {
   static constexpr int64_t kGroupBytes = 6 * kQuads;
+  static constexpr int kMostCode = 31;
 
   static Pair Codes(const uint8_t* at, int i) { return SixBits(at, i); }
 };
@@ -161,6 +164,7 @@ struct Q6_K : Grouped {
   static constexpr int32_t kZeroPoint = 32;
   static constexpr bool kHalves = true;
   static constexpr int64_t kScaled = kSuper, kGroupBytes = 6 * kQuads;
+  static constexpr int kMostCode = 63;
 
   static Pair Codes(const uint8_t* at, int i) { return SixBits(at, i); }
   static Scales Read(const Arrays& w, Spot at) {

@@ -137,12 +137,25 @@ inline Ints Dot(Ints sum, Ints w, Ints x) {
 #endif
 }
 inline Ints DotBytes(Ints sum, Ints w, Ints x) { return Dot(sum, w, x); }
+Ints Pairs(Ints w, Ints x);  // of other processors only
+Ints AddPairs(Ints a, Ints b);
+Ints AddSumsOf(Ints pairs, Ints sum);
 #else
 constexpr bool kUnsignedDot = false;
-inline Ints Dot(Ints sum, Ints w, Ints x) {
-  const __m256i pairs = _mm256_maddubs_epi16(w, x);
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+// Sums of two products each, in 16 bits. The assembly keeps GCC from reordering the additions of a
+// loop, for which it would keep all products on the stack.
+inline Ints Pairs(Ints w, Ints x) { return _mm256_maddubs_epi16(w, x); }
+inline Ints AddPairs(Ints a, Ints b) {
+  a = _mm256_add_epi16(a, b);
+  __asm__("" : "+x"(a));
+  return a;
 }
+inline Ints AddSumsOf(Ints pairs, Ints sum) {
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  __asm__("" : "+x"(sum));
+  return sum;
+}
+inline Ints Dot(Ints sum, Ints w, Ints x) { return AddSumsOf(Pairs(w, x), sum); }
 inline Ints DotBytes(Ints sum, Ints w, Ints x) {
   const __m256i less = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
   return Dot(sum, _mm256_abs_epi8(less), _mm256_sign_epi8(x, less));

@@ -148,25 +148,58 @@ struct GroupTile {
         dots[r][part] = part < kScales ? AllInts(x.start[at]) : AllInts(0);
       }
     for (int64_t i = 0; i < Format::kGroupBytes; i += 64) Prefetch(codes + i);
-    for (int i = 0; i < 4; i++) {
-      const Pair pair = Format::Codes(codes, i);
-      for (int r = 0; r < R; r++) {
-        const int8_t* quads = rows + r * x.width + i * 4;
-        Ints &first = dots[r][0], &second = dots[r][kDots - 1];
-        if constexpr (Format::kBytewise) {
-          first = DotBytes(first, pair.first, Quad(quads));
-          second = DotBytes(second, pair.second, Quad(quads + 16));
-        } else {
-          first = Dot(first, pair.first, Quad(quads));
-          second = Dot(second, pair.second, Quad(quads + 16));
-        }
-      }
-    }
+    AddDots<R, kDots>(codes, rows, dots);
     const Scales scales = Format::Read(w, {place.strip, group, place.lane});
     for (int r = 0; r < R; r++) {
       if constexpr (kDots > kScales) dots[r][0] = Add(dots[r][0], dots[r][1]);
       const int64_t at = (row + r) * x.groups + group;
       AddScaled<Format>(scales, dots[r], x.scale[at], &x.total[at * kScales], sums[r]);
+    }
+  }
+
+  // Adds the products of a group's codes with those of R rows.
+  template <int R, int kDots>
+  inline void AddDots(const uint8_t* codes, const int8_t* rows, Ints (&dots)[R][kDots]) const {
+    if constexpr (kUnsignedDot || Format::kBytewise) {
+      for (int i = 0; i < 4; i++) {
+        const Pair pair = Format::Codes(codes, i);
+        for (int r = 0; r < R; r++) {
+          const int8_t* quads = rows + r * x.width + i * 4;
+          Ints &first = dots[r][0], &second = dots[r][kDots - 1];
+          if constexpr (Format::kBytewise) {
+            first = DotBytes(first, pair.first, Quad(quads));
+            second = DotBytes(second, pair.second, Quad(quads + 16));
+          } else {
+            first = Dot(first, pair.first, Quad(quads));
+            second = Dot(second, pair.second, Quad(quads + 16));
+          }
+        }
+      }
+    } else {
+      AddPairs<R, kDots, 0>(codes, rows, dots);
+      AddPairs<R, kDots, 1>(codes, rows + 16, dots);
+    }
+  }
+
+  // The same for half of a group: products of small codes are summed in 16 bits while they fit.
+  template <int R, int kDots, int kHalf>
+  inline void AddPairs(const uint8_t* codes, const int8_t* rows, Ints (&dots)[R][kDots]) const {
+    constexpr int kFit = 32767 / (2 * Format::kMostCode * 127), kTogether = kFit >= 4 ? 4 : 2;
+    static_assert(kFit >= 2);
+    for (int i = 0; i < 4; i += kTogether) {
+      Ints pairs[R];
+      for (int k = i; k < i + kTogether; k++) {
+        const Pair both = Format::Codes(codes, k);
+        const Ints w = kHalf ? both.second : both.first;
+        for (int r = 0; r < R; r++) {
+          const Ints products = Pairs(w, Quad(rows + r * x.width + k * 4));
+          pairs[r] = k == i ? products : dflash::AddPairs(pairs[r], products);
+        }
+      }
+      for (int r = 0; r < R; r++) {
+        Ints& sum = dots[r][kHalf ? kDots - 1 : 0];
+        sum = AddSumsOf(pairs[r], sum);
+      }
     }
   }
 };
