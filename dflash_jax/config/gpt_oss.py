@@ -73,6 +73,7 @@ def from_hf(f: Fields) -> GptOssConfig:
 FAMILY = Family(
     config=GptOssConfig,
     from_hf=from_hf,
+    any_width=True,
     model_types=("gpt_oss",),
     gguf=("gpt-oss",),
     defaults={

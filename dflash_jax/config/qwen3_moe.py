@@ -48,6 +48,7 @@ def from_hf(f: Fields) -> Qwen3MoeConfig:
 FAMILY = Family(
     config=Qwen3MoeConfig,
     from_hf=from_hf,
+    any_width=True,
     model_types=("qwen3_moe",),
     gguf=("qwen3moe",),
     defaults={

@@ -37,6 +37,7 @@ from dflash_jax.nn.layers import (
     weight,
 )
 from dflash_jax.nn.moe import expert_weights, experts, gelu_gated, softmax_then_top
+from dflash_jax.quant.layouts import ROUTER
 
 SCALE = 1.0  # of attention scores, as queries and keys are normed
 
@@ -97,7 +98,7 @@ class Experts(nn.Module):
         scale = norm_weight(self, "router_scale", c.hidden_size)[None, None]
         normed = rms_norm_wide(x, None, c.rms_norm_eps, self.kernels)
         seen = times(normed * scale, c.hidden_size**-0.5)
-        logits = dot(seen, weight(self, "router", (c.hidden_size, c.num_experts)))
+        logits = dot(seen, matrix(self, "router", (c.hidden_size, c.num_experts), form=ROUTER))
         ids, shares = softmax_then_top(logits, c.experts_per_token, normalise=True)
         of_each = norm_weight(self, "expert_scale", c.num_experts).astype(jnp.float32)
         shares *= jnp.take(of_each, ids, mode="clip")
@@ -114,8 +115,8 @@ class PerLayerInput(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"], p: Float[Array, "B T P"]) -> Float[Array, "B T D"]:
         c = self.config
-        gate = gelu_tanh(dot(x, weight(self, "gate", (c.hidden_size, c.per_layer_size))))
-        h = dot(gate * p, weight(self, "project", (c.per_layer_size, c.hidden_size)))
+        gate = gelu_tanh(dot(x, matrix(self, "gate", (c.hidden_size, c.per_layer_size))))
+        h = dot(gate * p, matrix(self, "project", (c.per_layer_size, c.hidden_size)))
         w = norm_weight(self, "norm", c.hidden_size)
         return rms_norm_wide(h, w, c.rms_norm_eps, self.kernels)
 
@@ -172,7 +173,7 @@ class Gemma4(Decoder):
             self.layer_embedding = weight(
                 self, "layer_embed", (c.per_layer_rows or c.vocab_size, *shape)
             )
-            self.layer_projection = weight(self, "layer_project", (c.hidden_size, *shape))
+            self.layer_projection = matrix(self, "layer_project", (c.hidden_size, *shape))
             self.layer_norm = norm_weight(self, "layer_norm", c.per_layer_size)
 
     def __call__(

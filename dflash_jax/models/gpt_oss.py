@@ -8,8 +8,9 @@ from jaxtyping import Array, Float
 
 from dflash_jax.config.gpt_oss import GptOssConfig
 from dflash_jax.nn.decoder import Decoder, Layer
-from dflash_jax.nn.layers import dot, rms_norm_wide, weight
+from dflash_jax.nn.layers import dot, matrix, rms_norm_wide, weight
 from dflash_jax.nn.moe import expert_weights, experts, top_then_softmax
+from dflash_jax.quant.layouts import ROUTER
 
 
 class ClampedMLP(nn.Module):
@@ -20,7 +21,7 @@ class ClampedMLP(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         c = self.config
-        logits = dot(x, weight(self, "router", (c.hidden_size, c.num_experts)))
+        logits = dot(x, matrix(self, "router", (c.hidden_size, c.num_experts), form=ROUTER))
         logits += weight(self, "router_bias", (c.num_experts,))[None, None]
         ids, shares = top_then_softmax(logits, c.experts_per_token)
         stacks = expert_weights(self, c.num_experts, c.hidden_size, c.expert_size, bias=True)

@@ -41,6 +41,7 @@ from dflash_jax.nn.layers import (
     weight,
 )
 from dflash_jax.nn.moe import expert_weights, experts, softmax_then_top, swiglu
+from dflash_jax.quant.layouts import ROUTER
 
 
 class GatedAttention(nn.Module):
@@ -148,7 +149,7 @@ class SharedExperts(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         c = self.config
-        logits = dot(x, weight(self, "router", (c.hidden_size, c.num_experts)))
+        logits = dot(x, matrix(self, "router", (c.hidden_size, c.num_experts), form=ROUTER))
         chosen = softmax_then_top(logits, c.experts_per_token, normalise=True)
         weights = expert_weights(self, c.num_experts, c.hidden_size, c.expert_size)
         gate = jax.nn.sigmoid(dot(x, weight(self, "shared_gate", (c.hidden_size, 1))))

@@ -6,8 +6,9 @@ from jaxtyping import Array, Float
 
 from dflash_jax.config.qwen3_moe import Qwen3MoeConfig
 from dflash_jax.nn.decoder import Decoder, Layer, dense_mlp
-from dflash_jax.nn.layers import dot, weight
+from dflash_jax.nn.layers import dot, matrix
 from dflash_jax.nn.moe import expert_weights, experts, softmax_then_top, swiglu
+from dflash_jax.quant.layouts import ROUTER
 
 
 class SparseMLP(nn.Module):
@@ -18,7 +19,7 @@ class SparseMLP(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         c = self.config
-        logits = dot(x, weight(self, "router", (c.hidden_size, c.num_experts)))
+        logits = dot(x, matrix(self, "router", (c.hidden_size, c.num_experts), form=ROUTER))
         ids, shares = softmax_then_top(logits, c.experts_per_token, normalise=c.normalise_shares)
         shares = shares.astype(x.dtype).astype(jnp.float32)  # rounded as in transformers
         stacks = expert_weights(self, c.num_experts, c.hidden_size, c.expert_size)

@@ -193,8 +193,7 @@ class Decoder(nn.Module):
         XLA compiles products, sums and even rotations for one token otherwise than for several.
         Native kernels do not. What is left for XLA is computed number by number.
         """
-        family = target_families()[family_of(self.config.model_type)]
-        return family.any_width and not self.config.num_experts
+        return target_families()[family_of(self.config.model_type)].any_width
 
     def setup(self) -> None:
         """Declare the parameters and layers."""

@@ -22,8 +22,9 @@ QUANTISED = {"int8": "int8", "int4": "Q4_0"}  # kind for each value of `Plan.wei
 MATRIX = "matrix"  # multiplied by `nn.layers.dot`
 HEAD = "head"  # a matrix that is never packed in 4 bits, which would change close decisions
 TABLE = "table"  # gathered from; packed only if the file has it packed
+ROUTER = "router"  # a matrix that chooses experts; packed only if the file has it packed
 STACK = "stack"  # of experts' matrices [E, D, ...]
-LAID_OUT = frozenset([MATRIX, HEAD, TABLE])  # forms that have the layouts below
+LAID_OUT = frozenset([MATRIX, HEAD, TABLE, ROUTER])  # forms that have the layouts below
 # Stacks are interleaved, or plain arrays.
 
 

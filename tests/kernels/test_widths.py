@@ -24,6 +24,7 @@ from dflash_jax.testing import (
     random_engine,
     tiny_drafter,
     tiny_gemma,
+    tiny_gpt_oss,
     tiny_hybrid,
     tiny_moe,
     tiny_target,
@@ -52,9 +53,14 @@ MINISTRAL3 = dataclasses.replace(
 )
 OF_AUDIT = ("gemma3", "gemma4", "olmo2", "granite", "glm4", "phi3", "lfm2")
 SHARED = tiny_gemma(num_experts=0)  # with shared keys and inputs of each layer
+# Products of so many numbers are no small ones, which XLA computes alike at any width.
+PER_LAYER = dataclasses.replace(SHARED, hidden_size=576, per_layer_size=256)
+EXPERTS: dict[str, Any] = {"hidden_size": 576, "num_experts": 60, "experts_per_token": 4}
 CASES = {"llama": LLAMA, "qwen3": QWEN3, "odd": ODD, "wide": WIDE}
 CASES |= {"qwen2": QWEN2, "mistral": MISTRAL, "smollm3": SMOLLM3, "ministral3": MINISTRAL3}
 CASES |= {name: FAMILIES[name] for name in OF_AUDIT} | {"gemma4, shared": SHARED}
+CASES |= {"gemma4, per layer": PER_LAYER, "qwen3_moe": tiny_moe(**EXPERTS)}
+CASES |= {"gpt_oss": tiny_gpt_oss(**EXPERTS), "gemma4, experts": tiny_gemma(**EXPERTS)}
 INT8: dict[str, Any] = {"weights": "int8"}
 FLOAT: dict[str, Any] = {"kernels": "native"}
 
@@ -85,7 +91,7 @@ def all_steps(
     return np.concatenate(found, axis=1), jax.tree.leaves(state.target)
 
 
-@pytest.mark.sample("llama-1-changes0", "odd-3-changes15", "gemma3-1-changes7")
+@pytest.mark.sample("llama-1-changes0", "odd-3-changes15", "gemma3-1-changes7", "per layer-1-")
 @pytest.mark.optimised
 @pytest.mark.parametrize(
     ("name", "rows", "changes"),
@@ -118,6 +124,10 @@ def all_steps(
         pytest.param("wide", 1, FLOAT | {"start": 30_000}, marks=pytest.mark.soak),
         pytest.param("llama", 1, FLOAT | {"dtype": "bfloat16"}, marks=pytest.mark.soak),
         pytest.param("qwen3", 1, INT8 | {"dtype": "bfloat16"}, marks=pytest.mark.soak),
+        pytest.param("gemma4, per layer", 1, FLOAT, id="per layer-1-"),
+        ("gemma4, experts", 2, INT8),
+        ("qwen3_moe", 1, FLOAT | {"dtype": "bfloat16"}),
+        ("gpt_oss", 1, INT8),
     ],
 )
 def test_a_token_has_the_same_bits_at_any_width(name: str, rows: int, changes: Any) -> None:
@@ -143,12 +153,11 @@ def test_a_token_has_the_same_bits_at_any_width(name: str, rows: int, changes: A
 
 
 def test_families_whose_other_operations_round_keep_block_wide_steps() -> None:
-    for target in (tiny_hybrid(), tiny_moe()):
-        engine = random_engine(target, None, plan=Plan(block=4, max_length=64, kernels="native"))
-        assert engine.plan.plain_width == 4
+    engine = random_engine(tiny_hybrid(), None, Plan(block=4, max_length=64, kernels="native"))
+    assert engine.plan.plain_width == 4
     plan = Plan(block=4, max_length=64, plain_width=1, kernels="native")
     with pytest.raises(PlanError, match=r"plain_width is 1 for .* use 4 \(or 0\), or exact=False"):
-        random_engine(tiny_moe(), None, plan=plan)
+        random_engine(tiny_hybrid(), None, plan=plan)
 
 
 @pytest.mark.parametrize("width", [2, 7])
