@@ -1,11 +1,9 @@
-"""Time of a plain step that is one block wide over that of a step of one token, same weights.
+"""Time of a step that verifies a block over that of a step of one token, by tokens of the block.
 
-    python -m benchmarks.widths MODEL... [--weights int8,float] [--block 8] [--profile] [--json OUT]
+    python -m benchmarks.widths MODEL... [--weights packed,int8] [--widths 4,8,16,64] [--json OUT]
 
 A drafted step verifies at the first of these costs, so their ratio bounds what drafting can give.
-Both steps are timed in turn, on the cores that the process is given. `--profile` prints what each
-kind of operation takes in steps of 1, 8, 16 and 64 tokens instead, under the profiler, which adds
-to it.
+All steps are timed in turn. Drafts repeat the anchor, which costs nothing; none is committed.
 """
 
 import argparse
@@ -16,82 +14,79 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paired import interleaved, markdown, ratio, spread
+from benchmarks.paired import interleaved, ratio, spread
 
-PROMPT, TOKENS = list(range(5, 37)), 48
-WIDTHS, MOST = (1, 8, 16, 64), 14  # of a profile; operations that it prints
+PROMPT, MOST = list(range(5, 37)), 256
 
 
-def measure(model: str, weights: str, block: int, pairs: int) -> dict[str, Any]:
-    """Return milliseconds of a step of each width, their paired ratio, and the plan."""
+class Repeat:
+    """A drafter that repeats the anchor (a `dj.graph` drafter)."""
+
+    taps = ()
+
+    def empty(self, make: Any) -> tuple[()]:
+        """Return no state."""
+        return ()
+
+    def observe(self, params: Any, state: Any, tokens: Any, taps: Any, start: Any) -> tuple[()]:
+        """Keep nothing."""
+        return ()
+
+    def propose(
+        self, params: Any, state: Any, anchor: Any, start: Any, shared: Any, sampler: Any
+    ) -> tuple[Any, tuple[()]]:
+        """Draft the anchor at every place."""
+        import jax.numpy as jnp
+
+        return sampler.certain(jnp.repeat(anchor[:, None], sampler.places, axis=1)), ()
+
+
+def measure(model: str, weights: str, widths: Sequence[int], pairs: int) -> dict[str, Any]:
+    """Return milliseconds of steps of each width, their ratios over one token, and the plan."""
     import dflash_jax as dj
-    from benchmarks.modes import generate
+    from dflash_jax.engine.break_even import Stopwatch, Timed
 
-    plan = dj.Plan(block=block, max_length=256, weights=weights, exact=False, plain_width=block)
-    wide = dj.load(model, None, plan=plan)
-    graph = wide.graph.with_plan(plain_width=1)
-    narrow = dj.Engine(graph, wide.params, tokenizer=wide.tokenizer)
-
-    def milliseconds(engine: Any) -> float:
-        run = generate(engine, PROMPT, max_tokens=TOKENS, ignore_eos=True)
-        return 1e3 * run.decode_s / (TOKENS - 1)
-
-    calls = {"one token": lambda: milliseconds(narrow), "block": lambda: milliseconds(wide)}
+    loaded = dj.load(model, None, plan=dj.Plan(max_length=MOST, weights=weights))
+    pair = dataclasses.replace(loaded.graph.pair, drafter=Repeat())
+    graph = dj.Graph(pair, dataclasses.replace(loaded.plan, block=max(widths)))
+    params = {"target": loaded.params["target"], "drafter": {}}
+    engine = dj.Engine(graph, params, tokenizer=loaded.tokenizer)
+    engine.warm_up()
+    watch = Stopwatch(engine.core.runner)
+    watch.feed()
+    steps = {n: Timed(1, n) for n in (1, *widths)}
+    calls = {str(n): lambda step=step: 1e3 * watch.step_seconds(step) for n, step in steps.items()}
     samples = interleaved(calls, pairs)
     return {
         "step_ms": {name: spread(numbers).to_json() for name, numbers in samples.items()},
-        "block_over_one": ratio(samples, "block", "one token").to_json(),
-        "plan": dataclasses.asdict(wide.plan),
+        "over_one": {str(n): ratio(samples, str(n), "1").to_json() for n in widths},
+        "plan": dataclasses.asdict(graph.plan),
         "load": os.getloadavg()[0],
     }
-
-
-def operations(model: str, weights: str, widths: Sequence[int]) -> dict[str, list[float]]:
-    """Return milliseconds of a plain step at some widths, by kind of operation, largest first."""
-    import dflash_jax as dj
-    from dflash_jax.bench.profile import profile
-
-    found: dict[str, list[float]] = {}
-    for at, width in enumerate(widths):
-        plan = dj.Plan(block=max(width, 2), max_length=256, weights=weights, exact=False)
-        engine = dj.load(model, None, plan=dataclasses.replace(plan, plain_width=width))
-        for kernel in profile(engine, PROMPT, speculative=False).kernels:
-            name = f"{kernel.part}: {kernel.operation}"
-            found.setdefault(name, [0.0] * len(widths))[at] += 1e3 * kernel.seconds
-    return dict(sorted(found.items(), key=lambda item: -item[1][-1]))
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Measure every model with every kind of weights."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="+", metavar="MODEL")
-    parser.add_argument("--weights", default="int8,float")
-    parser.add_argument("--block", type=int, default=8)
+    parser.add_argument("--weights", default="packed,int8")
+    parser.add_argument("--widths", default="4,8,16,64")
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path, metavar="OUT")
     options = parser.parse_args(words)
     from benchmarks.environment import write_result
     from dflash_jax.utils.allocator import tune_allocator
 
     tune_allocator()
+    widths = [int(width) for width in options.widths.split(",")]
     cases: dict[str, Any] = {}
     for model in options.models:
         for weights in options.weights.split(","):
-            if options.profile:
-                found = operations(model, weights, WIDTHS)
-                total = [sum(times) for times in zip(*found.values(), strict=True)]
-                listed = [*list(found.items())[:MOST], ("all", total)]
-                rows = [[name, *(f"{ms:.3f}" for ms in times)] for name, times in listed]
-                heading = f"{Path(model).stem}, {weights}, ms"
-                print("\n".join(markdown(f"{heading} | {' | '.join(map(str, WIDTHS))}", rows)))
-                cases[f"{Path(model).stem}, {weights}"] = {"widths": WIDTHS, "ms": found}
-                continue
-            case = f"{Path(model).stem}, {weights}, {options.block}"
-            cases[case] = found = measure(model, weights, options.block, options.pairs)
-            one, wide = (found["step_ms"][name]["median"] for name in ("one token", "block"))
-            figure = found["block_over_one"]["median"]
-            print(f"{case:32} one token {one:7.2f} ms  block {wide:7.2f} ms  {figure:.2f}")
+            case = f"{Path(model).stem}, {weights}"
+            cases[case] = found = measure(model, weights, widths, options.pairs)
+            one = found["step_ms"]["1"]["median"]
+            over = "  ".join(f"{n}: {found['over_one'][str(n)]['median']:.2f}" for n in widths)
+            print(f"{case:32} one token {one:7.2f} ms; tokens over one {over}", flush=True)
     write_result(options.json, "widths", {"cases": cases})
     return 0
 
