@@ -127,10 +127,9 @@ def _layer_vectors(config: Gemma4Config) -> list[Slot]:
     """Return the table of per-layer vectors, and the weights that combine it with the first."""
     layers, size, width = config.num_layers, config.per_layer_size, config.hidden_size
     rows = config.per_layer_rows or config.vocab_size
-    table = TensorPart("embed_tokens_per_layer.weight", (rows, layers * size), (0, 1, 2))
     project = TensorPart("per_layer_model_projection.weight", (layers * size, width), (1, 2, 0))
     return [
-        Slot(("layer_embed",), (rows, layers, size), (table,)),
+        linear(("layer_embed",), "embed_tokens_per_layer.weight", rows, layers * size),
         Slot(("layer_project",), (width, layers, size), (project,)),
         same(("layer_norm",), "per_layer_projection_norm.weight", size),
     ]

@@ -28,6 +28,7 @@ from dflash_jax.nn.attention import (
 from dflash_jax.nn.decoder import Decoder
 from dflash_jax.nn.layers import (
     GatedMLP,
+    columns_of,
     dot,
     gelu_tanh,
     matrix,
@@ -37,7 +38,7 @@ from dflash_jax.nn.layers import (
     weight,
 )
 from dflash_jax.nn.moe import expert_weights, experts, gelu_gated, softmax_then_top
-from dflash_jax.quant.layouts import ROUTER
+from dflash_jax.quant.layouts import ROUTER, TABLE
 
 SCALE = 1.0  # of attention scores, as queries and keys are normed
 
@@ -169,10 +170,9 @@ class Gemma4(Decoder):
         super().setup()
         c = self.config
         if c.per_layer_size:
+            rows, width = c.per_layer_rows or c.vocab_size, c.num_layers * c.per_layer_size
+            self.layer_embedding = matrix(self, "layer_embed", (width, rows), form=TABLE)
             shape = (c.num_layers, c.per_layer_size)
-            self.layer_embedding = weight(
-                self, "layer_embed", (c.per_layer_rows or c.vocab_size, *shape)
-            )
             self.layer_projection = matrix(self, "layer_project", (c.hidden_size, *shape))
             self.layer_norm = norm_weight(self, "layer_norm", c.per_layer_size)
 
@@ -219,7 +219,8 @@ class Gemma4(Decoder):
     ) -> Float[Array, "B T L P"]:
         """Return (norm(project(x)) + the tokens' vectors) / sqrt(2), one vector per layer."""
         c = self.config
-        own = jnp.take(self.layer_embedding, tokens, axis=0, mode="clip")
+        own = columns_of(self.layer_embedding, tokens, self.norm.dtype)
+        own = own.reshape(*tokens.shape, c.num_layers, c.per_layer_size)
         own *= jnp.asarray(c.per_layer_size**0.5, own.dtype)
         seen = times(dot(x, self.layer_projection), c.hidden_size**-0.5)
         seen = rms_norm_wide(seen, self.layer_norm, c.rms_norm_eps, self.kernels)

@@ -170,3 +170,15 @@ def test_a_width_between_one_and_the_block_is_refused(width: int) -> None:
 def test_every_family_of_any_width_is_tested_here() -> None:
     tested = {family_of(target.model_type) for target in CASES.values()}
     assert {name for name, family in target_families().items() if family.any_width} == tested
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_families_of_any_width_leave_no_product_to_xla(name: str) -> None:
+    """XLA multiplies a matrix of real sizes otherwise for one token than for several."""
+    pair = planned(CASES[name], None, Plan(max_length=64, kernels="native"))
+    forms = {path.removeprefix("target/"): form for path, form in pair.forms.items()}
+    leaves = jax.tree_util.tree_leaves_with_path(pair.params["target"])
+    plain = {jax.tree_util.keystr(at, simple=True, separator="/"): x.ndim for at, x in leaves}
+    others = [path for path, axes in plain.items() if axes > 1 and forms.get(path, "") == ""]
+    added = ("_bias", "sinks", "conv")  # added, or multiplied number by number
+    assert [path for path in others if not path.endswith(added)] == []
