@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.graph.protocols import WEIGHTS, WeightInfo
+from dflash_jax.kernels.native.interleaved import WIDTH
 from dflash_jax.kernels.native.layers import gate, normalise
+from dflash_jax.kernels.native.products import multiply
 from dflash_jax.kernels.products import Weight, contract, gather
 from dflash_jax.quant.layouts import FLOAT, MATRIX, Interleaved, StructuredWeight
 
@@ -260,13 +262,23 @@ class GatedMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate_up = dot(
-            x, matrix(self, "gate_up", (self.width, 2, self.hidden), split=2)
-        )  # [B, T, 2, F]
+        both = matrix(self, "gate_up", (self.width, 2, self.hidden), split=2)
+        down = matrix(self, "down", (self.hidden, self.width), split=0)
+        if not self.bias and (name := _gate_of_product(x, both, self.activation)):
+            return dot(multiply(x, both, activation=name), down)
+        gate_up = dot(x, both)  # [B, T, 2, F]
         if self.bias:
             gate_up += weight(self, "gate_up_bias", (2, self.hidden), split=1)[None, None]
-        down = matrix(self, "down", (self.hidden, self.width), split=0)
         out = dot(gated(gate_up, self.activation, native=isinstance(down, Interleaved)), down)
         if self.bias:
             out += weight(self, "down_bias", (self.width,))[None, None]
         return out
+
+
+def _gate_of_product(x: Array, w: Weight, activation: Callable[[Array], Array]) -> str:
+    """Return the name of an activation that a native product of gate and up applies; else ""."""
+    if not isinstance(w, Interleaved) or w.shape[2] % WIDTH or x.dtype != jnp.float32:
+        return ""
+    if activation is gelu_tanh:
+        return "gelu_tanh"
+    return "silu" if activation is nn.silu else ""

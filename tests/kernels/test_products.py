@@ -10,7 +10,8 @@ import pytest
 from dflash_jax.converters.quants.stored import FORMATS, unpack_blocks
 from dflash_jax.kernels.native import interleaved
 from dflash_jax.kernels.native.build import library
-from dflash_jax.kernels.native.products import multiply_by_experts
+from dflash_jax.kernels.native.layers import gate
+from dflash_jax.kernels.native.products import multiply, multiply_by_experts
 from dflash_jax.kernels.products import (
     abstract_stack,
     choose_products,
@@ -234,6 +235,21 @@ def test_rows_of_zeros_are_zeros_wherever_they_are_and_change_no_others(kind: st
             found = np.asarray(MULTIPLY(np.where(live[:, None], x[:rows], -0.0), w))
             wanted = np.where(live[:, None], alone[:rows], 0)
             np.testing.assert_array_equal(found.view(np.int32), wanted.view(np.int32))
+
+
+@pytest.mark.parametrize("kind", [*FLOATS, *KINDS])
+def test_a_gate_in_a_product_has_the_bits_of_one_after_it(kind: str) -> None:
+    whole = weights(kind, 256, 2 * 144)
+    both = dataclasses.replace(whole, shape=(256, 2, 144))
+    for activation in ("silu", "gelu_tanh"):
+        for rows in (1, 5, 40):
+            x = draw(rows, 256, seed=rows)
+            x[rows // 2 : rows - 1] = 0
+            after = gate(multiply(x, both), gelu=activation == "gelu_tanh")
+            np.testing.assert_array_equal(multiply(x, both, activation=activation), after)
+    narrow = dataclasses.replace(weights(kind, 256, 40), shape=(256, 2, 20))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="does not fit its format"):
+        multiply(draw(1, 256), narrow, activation="silu")
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", *GROUPED])

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -40,6 +41,11 @@ class LiveRows {
   // Some of the live rows, by their places among all.
   LiveRows(const LiveRows& live, std::vector<int64_t> at)
       : x_(live.x_), depth_(live.depth_), all_(live.all_), at_(std::move(at)) {}
+
+  // As many rows, all of them live, that have no numbers.
+  explicit LiveRows(int64_t rows) : x_(nullptr), depth_(0), all_(rows), at_(rows) {
+    std::iota(at_.begin(), at_.end(), 0);
+  }
 
   int64_t count() const { return static_cast<int64_t>(at_.size()); }
   int64_t all() const { return all_; }

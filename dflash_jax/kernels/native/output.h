@@ -25,9 +25,14 @@ struct Output {
   int64_t columns;
   const LiveRows& rows;
   bool fill;  // whether products of rows of zeros are written; else they are undefined
+  bool is_read_next = false;  // while it is in the cache
+  int64_t first = 0;          // vectors of columns that come before those that it has
   bool past_caches = false;  // whether it is larger than the caches, so that storing it there only costs
 
   float* Row(int64_t row) const { return data + rows.at(row) * columns; }
+  float* At(int64_t row, int64_t vector) const { return Row(row) + (vector - first) * kLanes; }
+  // Whether all lanes of a vector of columns are in the result.
+  bool IsWhole(int64_t vector) const { return (vector - first + 1) * kLanes <= columns; }
 
   // Writes the products of rows of zeros in some vectors of columns; past the caches where they would take the
   // place of weights.
@@ -48,12 +53,11 @@ struct Output {
   }
 
   void Put(int64_t row, int64_t vector, Floats values) const {
-    const int64_t column = vector * kLanes;
-    float* to = Row(row) + column;
-    if (column + kLanes <= columns) return Store(to, values);
+    float* to = At(row, vector);
+    if (IsWhole(vector)) return Store(to, values);
     float last[kLanes];
     Store(last, values);
-    std::copy_n(last, columns - column, to);
+    std::copy_n(last, columns - (vector - first) * kLanes, to);
   }
 };
 

@@ -16,6 +16,7 @@
 #include <iterator>
 
 #include "amx.h"
+#include "gates.h"
 #include "output.h"
 #include "routed_rows.h"
 #include "tiled_products.h"
@@ -246,21 +247,29 @@ __attribute__((noinline)) void MultiplyColumns(const Tile& tile, int64_t begin, 
     MultiplyFrom<kRows>(tile, 0, rows, at, std::min(at + step, end), out);
 }
 
-template <typename Tile>
-void Run(ffi::ThreadPool pool, const Tile& tile, int64_t depth, const Output& out) {
-  SplitColumns(pool, out.rows.count(), depth, out.columns, [&](int64_t begin, int64_t end) {
-    out.Clear(begin, end);
-    MultiplyColumns(tile, begin, end, out);
-  });
-}
-
-// The same by tiles of AMX.
-template <typename Product>
-void RunTiled(ffi::ThreadPool pool, const Product& product, int64_t depth, const Output& out) {
+// Splits a product in parts of multiply(begin, end, out), which multiplies all rows by some vectors of
+// columns. With an activation, the weight has twice as many columns, those of gates first, and the result
+// is activation(gate) times the other.
+template <typename Multiply>
+void Run(ffi::ThreadPool pool, int64_t depth, const Output& out, Activation activation,
+         const Multiply& multiply) {
   const int64_t rows = out.rows.count();
-  SplitColumns(pool, rows, depth, out.columns, [&](int64_t begin, int64_t end) {
+  if (activation == Activation::kNone)
+    return SplitColumns(pool, rows, depth, out.columns, [&](int64_t begin, int64_t end) {
+      out.Clear(begin, end);
+      multiply(begin, end, out);
+    });
+  const int64_t others = out.columns / kLanes;
+  SplitColumns(pool, rows, 2 * depth, out.columns, [&](int64_t begin, int64_t end) {
     out.Clear(begin, end);
-    product.Multiply(rows, begin, end, out);
+    const int64_t width = (end - begin) * kLanes;
+    const std::unique_ptr<float[]> both(new float[rows * 2 * width]);
+    const LiveRows each(rows);
+    multiply(begin, end, Output{both.get(), 2 * width, each, false, true, begin});
+    multiply(others + begin, others + end,
+             Output{both.get() + width, 2 * width, each, false, true, others + begin});
+    for (int64_t row = 0; row < rows; row++)
+      GateRow(activation, both.get() + row * 2 * width, width, out.Row(row) + begin * kLanes);
   });
 }
 
@@ -299,22 +308,32 @@ bool Holds(const Buffer& buffer, int64_t bytes) {
   return static_cast<int64_t>(buffer.size_bytes()) == bytes;
 }
 
+// Strips of the weight of a product; 0 if it cannot have such an activation.
+int64_t Strips(const Output& out, Activation activation) {
+  if (activation == Activation::kNone) return (out.columns + kStrip - 1) / kStrip;
+  return out.columns % kStrip ? 0 : 2 * out.columns / kStrip;
+}
+
 ffi::Error Unfit() {
   return ffi::Error::InvalidArgument("a weight's shape does not fit its format and activations");
 }
 
 ffi::Error FloatProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w,
-                        ffi::ResultBuffer<ffi::F32> result, bool fill) {
+                        ffi::ResultBuffer<ffi::F32> result, bool fill, int32_t kind) {
+  const Activation activation = static_cast<Activation>(kind);
   const int64_t depth = x.dimensions()[1];
   const LiveRows rows(x.typed_data(), x.dimensions()[0], depth);
   const Output out{result->typed_data(), result->dimensions()[1], rows, fill};
-  const int64_t strips = (out.columns + kStrip - 1) / kStrip;
+  const int64_t strips = Strips(out, activation);
   const auto run = [&](auto format) {
     using Format = decltype(format);
     constexpr int64_t kBytes = sizeof(typename Format::Stored);
-    if (!Holds(w, strips * depth * kStrip * kBytes)) return Unfit();
+    if (!strips || !Holds(w, strips * depth * kStrip * kBytes)) return Unfit();
     const auto* stored = static_cast<const typename Format::Stored*>(w.untyped_data());
-    Run(pool, FloatTile<Format>{rows, stored, depth}, depth, out);
+    const FloatTile<Format> tile{rows, stored, depth};
+    Run(pool, depth, out, activation, [&](int64_t begin, int64_t end, const Output& part) {
+      MultiplyColumns(tile, begin, end, part);
+    });
     return ffi::Error::Success();
   };
   switch (w.element_type()) {
@@ -328,34 +347,43 @@ ffi::Error FloatProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyB
 // Calls run(out) if the arrays of int8 weights fit the activations.
 template <typename Work>
 ffi::Error Int8Product(ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> w, ffi::Buffer<ffi::F32> scale,
-                       ffi::ResultBuffer<ffi::F32> result, bool fill, const Work& run) {
+                       ffi::ResultBuffer<ffi::F32> result, bool fill, Activation activation,
+                       const Work& run) {
   const int64_t depth = x.dimensions()[1], quads = (depth + 3) / 4;
   const LiveRows rows(x.typed_data(), x.dimensions()[0], depth);
   const Output out{result->typed_data(), result->dimensions()[1], rows, fill};
-  const int64_t strips = (out.columns + kStrip - 1) / kStrip;
-  if (!Holds(w, strips * quads * kQuads) || !Holds(scale, strips * kStrip * 4)) return Unfit();
+  const int64_t strips = Strips(out, activation);
+  if (!strips || !Holds(w, strips * quads * kQuads) || !Holds(scale, strips * kStrip * 4)) return Unfit();
   run(depth, out);
   return ffi::Error::Success();
 }
 
 ffi::Error Int8ByInt8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> w,
-                ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> result, bool fill) {
-  return Int8Product(x, w, scale, result, fill, [&](int64_t depth, const Output& out) {
+                      ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> result, bool fill,
+                      int32_t kind) {
+  const Activation activation = static_cast<Activation>(kind);
+  return Int8Product(x, w, scale, result, fill, activation, [&](int64_t depth, const Output& out) {
     const int64_t rows = out.rows.count();
     const bool tiled = Tiled(rows, kInt8TileRows) && depth && depth % kTileBytes == 0;
     QuantisedRows quantised(rows, depth, kUnsignedDot ? 128 : 0, tiled ? kInt8Tiles : CodeLayout());
     Fill(pool, quantised, out.rows, depth);
     const Int8Operands operands{quantised, w.typed_data(), scale.typed_data(), depth};
-    if (tiled) return RunTiled(pool, Int8Tiles{operands}, depth, out);
-    Run(pool, Int8Tile{operands}, depth, out);
+    Run(pool, depth, out, activation, [&](int64_t begin, int64_t end, const Output& part) {
+      if (tiled) return Int8Tiles{operands}.Multiply(rows, begin, end, part);
+      MultiplyColumns(Int8Tile{operands}, begin, end, part);
+    });
   });
 }
 
 ffi::Error Int8ByFloats(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> w,
-                        ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> result, bool fill) {
-  return Int8Product(x, w, scale, result, fill, [&](int64_t depth, const Output& out) {
+                        ffi::Buffer<ffi::F32> scale, ffi::ResultBuffer<ffi::F32> result, bool fill,
+                        int32_t kind) {
+  const Activation activation = static_cast<Activation>(kind);
+  return Int8Product(x, w, scale, result, fill, activation, [&](int64_t depth, const Output& out) {
     const Int8ByFloatsTile tile{out.rows, w.typed_data(), scale.typed_data(), depth};
-    Run(pool, tile, depth, out);
+    Run(pool, depth, out, activation, [&](int64_t begin, int64_t end, const Output& part) {
+      MultiplyColumns(tile, begin, end, part);
+    });
   });
 }
 
@@ -421,17 +449,18 @@ struct GroupOperands {
 
 template <typename Format>
 ffi::Error GroupProduct(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::RemainingArgs arrays,
-                        ffi::ResultBuffer<ffi::F32> result, bool fill) {
+                        ffi::ResultBuffer<ffi::F32> result, bool fill, int32_t kind) {
+  const Activation activation = static_cast<Activation>(kind);
   const int64_t depth = x.dimensions()[1];
   const LiveRows rows(x.typed_data(), x.dimensions()[0], depth);
   const Output out{result->typed_data(), result->dimensions()[1], rows, fill};
-  Stack<Format> stack(depth, out.columns);
-  if (!stack.Take(arrays, depth, 1)) return Unfit();
+  const int64_t strips = Strips(out, activation);
+  Stack<Format> stack(depth, strips * kStrip);
+  if (!strips || !stack.Take(arrays, depth, 1)) return Unfit();
   GroupOperands<Format> operands(rows, stack[0], depth);
   Fill(pool, operands.x, rows, depth);
-  SplitColumns(pool, rows.count(), depth, out.columns, [&](int64_t begin, int64_t end) {
-    out.Clear(begin, end);
-    operands.Multiply(begin, end, out);
+  Run(pool, depth, out, activation, [&](int64_t begin, int64_t end, const Output& part) {
+    operands.Multiply(begin, end, part);
   });
   return ffi::Error::Success();
 }
@@ -510,7 +539,8 @@ extern "C" int32_t dflash_use_tiles(int32_t wanted) {
 #define PRODUCT(name, function, ...)                                                                 \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, function,                                                      \
                                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::F32>>() \
-                                    __VA_ARGS__.Ret<ffi::Buffer<ffi::F32>>().Attr<bool>("fill"))
+                                    __VA_ARGS__.Ret<ffi::Buffer<ffi::F32>>()            \
+                                    .Attr<bool>("fill").Attr<int32_t>("activation"))
 
 PRODUCT(dflash_float, FloatProduct, .Arg<ffi::AnyBuffer>());
 PRODUCT(dflash_int8, Int8ByInt8, .Arg<ffi::Buffer<ffi::U8>>().Arg<ffi::Buffer<ffi::F32>>());

@@ -4,14 +4,20 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt8
 
 from dflash_jax.kernels.native.interleaved import ORDER, WIDTH
 from dflash_jax.quant.formats import E2M1, KINDS, RUN
 from dflash_jax.quant.layouts import FLOAT, Interleaved
 
+# Activations by their number in `gates.h`.
+ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2}
 
-def multiply(x: Float[Array, "... D"], w: Interleaved, *, fill: bool = True) -> Float[Array, "..."]:
+
+def multiply(
+    x: Float[Array, "... D"], w: Interleaved, *, fill: bool = True, activation: str = ""
+) -> Float[Array, "..."]:
     """Return x · w in float32; each row of x has the same result in any company.
 
     With int8 weights each row of x is quantised to int8 first, except for its largest numbers
@@ -20,13 +26,17 @@ def multiply(x: Float[Array, "... D"], w: Interleaved, *, fill: bool = True) -> 
 
     Args:
       fill: write the results of rows of zeros, which are zeros; else they are undefined.
+      activation: of gates, with a weight [D, 2, F] of gate and up, F a multiple of 16: the result
+        [..., F] is activation(gate(x)) · up(x). One of `ACTIVATIONS`.
     """
     rows = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     name = "int8_by_floats" if w.by_floats else _name(w)
-    out = jax.ShapeDtypeStruct((len(rows), math.prod(w.shape[1:])), jnp.float32)
+    columns = w.shape[2:] if activation else w.shape[1:]
+    out = jax.ShapeDtypeStruct((len(rows), math.prod(columns)), jnp.float32)
     # Callers differ in what they do with the result; their fusions must not reach into it.
-    product = jax.ffi.ffi_call(f"dflash_{name}", out)(rows, *_arrays(w), fill=fill)
-    return product.reshape(*x.shape[:-1], *w.shape[1:])
+    call = jax.ffi.ffi_call(f"dflash_{name}", out)
+    product = call(rows, *_arrays(w), fill=fill, activation=np.int32(ACTIVATIONS[activation]))
+    return product.reshape(*x.shape[:-1], *columns)
 
 
 def multiply_by_experts(

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "common.h"
+#include "gates.h"
 #include "live_rows.h"
 
 namespace dflash {
@@ -81,39 +82,6 @@ ffi::Error Rotate(ffi::ThreadPool pool, Vectors x, Rows cos, Rows sin, ffi::Resu
   return ffi::Error::Success();
 }
 
-// x / (1 + exp(-y)), by a power that is at most 1.
-inline Floats TimesSigmoid(Floats x, Floats y) {
-  const Floats e = Exp(Zeros() - Maximum(y, Zeros() - y));
-  return x * WhereNegative(y, e, All(1.0f)) / (All(1.0f) + e);
-}
-
-struct Silu {
-  static Floats Of(Floats x) { return TimesSigmoid(x, x); }
-};
-
-// The tanh approximation of GELU: (1 + tanh(y)) / 2 is the sigmoid of 2 y.
-struct Gelu {
-  static Floats Of(Floats x) {
-    const Floats cube = x * x * x;
-    return TimesSigmoid(x, All(2 * 0.7978845608f) * MultiplyAdd(cube, All(0.044715f), x));
-  }
-};
-
-// activation(gate) times up, which follows gate.
-template <typename Activation>
-void GateRow(const float* gate, int64_t width, float* out) {
-  const float* up = gate + width;
-  int64_t i = 0;
-  for (; i + kLanes <= width; i += kLanes)
-    Store(out + i, Activation::Of(Load(gate + i)) * Load(up + i));
-  if (i == width) return;
-  float last[2][kLanes] = {};
-  std::copy_n(gate + i, width - i, last[0]);
-  std::copy_n(up + i, width - i, last[1]);
-  Store(last[0], Activation::Of(Load(last[0])) * Load(last[1]));
-  std::copy_n(last[0], width - i, out + i);
-}
-
 // Gate and up [M, 2, F] of M rows; those of dead tokens are zeros, and stay so.
 ffi::Error Gate(ffi::ThreadPool pool, Vectors x, ffi::Result<Rows> out, bool gelu) {
   const int64_t rows = x.dimensions()[0], width = x.dimensions()[2];
@@ -125,10 +93,8 @@ ffi::Error Gate(ffi::ThreadPool pool, Vectors x, ffi::Result<Rows> out, bool gel
       const float* gate = from + i * 2 * width;
       if (!AnyLive(gate, 2 * width))
         std::fill_n(to + i * width, width, 0.0f);
-      else if (gelu)
-        GateRow<Gelu>(gate, width, to + i * width);
       else
-        GateRow<Silu>(gate, width, to + i * width);
+        GateRow(gelu ? Activation::kGelu : Activation::kSilu, gate, width, to + i * width);
     }
   });
   return ffi::Error::Success();

@@ -23,7 +23,7 @@ struct Int8Tiles : Int8Operands {
   // Multiplies all rows by strips.
   void Multiply(int64_t rows, int64_t begin, int64_t end, Output out) const {
     Tiles tiles;
-    out.past_caches = rows * out.columns * 4 > kNear && Aligned(out);
+    out.past_caches = !out.is_read_next && rows * out.columns * 4 > kNear && Aligned(out);
     const int64_t close = std::max<int64_t>(kNear / depth / (2 * kTileRows), 1) * 2 * kTileRows;
     for (int64_t first = 0; first < rows; first += close) {
       const int64_t last = std::min(first + close, rows);
@@ -93,13 +93,13 @@ struct Int8Tiles : Int8Operands {
     const auto sum_of = [&](int64_t r) {
       return Add(LoadBytes(sums[r]), AllInts(x.others.start[row + r]));
     };
-    if ((strip + 1) * kStrip > out.columns || x.AnyOutliers(row, row + count)) {
+    if (!out.IsWhole(strip) || x.AnyOutliers(row, row + count)) {
       for (int64_t r = 0; r < count; r++) Int8Operands::Finish(row + r, strip, sum_of(r), out);
       return;
     }
     const Floats scales = Load(scale + strip * kStrip);
     for (int64_t r = 0; r < count; r++) {
-      float* to = out.Row(row + r) + strip * kStrip;
+      float* to = out.At(row + r, strip);
       const Floats factor = dflash::Multiply(All(x.others.scale[row + r]), scales);
       const Floats result = dflash::Multiply(ToFloats(sum_of(r)), factor);
       out.past_caches ? StorePastCaches(to, result) : Store(to, result);
