@@ -132,10 +132,10 @@ def read_blocks(source: TensorSource, name: str, kind: GgmlType, pool: Executor)
             raise _not_finite(name, source, FLOATS["float32"])
         try:
             out[rows] = encode(kind, values)
-        except OverflowError as error:
+        except OverflowError:
             raise CheckpointError(
-                f"{name} has weights as large as {error.args[0]:g}, and the scales of {kind.name}"
-                " are float16; choose bf16 or f32"
+                f"{name} has weights as large as {np.abs(values).max():g}, and the scales of"
+                f" {kind.name} are float16; choose bf16 or f32"
             ) from None
 
     for _ in pool.map(run, (rows for _, rows in _steps(shape[0], len(out), shape[-1]))):
