@@ -169,6 +169,26 @@ def _convert_command(commands: Any) -> None:
     command.add_argument(
         "--lora", type=_path, metavar="DIR", help="PEFT adapter that is added to the weights"
     )
+    command.add_argument(
+        "--output-type",
+        choices=forms.TENSOR_TYPES,
+        metavar="TYPE",
+        help="type of the head in a .gguf file, and of an embedding that is the head: "
+        + ", ".join(forms.TENSOR_TYPES),
+    )
+    command.add_argument(
+        "--embedding-type",
+        choices=forms.TENSOR_TYPES,
+        metavar="TYPE",
+        help="type of an embedding beside a head, one of the same",
+    )
+    command.add_argument(
+        "--imatrix",
+        type=_path,
+        metavar="FILE",
+        help="importance matrix of the model (dflash-jax imatrix, or llama.cpp's): quantised"
+        " matrices err less where inputs are large",
+    )
     command.add_argument("--dry-run", action="store_true", help="only account for every tensor")
 
 
@@ -194,6 +214,9 @@ def _convert(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             overwrite=options.overwrite,
             tokenizer=options.tokenizer,
+            output_type=options.output_type,
+            embedding_type=options.embedding_type,
+            imatrix=options.imatrix,
             progress=progress,
         )
     _print(options, report, [*convert.lines(report), f"written to {options.destination}"])

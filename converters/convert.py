@@ -16,8 +16,10 @@ from dflash_jax.config import TargetConfig, is_gguf
 from dflash_jax.converters import families, orbax_folder, target_tokenizer
 from dflash_jax.converters.export import Weights, check_name, export, plan, write_form
 from dflash_jax.converters.forms import AUTO, FLAX, GGUF, HUGGING_FACE, ORBAX, SAFETENSORS
-from dflash_jax.converters.gguf.export import as_gguf, fallbacks, type_named
+from dflash_jax.converters.gguf.export import as_gguf
 from dflash_jax.converters.gguf.file import SHARD
+from dflash_jax.converters.gguf.importance import Importance, read_importance
+from dflash_jax.converters.gguf.mixtures import Choice, by_reason
 from dflash_jax.converters.load import Progress, float_dtype, read_as
 from dflash_jax.converters.models import StoredModel, companions, open_model
 from dflash_jax.converters.names import flax, published
@@ -43,7 +45,7 @@ def chosen_dtype(model: StoredModel, dtype: str, *, gguf: bool = False) -> str:
       ConfigError: the dtype is unknown.
     """
     found = model.config.dtype if dtype == AUTO else dtype
-    type_named(found) if gguf else float_dtype(found)
+    Choice(found).name if gguf else float_dtype(found)
     return found
 
 
@@ -92,6 +94,9 @@ def convert(
     dtype: str = AUTO,
     overwrite: bool = False,
     tokenizer: Path | None = None,
+    output_type: str | None = None,
+    embedding_type: str | None = None,
+    imatrix: Path | None = None,
     progress: Progress = lambda name, weights: None,
 ) -> dict[str, Any]:
     """Write the model and return its inventory, which is also stored with it.
@@ -103,6 +108,8 @@ def convert(
       dtype: of the weights; for GGUF, also one of `GGUF_TYPES`.
       tokenizer: a folder, or for GGUF also a .gguf file, whose tokenizer is copied instead of the
         model's. A tokenizer that is missing or has no form there is noted in the inventory.
+      output_type, embedding_type: for GGUF, types of head and embedding, of `TENSOR_TYPES`.
+      imatrix: for GGUF, an importance matrix, which steers errors of quantised matrices.
 
     Raises:
       CheckpointError: the weights do not fit their configuration, or cannot be written there.
@@ -114,15 +121,17 @@ def convert(
         keep_apart(source, path)
     check_name(path, folder=to != GGUF)
     kind = chosen_dtype(model, dtype, gguf=to == GGUF)
+    choice = Choice(kind, output_type, embedding_type)
+    importance = _importance(choice, imatrix, to)
     notes = _check_flax(model, to) if to in FLAX else []
     report = inventory(model, kind)
     report["notes"] += notes
     if to == GGUF:
         metadata, notes = gguf_tokenizer(model, tokenizer)
-        form = as_gguf(model.config, model.tensors, kind, metadata)
+        form = as_gguf(model.config, model.tensors, choice, metadata, importance)
         report["notes"] += notes
         report["written"] = dict(Counter(tensor.kind.name for tensor in form.planned))
-        report["fallbacks"] = fallbacks(form, type_named(kind))
+        report["fallbacks"] = dict(form.fallbacks)
         write_form(form, path, overwrite=overwrite, progress=progress)
         return report
     files, missing = _companions(model, tokenizer)
@@ -144,6 +153,31 @@ def convert(
     weights = Weights(model.config, model.tensors, files)
     export(weights, path, layout=HUGGING_FACE, dtype=kind, overwrite=overwrite, progress=progress)
     return report
+
+
+def _importance(choice: Choice, imatrix: Path | None, to: str) -> Importance | None:
+    """Return the importance matrix in a file, if one is to be used.
+
+    Raises:
+      CheckpointError: the file is none.
+      ConfigError: what is written has no use for the choices.
+    """
+    options = {"--output-type": choice.head, "--embedding-type": choice.embedding}
+    options["--imatrix"] = imatrix
+    given = [(option, value) for option, value in options.items() if value is not None]
+    if given and to != GGUF:
+        raise ConfigError(
+            f"{given[0][0]} {given[0][1]} is of no use for {to}; leave it out, or write a .gguf"
+            " file"
+        )
+    if imatrix is None:
+        return None
+    if not choice.quantised:
+        raise ConfigError(
+            f"--imatrix {imatrix} is of no use for {choice.name}, which is not quantised; leave it"
+            " out, or choose a quantised --type"
+        )
+    return read_importance(imatrix)
 
 
 def _check_flax(model: StoredModel, naming: str) -> list[str]:
@@ -270,6 +304,6 @@ def lines(report: dict[str, Any]) -> list[str]:
     found += [f"  {count} tensors changed: {change}" for change, count in changes.items()]
     written = report.get("written", {})
     found += [f"  {count} tensors written as {kind}" for kind, count in written.items()]
-    found += [f"  {name} is {why}" for name, why in report.get("fallbacks", {}).items()]
+    found += [f"  {line}" for line in by_reason(report.get("fallbacks", {}))]
     found += [f"  ignored {name}: {why}" for name, why in report["ignored"].items()]
     return found

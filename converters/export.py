@@ -232,7 +232,8 @@ def write_form(
         def read(planned: PlannedBlocks) -> np.ndarray:
             name, dtype = planned.name, planned.kind.dtype
             if dtype is None:
-                array = read_blocks(form.tensors, name, planned.kind, pool)
+                counted = form.importance.get(name)
+                array = read_blocks(form.tensors, name, planned.kind, pool, counted)
             else:
                 array = read_as(form.tensors, name, dtype, pool)
             progress(name, math.prod(planned.shape))

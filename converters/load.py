@@ -114,8 +114,17 @@ def read_as(source: TensorSource, name: str, dtype: np.dtype, pool: Executor) ->
     return array
 
 
-def read_blocks(source: TensorSource, name: str, kind: GgmlType, pool: Executor) -> np.ndarray:
+def read_blocks(
+    source: TensorSource,
+    name: str,
+    kind: GgmlType,
+    pool: Executor,
+    importance: np.ndarray | None = None,
+) -> np.ndarray:
     """Return one tensor encoded in blocks, uint8 [rows, bytes of a row], made in parallel.
+
+    Args:
+      importance: how much errors of each column count, float32 [E, columns] of E stacked matrices.
 
     Raises:
       CheckpointError: values are not finite, or too large for the type.
@@ -124,6 +133,12 @@ def read_blocks(source: TensorSource, name: str, kind: GgmlType, pool: Executor)
     row = shape[-1] // kind.block_size * kind.block_bytes
     out = np.empty((math.prod(shape[:-1]), row), np.uint8)
 
+    def counted(rows: slice) -> np.ndarray | None:
+        if importance is None:
+            return None
+        each = len(out) // len(importance)
+        return importance[np.arange(rows.start, rows.stop) // each]
+
     def run(rows: slice) -> None:
         values = source.read_rows(name, rows)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -131,7 +146,7 @@ def read_blocks(source: TensorSource, name: str, kind: GgmlType, pool: Executor)
         if not _finite(values):
             raise _not_finite(name, source, FLOATS["float32"])
         try:
-            out[rows] = encode(kind, values)
+            out[rows] = encode(kind, values, counted(rows))
         except OverflowError:
             raise CheckpointError(
                 f"{name} has weights as large as {np.abs(values).max():g}, and the scales of"

@@ -1,5 +1,6 @@
 """Models as GGUF: metadata, stored names and forms of tensors, and the type of each."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,24 +12,20 @@ from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
 from dflash_jax.config.family import family_of, target_families
 from dflash_jax.converters import families
 from dflash_jax.converters.canonical import Canonical, Computed, Origin
-from dflash_jax.converters.forms import FILE_TYPES, GGUF_TYPES
+from dflash_jax.converters.forms import FILE_TYPES
 from dflash_jax.converters.gguf import drafter, keys
 from dflash_jax.converters.gguf.drafter import UPSTREAM
 from dflash_jax.converters.gguf.file import STRING
+from dflash_jax.converters.gguf.importance import Importance
+from dflash_jax.converters.gguf.mixtures import Choice, choose, fallbacks
 from dflash_jax.converters.gguf.tensors import stored_name
 from dflash_jax.converters.gguf.tokenizer import STOP_TEXTS
 from dflash_jax.converters.gguf.writer import U32, PlannedBlocks, Typed, typed
-from dflash_jax.converters.quants.types import BY_NAME, GgmlType
 from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import ConfigError
 
 QUANTISATION_VERSION = 2
 SECTIONS = ".rope.dimension_sections"  # of targets with several position rows (M-RoPE)
-_OF_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-# Matrices that llama.cpp expects in float32.
-FLOAT32 = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv")
-# Matrices that llama-quantize leaves as they are; its converter writes them as Q8_0, too.
-BARELY_QUANTISED = ("per_layer_model_proj",)
 
 
 @dataclass(frozen=True)
@@ -38,6 +35,8 @@ class GgufForm:
     metadata: Mapping[str, Typed]
     tensors: Canonical  # under stored names
     planned: tuple[PlannedBlocks, ...]
+    fallbacks: Mapping[str, str]  # tensors that have another type than their rows fit, and why
+    importance: Mapping[str, np.ndarray]  # of inputs of matrices, float32 [experts, inputs]
 
     @property
     def nbytes(self) -> int:
@@ -48,21 +47,26 @@ class GgufForm:
 def as_gguf(
     config: AttentionConfig,
     tensors: TensorSource,
-    kind: str,
+    kind: str | Choice,
     tokenizer: Mapping[str, Any] | None = None,
+    importance: Importance | None = None,
 ) -> GgufForm:
     """Return a target or drafter in the form of llama.cpp's files.
 
     Args:
       tensors: its tensors under canonical names.
-      kind: a type or dtype, as `type_named` takes it.
+      kind: a type of `GGUF_TYPES`, a dtype, or more choices.
       tokenizer: metadata with the tokenizer. A drafter's is its target's; of a target's own
         file, general information is kept.
+      importance: what steers the errors of quantised matrices.
 
     Raises:
+      CheckpointError: the importance matrix is that of another model.
       ConfigError: the model has no form in GGUF, or the type is unknown.
     """
-    chosen = type_named(kind)
+    choice = kind if isinstance(kind, Choice) else Choice(kind)
+    choice = dataclasses.replace(choice, steered=importance is not None)
+    name = choice.name
     if isinstance(config, DrafterConfig):
         mrope = any(key.endswith(SECTIONS) for key in tokenizer or {})
         architecture, own = UPSTREAM, drafter.metadata(config, mrope=mrope)
@@ -70,62 +74,31 @@ def as_gguf(
     else:
         architecture, own = _target_keys(config)
         origins, kept = _target_origins(config), tokenizer or {}
-    found = _general(architecture, chosen, kept)
+    stored = Canonical(tensors, origins, {})
+    shapes = {name: stored.shape(name) for name in stored.names()}
+    chosen = choose(shapes, config, choice)
+    quantised = any(each.kind.dtype is None for each in chosen.values())
+    found = _general(architecture, FILE_TYPES[name], kept, quantised=quantised)
     found |= {f"{architecture}.{key}": value for key, value in own.items()}
     found |= _tokenizer(config, architecture, tokenizer or {})
-    stored = Canonical(tensors, origins, {})
-    planned = [
-        PlannedBlocks(name, stored_type(name, stored.shape(name), chosen), stored.shape(name))
-        for name in stored.names()
-    ]
-    return GgufForm(found, stored, tuple(planned))
+    return GgufForm(
+        found,
+        stored,
+        tuple(PlannedBlocks(name, chosen[name].kind, shape) for name, shape in shapes.items()),
+        fallbacks(chosen, shapes),
+        importance.of(shapes) if importance else {},
+    )
 
 
-def type_named(kind: str) -> GgmlType:
-    """Return the stored type for a name of `GGUF_TYPES` or a dtype's name.
-
-    Raises:
-      ConfigError: the name is unknown.
-    """
-    if kind in GGUF_TYPES:
-        return BY_NAME[kind.upper()]
-    if kind in _OF_DTYPES:
-        return BY_NAME[_OF_DTYPES[kind]]
-    raise ConfigError(f"the GGUF type {kind!r} is not one of {', '.join(GGUF_TYPES)}")
-
-
-def stored_type(name: str, shape: tuple[int, ...], chosen: GgmlType) -> GgmlType:
-    """Return the type of one tensor, as llama.cpp's converter chooses it for all-`chosen` files.
-
-    Vectors, norms and tensors that are no weights stay F32; rows that blocks do not divide, F16.
-    """
-    if name == "d2t":
-        return BY_NAME["I64"]
-    norm = name.endswith("_norm.weight")
-    if len(shape) == 1 or norm or not name.endswith(".weight") or any(x in name for x in FLOAT32):
-        return BY_NAME["F32"]
-    if chosen.name.startswith("Q4") and any(x in name for x in BARELY_QUANTISED):
-        return BY_NAME["F16"]
-    return BY_NAME["F16"] if shape[-1] % chosen.block_size else chosen
-
-
-def fallbacks(form: GgufForm, chosen: GgmlType) -> dict[str, str]:
-    """Return tensors whose rows the blocks of `chosen` do not divide, with the reason."""
-    return {
-        tensor.name: f"{tensor.kind.name}: rows of {tensor.shape[-1]} weights are not divided by"
-        f" the {chosen.block_size} of a {chosen.name} block"
-        for tensor in form.planned
-        if tensor.kind.name == "F16" and tensor.shape[-1] % chosen.block_size
-    }
-
-
-def _general(architecture: str, chosen: GgmlType, kept: Mapping[str, Any]) -> dict[str, Typed]:
+def _general(
+    architecture: str, file_type: int, kept: Mapping[str, Any], *, quantised: bool
+) -> dict[str, Typed]:
     own: dict[str, Typed] = {
         "general.architecture": Typed(STRING, architecture),
         "general.type": Typed(STRING, "model"),
-        "general.file_type": Typed(U32, FILE_TYPES[chosen.name.lower()]),
+        "general.file_type": Typed(U32, file_type),
     }
-    if chosen.dtype is None:
+    if quantised:
         own["general.quantization_version"] = Typed(U32, QUANTISATION_VERSION)
     ours = {*own, "general.alignment", "general.quantization_version"}
     about = {k: typed(v) for k, v in kept.items() if k.startswith("general.") and k not in ours}

@@ -118,8 +118,8 @@ def test_a_name_that_the_terminal_cannot_show_is_escaped(monkeypatch, tmp_path):
 
 def test_convert_writes_gguf_with_the_tokenizer_or_says_that_there_is_none(capsys, tmp_path):
     code, report = run_json(capsys, "convert", "tiny", tmp_path / "t.gguf", "--type", "q4_0")
-    assert (code, report["notes"], report["fallbacks"]) == (0, [], {})
-    assert report["written"] == {"Q4_0": 43, "F32": 25}
+    assert (code, report["notes"], [*report["fallbacks"]]) == (0, [], ["token_embd.weight"])
+    assert report["written"] == {"Q4_0": 42, "Q8_0": 1, "F32": 25}
     for arguments in ([str(TARGET)], ["tiny/drafter"]):
         assert main(["convert", *arguments, str(tmp_path / "x.gguf"), "--overwrite"]) == 0
         assert "no tokenizer was written, without which llama.cpp" in capsys.readouterr().out

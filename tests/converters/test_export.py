@@ -213,8 +213,8 @@ def test_models_that_a_layout_cannot_hold_are_refused(tmp_path):
     target = ORACLE / "targets" / "qwen3"
     with pytest.raises(ConfigError, match="is for drafters"):
         write(target, tmp_path / "x", "speculators")
-    with pytest.raises(ConfigError, match="GGUF type 'q2_k' is not one of f32"):
-        write(target, tmp_path / "x.gguf", "gguf", "q2_k")
+    with pytest.raises(ConfigError, match="GGUF type 'q4_k' is not one of f32"):
+        write(target, tmp_path / "x.gguf", "gguf", "q4_k")
     with pytest.raises(ConfigError, match="'onnx' is not one of"):
         write(target, tmp_path / "x", "onnx")
     model = open_model(DRAFTER)

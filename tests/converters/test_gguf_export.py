@@ -21,7 +21,6 @@ from dflash_jax.converters.compare import compare
 from dflash_jax.converters.convert import convert, lines
 from dflash_jax.converters.export import Weights, export, write_form
 from dflash_jax.converters.families.qwen3_5 import mrope_sections
-from dflash_jax.converters.forms import GGUF_TYPES
 from dflash_jax.converters.gguf import open_gguf
 from dflash_jax.converters.gguf.export import as_gguf
 from dflash_jax.converters.load import CHUNK_BYTES
@@ -33,6 +32,7 @@ from dflash_jax.models import build_pair
 from dflash_jax.testing import random_params, tiny_target
 
 FAMILIES = ["llama3", "qwen3", *NAMES]
+SAME_BITS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")  # types that encode again to the same
 # Left out by the independent writer, or other values of the same meaning.
 LENIENT = ("tokenizer.ggml", "feed_forward_length", "rope.dimension_sections", "head_count_kv")
 
@@ -64,12 +64,12 @@ def test_a_target_is_written_as_by_an_independent_writer(tmp_path, name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_round_trip_through_a_folder_changes_no_byte(tmp_path, name):
-    kind = GGUF_TYPES[FAMILIES.index(name) % len(GGUF_TYPES)]
+    kind = SAME_BITS[FAMILIES.index(name) % len(SAME_BITS)]
     there_and_back(tmp_path, name, kind)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", GGUF_TYPES)
+@pytest.mark.parametrize("kind", SAME_BITS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_type_survives_a_round_trip(tmp_path, name, kind):
     there_and_back(tmp_path, name, kind)
@@ -108,7 +108,7 @@ def test_a_written_file_computes_the_oracle_logits_within_the_error_of_its_type(
     folder = TARGETS / "qwen3"
     vectors = safetensors.numpy.load_file(folder / "vectors.safetensors")
     exact, model = open_model(folder), None
-    for kind in GGUF_TYPES:
+    for kind in SAME_BITS:
         convert(exact, tmp_path / f"{kind}.gguf", to="gguf", dtype=kind)
         file = open_model(tmp_path / f"{kind}.gguf")
         model = model or TargetModel(file.config, {}, "float32")
@@ -134,8 +134,8 @@ def test_gemma_is_written_as_its_published_folder(tmp_path, name):
 
 def test_rows_that_blocks_do_not_divide_are_listed(tmp_path):
     report = convert(open_model(TARGETS / "gpt_oss"), tmp_path / "x.gguf", to="gguf", dtype="q4_0")
-    assert report["written"] == {"Q4_0": 20, "F32": 37, "F16": 3}
-    assert "blk.0.ffn_down_exps.weight is F16: rows of 48 weights" in "\n".join(lines(report))
+    assert report["written"] == {"Q4_0": 18, "Q8_0": 2, "F32": 37, "F16": 3}
+    assert "blk.0.ffn_down_exps.weight and 2 more are F16: rows of 48" in "\n".join(lines(report))
 
 
 class Generated:
