@@ -73,6 +73,7 @@ class Explanation:
     programs: tuple[ProgramReport, ...]
     parameters: dict[str, tuple[tuple[int, ...], str]]
     notes: tuple[str, ...]
+    forms: dict[str, int]  # bytes of weights by what they are stored as
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
@@ -85,6 +86,7 @@ class Explanation:
             "budget": dataclasses.asdict(self.budget),
             "programs": tuple(map(dataclasses.asdict, self.programs)),
             "parameters": self.parameters,
+            "forms": self.forms,
             "notes": self.notes,
             "versions": {"jax": jax.__version__},
         }
@@ -136,6 +138,7 @@ class Explanation:
             + "  reports drafts" * p.report_drafts
         )
         yield f"memory   {self.budget}"
+        yield "weights  " + "  ".join(f"{name} {gibi(size)}" for name, size in self.forms.items())
         yield (
             f"device   {self.device.name}: {self.device.bytes_per_s / 1e9:,.0f} GB/s,"
             f" {self.device.flops_per_s[p.dtype] / 1e12:,.1f} TFLOP/s {p.dtype}"
@@ -201,7 +204,8 @@ def explain(planned: PlannedPair, device: Device, *, compile: bool = False) -> E
     params = {path: (leaf.shape, _stored_as(leaf)) for path, leaf in leaves.items()}
     wide = wide_block(plan.block, getattr(pair.drafter, "trained_block", None))
     notes = tuple(filter(None, (wide, _about_kernels(plan, device))))
-    return Explanation(planned, device, budget(planned), tuple(reports), params, notes)
+    forms = _bytes_by_form(planned, leaves)
+    return Explanation(planned, device, budget(planned), tuple(reports), params, notes, forms)
 
 
 def explain_here(planned: PlannedPair, *, compile: bool = False) -> Explanation:
@@ -254,6 +258,19 @@ def _stored_as(leaf: Any) -> str:
     if isinstance(leaf, Packed | Interleaved) and leaf.kind != FLOAT:
         return leaf.kind
     return str(jax.tree.leaves(leaf)[0].dtype)
+
+
+def _bytes_by_form(planned: PlannedPair, leaves: dict[str, Any]) -> dict[str, int]:
+    """Return the bytes of weights by format, the largest first; floats apart in matrices."""
+    found: collections.Counter[str] = collections.Counter()
+    for path, leaf in leaves.items():
+        whole = planned.forms.get(path, FLOAT) != FLOAT
+        for part in leaf.parts if isinstance(leaf, Joined) else (leaf,):
+            name, arrays = _stored_as(part), jax.tree.leaves(part)
+            if name == str(arrays[0].dtype):
+                name += " matrices" if whole else " vectors"
+            found[name] += sum(a.size * a.dtype.itemsize for a in arrays)
+    return dict(found.most_common())
 
 
 def _shared_layers(target: TargetConfig, drafter: DrafterConfig, plan: ResolvedPlan) -> str:

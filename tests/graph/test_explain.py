@@ -86,7 +86,8 @@ def test_the_text_says_models_plan_memory_device_and_programs(large: Explanation
     assert "rows 4  max length 8192" in lines[2]
     assert "bfloat16  exact" in lines[2]
     assert lines[3].startswith("memory   weights 17.2 GiB, caches ")
-    assert lines[4].startswith("device   H200: 4,300 GB/s, 790.0 TFLOP/s bfloat16")
+    assert lines[4].startswith("weights  bfloat16 matrices 17.2 GiB  bfloat16 vectors ")
+    assert lines[5].startswith("device   H200: 4,300 GB/s, 790.0 TFLOP/s bfloat16")
     table = {line.split()[0]: line for line in lines if line and line.split()[0] in NAMES}
     assert table.keys() == NAMES
     assert table["speculative[greedy]"].split()[-2:] == ["ms", "m"]  # bound by memory
@@ -106,6 +107,7 @@ def test_json_holds_the_same(large: Explanation) -> None:
     assert all(p["aliased_bytes"] is None for p in found["programs"])
     counted = {p["name"]: p["work"]["bytes"] for p in found["programs"] if p["work"]}
     assert counted["plain[greedy]"] < counted["speculative[greedy]"]
+    assert sum(found["forms"].values()) == found["budget"]["weights"]
     shape, dtype = found["parameters"]["target/embed"]
     assert (shape, dtype) == ([4096, 151936], "bfloat16")
     assert "jax" in found["versions"]
