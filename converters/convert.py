@@ -162,8 +162,11 @@ def _importance(choice: Choice, imatrix: Path | None, to: str) -> Importance | N
       CheckpointError: the file is none.
       ConfigError: what is written has no use for the choices.
     """
-    options = {"--output-type": choice.head, "--embedding-type": choice.embedding}
-    options["--imatrix"] = imatrix
+    options: dict[str, str | Path | None] = {
+        "--output-type": choice.head,
+        "--embedding-type": choice.embedding,
+        "--imatrix": imatrix,
+    }
     given = [(option, value) for option, value in options.items() if value is not None]
     if given and to != GGUF:
         raise ConfigError(

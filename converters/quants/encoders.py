@@ -171,16 +171,16 @@ def _rows(columns: np.ndarray, count: int) -> np.ndarray:
     return np.ascontiguousarray(small.transpose(2, 1, 0)).reshape(count, -1)
 
 
-def _outer(codes: Codes) -> np.ndarray:
+def _outer(codes: Codes) -> list[float]:
     """Return guesses of the code of the largest weight, by which ranges are cut or widened."""
     if codes.values is not None:
-        return np.concatenate([codes.least * np.linspace(0.9, 1.1, 9), [codes.greatest]])
-    return codes.least + np.linspace(-0.9, 0.9, 13)
+        return [codes.least * share for share in np.linspace(0.9, 1.1, 9)] + [codes.greatest]
+    return [codes.least + more for more in np.linspace(-0.9, 0.9, 13)]
 
 
-def _tops(top: int) -> np.ndarray:
+def _tops(top: int) -> list[float]:
     """Return guesses of the code of the largest of weights that have a low."""
-    return top + np.linspace(-1, 1, 11) * min(1.0, top / 6)
+    return [top + min(1.0, top / 6) * more for more in np.linspace(-1, 1, 11)]
 
 
 def _scaled(x: np.ndarray, factors: Factors, codes: Codes) -> tuple[np.ndarray, np.ndarray]:
@@ -249,11 +249,10 @@ def _whole(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return float16 factors [N], and whole numbers [groups, N] that they are multiplied by."""
     scale, slope = scale.reshape(groups, -1), slope.reshape(groups, -1)
-    outer = np.arange(subs.greatest, subs.greatest // 2, -1)
+    step = 1 + subs.greatest // 64
+    outer = list(range(subs.greatest, subs.greatest // 2, -step))
     if subs.least < 0:
-        outer = np.concatenate([np.arange(subs.least, subs.least // 2), outer])
-    if len(outer) > 64:
-        outer = outer[::2]
+        outer += range(subs.least, subs.least // 2, step)
     d = _half(fit_scale(scale, slope, subs, outer).scale)
     return d, subs.nearest(scale * inverse(d.astype(np.float32)))
 
