@@ -46,6 +46,7 @@ def parser() -> "argparse.ArgumentParser":
         chat,
         explain,
         generate,
+        imatrix,
         installation,
         probe,
         replay,
@@ -71,6 +72,7 @@ def parser() -> "argparse.ArgumentParser":
         module.add_command(commands)
     installation.add_native(commands)
     add_commands(commands)
+    imatrix.add_command(commands)
     installation.add_completion(commands)
     for name, command in commands.choices.items():
         if hidden := HIDDEN.get(name):

@@ -4,6 +4,7 @@ Contractions and norms accumulate in float32, whatever the dtype of weights and 
 results have the activations' dtype. Weights may be packed (`dflash_jax.quant`).
 """
 
+import dataclasses
 import functools
 import string
 from collections.abc import Callable
@@ -82,6 +83,25 @@ def declare(
     return module.param(name, initial, shape, dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """A weight whose inputs are summed up while the products with it are traced.
+
+    Attributes:
+      weight: what is multiplied, [D, ...], or a stack of experts [E, D, ...].
+      watch: takes the sums of squares of inputs over tokens, [D] or [E, D], and the numbers of
+        tokens, [] or [E].
+    """
+
+    weight: Any
+    watch: Callable[[Float[Array, "*E D"], Float[Array, "*E"]], None]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+        return self.weight.shape
+
+
 def dot(x: Float[Array, "... D"], w: Weight) -> Float[Array, "..."]:
     """Return x · w over the last axis of x and the first of w, accumulated in float32."""
     return project(x, w).astype(x.dtype)
@@ -95,6 +115,10 @@ def project(x: Float[Array, "... D"], w: Weight, *, fill: bool = True) -> Float[
     """
     if isinstance(w, StructuredWeight):
         return contract(x, w, fill=fill)
+    if isinstance(w, Watched):
+        rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+        w.watch(jnp.square(rows).sum(axis=0), jnp.float32(len(rows)))
+        return project(x, w.weight, fill=fill)
     if w.shape[1:] == (1,):  # a CPU's matrix-vector product orders its sums by row
         both = x.astype(jnp.float32) * w[:, 0].astype(jnp.float32).reshape(
             (1,) * (x.ndim - 1) + (-1,)

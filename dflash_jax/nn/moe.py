@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels.native.layers import gate
 from dflash_jax.kernels.native.products import multiply_by_experts
-from dflash_jax.nn.layers import gelu_tanh, matrix, product, weight
+from dflash_jax.nn.layers import Watched, gelu_tanh, matrix, product, weight
 from dflash_jax.quant.layouts import STACK, Interleaved
 
 Activation = Callable[[Array, Array], Array]  # (gate, up)
@@ -106,6 +106,9 @@ def experts(
     with jax.named_scope("experts"):
         tokens = x.reshape(-1, x.shape[-1])
         ids, probabilities = (t.reshape(len(tokens), -1) for t in (ids, probabilities))
+        if isinstance(weights.gate_up, Watched) and isinstance(weights.down, Watched):
+            both = weights.gate_up, weights.down
+            weights = watch_experts(tokens, weights, ids, activation, *both)
         if isinstance(weights.gate_up, Interleaved):
             shares = probabilities.astype(jnp.float32)
             return by_row(tokens, weights, ids, shares, activation=activation).reshape(x.shape)
@@ -118,6 +121,32 @@ def experts(
             default=functools.partial(by_all, activation=activation),
         )
         return out.reshape(x.shape)
+
+
+def watch_experts(
+    x: Float[Array, "N D"],
+    w: ExpertWeights,
+    ids: Int[Array, "N X"],
+    activation: Activation,
+    first: Watched,
+    second: Watched,
+) -> ExpertWeights:
+    """Sum up the inputs of experts over the tokens that chose them; return the weights.
+
+    Args:
+      first, second: the watched products of the experts.
+    """
+    plain = dataclasses.replace(w, gate_up=first.weight, down=second.weight)
+    chosen = jax.nn.one_hot(ids, plain.down.shape[0], dtype=jnp.float32).sum(axis=1)  # [N, E]
+    each = jnp.broadcast_to(x[None], (plain.down.shape[0], *x.shape))
+    gate_up = _dot("end,edgf->engf", each, plain.gate_up)
+    if plain.gate_up_bias is not None:
+        gate_up += plain.gate_up_bias[:, None]
+    hidden = activation(gate_up[:, :, 0], gate_up[:, :, 1]).astype(jnp.float32)
+    counts = chosen.sum(axis=0)
+    first.watch(jnp.einsum("ne,nd->ed", chosen, jnp.square(x.astype(jnp.float32))), counts)
+    second.watch(jnp.einsum("ne,enf->ef", chosen, jnp.square(hidden)), counts)
+    return plain
 
 
 def by_all(
