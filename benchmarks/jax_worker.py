@@ -41,7 +41,8 @@ class JaxWorker:
     def describe(self) -> dict[str, Any]:
         """Return the first line."""
         plan = json.loads(self.engine.plan.to_json())
-        return {"ready": True, "plan": {k: v for k, v in plan.items() if k != "stored"}}
+        shown = {k: v for k, v in plan.items() if k != "stored"}
+        return {"ready": True, "plan": shown, "forms": self.engine.graph.explain().forms}
 
     def answer(self, line: str) -> dict[str, Any]:
         """Answer one request."""

@@ -35,6 +35,27 @@ def test_the_table_shows_the_peer_first() -> None:
     )
 
 
+def test_tables_of_logits_and_encoders_show_ours_first() -> None:
+    apart = {"kl_divergence": 0.01, "greedy_agreement": 0.95, "relative_error": 1e-6}
+    near = apart | {"kl_divergence": 0.002}
+    found: dict[str, Any] = {"file_mb": 98.4, "forms": {"Q4_K": 7e6, "float32 vectors": 4e5}}
+    found["packed"] = {OURS: near, THEIRS: apart}
+    short = gguf_files.logits_table({"a": found})[2]
+    assert (
+        short == "| a | 98 | 0.00200 / 0.01000 | 95.0 / 95.0 |  |  |  | Q4_K 7, float32 vectors 0 |"
+    )
+    found |= {"from_source": apart, "float32": {THEIRS: apart}}
+    assert "| 0.0100 | 95.0 | 1e-06 |" in gguf_files.logits_table({"a": found})[2]
+    types = {
+        name: {"bits": bits, OURS: {"error": 0.1, "cpu_s": 2}, THEIRS: {"error": 0.2, "cpu_s": 1}}
+        for name, bits in (("Q2_K", 2.625), ("Q8_0", 8.5))
+    }
+    assert gguf_files.encoders_table(types)[2:] == [
+        "| Q8_0 | 8.5 | 10.000 / 20.000 | 2.000 / 1.000 |",
+        "| Q2_K | 2.625 | 10.000 / 20.000 | 2.000 / 1.000 |",
+    ]
+
+
 def test_memory_is_that_of_the_process() -> None:
     found = gguf_files.memory_mb(os.getpid())
     assert 10 < found["resident"] <= found["peak"]
@@ -44,3 +65,6 @@ def test_a_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         gguf_files.main([str(tmp_path / "x.gguf"), "--peer", "python"])
     assert f"{tmp_path}/x.gguf is no file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        gguf_files.main(["--peer", "python"])
+    assert "give files, or --encoders" in capsys.readouterr().err
