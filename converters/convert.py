@@ -5,6 +5,7 @@ import json
 import math
 import os
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from dflash_jax.converters.gguf.mixtures import Choice, by_reason
 from dflash_jax.converters.load import Progress, float_dtype, read_as
 from dflash_jax.converters.models import StoredModel, companions, open_model
 from dflash_jax.converters.names import flax, published
+from dflash_jax.converters.quants.types import BY_NAME
 from dflash_jax.errors import CheckpointError, ConfigError, TokenizerError
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.atomic import copy_companions, new_path
@@ -129,7 +131,7 @@ def convert(
     if to == GGUF:
         metadata, notes = gguf_tokenizer(model, tokenizer)
         form = as_gguf(model.config, model.tensors, choice, metadata, importance)
-        report["notes"] += notes
+        report["notes"] += notes + _quantised_twice(report["types"], choice)
         report["written"] = dict(Counter(tensor.kind.name for tensor in form.planned))
         report["fallbacks"] = dict(form.fallbacks)
         write_form(form, path, overwrite=overwrite, progress=progress)
@@ -153,6 +155,17 @@ def convert(
     weights = Weights(model.config, model.tensors, files)
     export(weights, path, layout=HUGGING_FACE, dtype=kind, overwrite=overwrite, progress=progress)
     return report
+
+
+def _quantised_twice(kinds: Iterable[str], choice: Choice) -> list[str]:
+    """Return a note if matrices that are in blocks of a file are quantised again."""
+    coded = [kind for kind in kinds if kind in BY_NAME and BY_NAME[kind].dtype is None]
+    if not coded or not choice.quantised:
+        return []
+    return [
+        f"the weights were in {', '.join(coded)} before, and the errors of both types add up;"
+        " unquantised ones give better files"
+    ]
 
 
 def _importance(choice: Choice, imatrix: Path | None, to: str) -> Importance | None:

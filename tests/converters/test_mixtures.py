@@ -145,6 +145,16 @@ def test_the_report_counts_rows_that_are_not_divided_by_reason(tmp_path):
     assert any(" more are Q5_0: rows of" in line for line in about)
 
 
+def test_weights_that_were_quantised_before_are_noted(tmp_path):
+    def noted(source, name: str, kind: str) -> str:
+        found = convert(open_model(source), tmp_path / name, to="gguf", dtype=kind)["notes"]
+        return "; ".join(note for note in found if "add up" in note)
+
+    assert noted(TARGETS / "qwen3", "x.gguf", "q5_1") == ""
+    assert "were in Q8_0, Q5_1 before" in noted(tmp_path / "x.gguf", "y.gguf", "q4_0")
+    assert noted(tmp_path / "x.gguf", "z.gguf", "f16") == ""
+
+
 # Importance matrices.
 
 

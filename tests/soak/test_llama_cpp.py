@@ -20,7 +20,6 @@ from dflash_jax.config.gemma3 import Gemma3Config
 from dflash_jax.config.smollm3 import SmolLM3Config
 from dflash_jax.converters.convert import convert
 from dflash_jax.converters.export import Weights, export
-from dflash_jax.converters.forms import GGUF_TYPES
 from dflash_jax.converters.gguf.file import STRING
 from dflash_jax.converters.gguf.writer import Typed
 from dflash_jax.converters.models import open_model
@@ -46,6 +45,8 @@ needs_speculative = pytest.mark.skipif(
     not SPECULATIVE, reason="needs llama.cpp: name llama-speculative-simple by LLAMA_SPECULATIVE"
 )
 TINY = Path(dj.__file__).parent / "data" / "tiny"
+# Types fine enough for the same tokens, whatever rounds activations.
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
 TEXT = (
     "<|im_start|>user\nWrite a function that adds two numbers.<|im_end|>\n<|im_start|>assistant\n"
 )
@@ -145,7 +146,7 @@ def test_a_family_computes_the_same_logits(tmp_path, name):
 
 
 @needs_program
-@pytest.mark.parametrize("kind", GGUF_TYPES)
+@pytest.mark.parametrize("kind", TYPES)
 def test_the_shipped_target_gives_the_same_tokens(tmp_path, kind):
     file = tmp_path / "x.gguf"
     convert(open_model(TINY / "target"), file, to="gguf", dtype=kind)
@@ -181,7 +182,7 @@ def speculated(target: Path, drafter: Path, text: str, drafts: int) -> tuple[str
 
 
 @needs_speculative
-@pytest.mark.parametrize("kind", GGUF_TYPES)
+@pytest.mark.parametrize("kind", TYPES)
 def test_the_shipped_pair_drafts(tmp_path, kind):
     """Rounds are as many as ours, and one more where the first token of an answer is drafted."""
     files = [tmp_path / f"{role}.gguf" for role in ("target", "drafter")]
