@@ -171,6 +171,7 @@ def _convert_command(commands: Any) -> None:
     )
     command.add_argument(
         "--output-type",
+        type=str.lower,
         choices=forms.TENSOR_TYPES,
         metavar="TYPE",
         help="type of the head in a .gguf file, and of an embedding that is the head: "
@@ -178,6 +179,7 @@ def _convert_command(commands: Any) -> None:
     )
     command.add_argument(
         "--embedding-type",
+        type=str.lower,
         choices=forms.TENSOR_TYPES,
         metavar="TYPE",
         help="type of an embedding beside a head, one of the same",

@@ -169,11 +169,12 @@ class Choice:
           ConfigError: a name is unknown.
         """
         for option, kind in (("output", self.head), ("embedding", self.embedding)):
-            if kind is not None and kind not in TENSOR_TYPES:
+            if kind is not None and kind.lower() not in TENSOR_TYPES:
                 raise ConfigError(
                     f"the {option} type {kind!r} is not one of {', '.join(TENSOR_TYPES)}"
                 )
-        name = DTYPES.get(self.mixture, self.mixture)
+        asked = self.mixture.lower()  # llama.cpp's names are in capitals
+        name = DTYPES.get(asked, asked)
         if name not in MIXTURES:
             raise ConfigError(
                 f"the GGUF type {self.mixture!r} is not one of {', '.join(GGUF_TYPES)}"

@@ -317,6 +317,6 @@ def test_types_of_tensors_are_checked_and_reported(tmp_path, capsys):
             open_model(TARGETS / "qwen3"), tmp_path / "x.gguf", to="gguf", dtype="q4_0",
             output_type="q4_k_m",
         )  # fmt: skip
-    words = [str(TARGETS / "qwen3"), str(tmp_path / "x.gguf"), "--type", "q8_0", "--json"]
-    assert main(["convert", *words, "--output-type", "q5_0"]) == 0
+    words = [str(TARGETS / "qwen3"), str(tmp_path / "x.gguf"), "--type", "Q8_0", "--json"]
+    assert main(["convert", *words, "--output-type", "Q5_0"]) == 0
     assert json.loads(capsys.readouterr().out)["written"]["Q5_0"] == 1
