@@ -216,9 +216,7 @@ def _convert(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             overwrite=options.overwrite,
             tokenizer=options.tokenizer,
-            output_type=options.output_type,
-            embedding_type=options.embedding_type,
-            imatrix=options.imatrix,
+            gguf=convert.GgufOptions(options.output_type, options.embedding_type, options.imatrix),
             progress=progress,
         )
     _print(options, report, [*convert.lines(report), f"written to {options.destination}"])

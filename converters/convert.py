@@ -37,6 +37,23 @@ UNWINDOWED = "MaxText runs Mistral without its sliding window, so its logits dif
 NO_GGUF_TOKENIZER = "no tokenizer was written, without which llama.cpp does not load the file"
 
 
+@dataclasses.dataclass(frozen=True)
+class GgufOptions:
+    """What may be chosen for a GGUF file besides its type.
+
+    Attributes:
+      output_type, embedding_type: types of head and embedding, of `TENSOR_TYPES`.
+      imatrix: an importance matrix, which steers errors of quantised matrices.
+    """
+
+    output_type: str | None = None
+    embedding_type: str | None = None
+    imatrix: Path | None = None
+
+
+PLAIN = GgufOptions()
+
+
 def chosen_dtype(model: StoredModel, dtype: str, *, gguf: bool = False) -> str:
     """Return the requested dtype or GGUF type; "auto" is that of the published weights.
 
@@ -96,9 +113,7 @@ def convert(
     dtype: str = AUTO,
     overwrite: bool = False,
     tokenizer: Path | None = None,
-    output_type: str | None = None,
-    embedding_type: str | None = None,
-    imatrix: Path | None = None,
+    gguf: GgufOptions = PLAIN,
     progress: Progress = lambda name, weights: None,
 ) -> dict[str, Any]:
     """Write the model and return its inventory, which is also stored with it.
@@ -110,8 +125,7 @@ def convert(
       dtype: of the weights; for GGUF, also one of `GGUF_TYPES`.
       tokenizer: a folder, or for GGUF also a .gguf file, whose tokenizer is copied instead of the
         model's. A tokenizer that is missing or has no form there is noted in the inventory.
-      output_type, embedding_type: for GGUF, types of head and embedding, of `TENSOR_TYPES`.
-      imatrix: for GGUF, an importance matrix, which steers errors of quantised matrices.
+      gguf: further choices for a GGUF file.
 
     Raises:
       CheckpointError: the weights do not fit their configuration, or cannot be written there.
@@ -123,8 +137,8 @@ def convert(
         keep_apart(source, path)
     check_name(path, folder=to != GGUF)
     kind = chosen_dtype(model, dtype, gguf=to == GGUF)
-    choice = Choice(kind, output_type, embedding_type)
-    importance = _importance(choice, imatrix, to)
+    choice = Choice(kind, gguf.output_type, gguf.embedding_type)
+    importance = _importance(choice, gguf.imatrix, to)
     notes = _check_flax(model, to) if to in FLAX else []
     report = inventory(model, kind)
     report["notes"] += notes

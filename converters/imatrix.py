@@ -10,7 +10,7 @@ from dflash_jax.config import TargetConfig
 from dflash_jax.converters import families
 from dflash_jax.converters.canonical import Canonical
 from dflash_jax.converters.gguf.export import as_gguf
-from dflash_jax.converters.gguf.importance import Measured
+from dflash_jax.converters.gguf.importance import MeasuredInputs
 from dflash_jax.converters.load import tree
 from dflash_jax.converters.tree_source import TreeSource
 
@@ -25,7 +25,7 @@ class Text(NamedTuple):
 
 def by_stored_name(
     config: TargetConfig, inputs: Mapping[str, tuple[np.ndarray, np.ndarray]], text: Text
-) -> Measured:
+) -> MeasuredInputs:
     """Return sums of squares by the names of matrices in GGUF files, columns in their order.
 
     They are read off a model whose weights are the sums of their inputs, and off one whose weights
@@ -48,7 +48,7 @@ def by_stored_name(
         counted = tokens.read_rows(name, firsts)[:, :1]
         if counted.any():
             sums[name], counts[name] = squares.read_rows(name, firsts), counted
-    return Measured(sums, counts, text.name, text.chunks, text.chunk)
+    return MeasuredInputs(sums, counts, text.name, text.chunks, text.chunk)
 
 
 def _stored(config: TargetConfig, numbers: Mapping[str, np.ndarray]) -> Canonical:

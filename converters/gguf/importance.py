@@ -168,7 +168,7 @@ def _checked(means: dict[str, np.ndarray], text: str, chunks: int, where: str) -
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredInputs:
     """Sums of squares of the inputs of matrices, [experts, inputs], over `counts` tokens each."""
 
     sums: Mapping[str, np.ndarray]

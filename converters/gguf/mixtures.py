@@ -30,7 +30,7 @@ NARROWER = {
 }
 
 
-class Place(NamedTuple):
+class LayerPlace(NamedTuple):
     """Where a tensor is among those of its kind, and what its type depends on besides.
 
     Attributes:
@@ -45,27 +45,27 @@ class Place(NamedTuple):
     steered: bool
 
 
-class Rule(NamedTuple):
+class TypeRule(NamedTuple):
     """Tensors with `part` in their name that have another type where `holds`."""
 
     part: str
     kind: str
-    holds: Callable[[Place], bool] = lambda place: True
+    holds: Callable[[LayerPlace], bool] = lambda place: True
 
 
-def _first(share: int) -> Callable[[Place], bool]:
+def _first(share: int) -> Callable[[LayerPlace], bool]:
     """In the first of `share` equal parts of the layers."""
     return lambda place: place.number < place.count // share
 
 
-def _spread(place: Place) -> bool:
+def _spread(place: LayerPlace) -> bool:
     """In the first and the last eighth of the layers, and in every third one between."""
     eighth = place.count // 8
     outer = place.number < eighth or place.number >= 7 * place.count // 8
     return outer or (place.number - eighth) % 3 == 2
 
 
-def _few_values(place: Place) -> bool:
+def _few_values(place: LayerPlace) -> bool:
     """Where values are small matrices, as four or more query heads share each head of theirs."""
     return place.shared >= 4
 
@@ -87,21 +87,25 @@ class Mixture:
     base: str
     head: str = "Q6_K"
     embedding: str | None = None
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[TypeRule, ...] = ()
 
 
 def _spread_to_six(base: str, fused: str) -> Mixture:
-    rules = (Rule(VALUES, "Q6_K", _spread), Rule(DOWN, "Q6_K", _spread), Rule(FUSED, fused))
+    rules = (
+        TypeRule(VALUES, "Q6_K", _spread),
+        TypeRule(DOWN, "Q6_K", _spread),
+        TypeRule(FUSED, fused),
+    )
     return Mixture(base, "Q6_K", "Q6_K" if base == "Q4_K" else None, rules)
 
 
 def _by_table(base: str) -> Mixture:
-    early = Rule(DOWN, "Q5_K", lambda place: not place.steered and _first(8)(place))
-    return Mixture(base, "Q6_K", "Q6_K", (Rule(VALUES, "Q5_K", _few_values), early))
+    early = TypeRule(DOWN, "Q5_K", lambda place: not place.steered and _first(8)(place))
+    return Mixture(base, "Q6_K", "Q6_K", (TypeRule(VALUES, "Q5_K", _few_values), early))
 
 
 def _plain_four(base: str, steered: str) -> Mixture:
-    early = Rule(DOWN, steered, lambda place: place.steered and _first(8)(place))
+    early = TypeRule(DOWN, steered, lambda place: place.steered and _first(8)(place))
     return Mixture(base, "Q6_K", "Q6_K", (early,) if steered != base else ())
 
 
@@ -118,26 +122,29 @@ MIXTURES: Mapping[str, Mixture] = {
     "q4_k_s": Mixture(
         "Q4_K",
         embedding="Q6_K",
-        rules=(Rule(VALUES, "Q5_K", lambda place: place.number < 4), Rule(DOWN, "Q5_K", _first(8))),
+        rules=(
+            TypeRule(VALUES, "Q5_K", lambda place: place.number < 4),
+            TypeRule(DOWN, "Q5_K", _first(8)),
+        ),
     ),
     "q3_k_l": Mixture(
         "Q3_K",
-        rules=(*(Rule(part, "Q5_K") for part in (VALUES, DOWN, OUT)), Rule(FUSED, "Q4_K")),
+        rules=(*(TypeRule(part, "Q5_K") for part in (VALUES, DOWN, OUT)), TypeRule(FUSED, "Q4_K")),
     ),
     "q3_k_m": Mixture(
         "Q3_K",
         rules=(
-            Rule(VALUES, "Q5_K", lambda place: place.number < 2),
-            Rule(DOWN, "Q5_K", _first(16)),
-            *(Rule(part, "Q4_K") for part in (VALUES, DOWN, OUT, FUSED)),
+            TypeRule(VALUES, "Q5_K", lambda place: place.number < 2),
+            TypeRule(DOWN, "Q5_K", _first(16)),
+            *(TypeRule(part, "Q4_K") for part in (VALUES, DOWN, OUT, FUSED)),
         ),
     ),
     "q3_k_s": Mixture("Q3_K"),
     "q2_k": Mixture(
         "Q2_K",
         rules=(
-            Rule(VALUES, "Q4_K", _few_values),
-            *(Rule(part, "Q3_K") for part in (VALUES, DOWN, OUT)),
+            TypeRule(VALUES, "Q4_K", _few_values),
+            *(TypeRule(part, "Q3_K") for part in (VALUES, DOWN, OUT)),
         ),
     ),
     "iq4_nl": _by_table("IQ4_NL"),
@@ -206,11 +213,11 @@ def choose(
     values = [name for name in shapes if VALUES in name]
     experts = isinstance(config, TargetConfig) and config.num_experts > 0
 
-    def place(name: str, part: str) -> Place:
+    def place(name: str, part: str) -> LayerPlace:
         if part == VALUES:
-            return Place(values.index(name), len(values), shared, choice.steered)
+            return LayerPlace(values.index(name), len(values), shared, choice.steered)
         layer = re.match(r"blk\.(\d+)\.", name)
-        return Place(int(layer[1]) if layer else 0, config.num_layers, shared, choice.steered)
+        return LayerPlace(int(layer[1]) if layer else 0, config.num_layers, shared, choice.steered)
 
     def wanted(name: str) -> str:
         if name == HEAD or (name == EMBEDDING and HEAD not in shapes):

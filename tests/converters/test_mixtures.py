@@ -11,10 +11,10 @@ from test_gguf_families import TARGETS
 
 from dflash_jax.converters.cli import main
 from dflash_jax.converters.compare import compare
-from dflash_jax.converters.convert import convert, lines
+from dflash_jax.converters.convert import GgufOptions, convert, lines
 from dflash_jax.converters.forms import FILE_TYPES, GGUF_TYPES, TENSOR_TYPES
 from dflash_jax.converters.gguf import open_gguf
-from dflash_jax.converters.gguf.importance import Measured, read_importance
+from dflash_jax.converters.gguf.importance import MeasuredInputs, read_importance
 from dflash_jax.converters.gguf.mixtures import MIXTURES, Choice, choose
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.quants.encode import ENCODERS
@@ -158,7 +158,7 @@ def test_weights_that_were_quantised_before_are_noted(tmp_path):
 # Importance matrices.
 
 
-def measured(source, *, experts: int = 1, seed: int = 0) -> Measured:
+def measured(source, *, experts: int = 1, seed: int = 0) -> MeasuredInputs:
     """One that fits the matrices of a file's layers."""
     rng = np.random.default_rng(seed)
     shapes = {n: source.shape(n) for n in source.names() if len(source.shape(n)) > 1}
@@ -168,7 +168,7 @@ def measured(source, *, experts: int = 1, seed: int = 0) -> Measured:
         if name.startswith("blk.")
     }
     counts = {name: np.full((len(each), 1), 8.0) for name, each in sums.items()}
-    return Measured(sums, counts, "some text.txt", 2, 4)
+    return MeasuredInputs(sums, counts, "some text.txt", 2, 4)
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_errors_move_to_inputs_that_count_less(tmp_path, written):
     model, exact, errors = open_model(written), open_gguf(written), {}
     for chosen in (None, tmp_path / "m.gguf"):
         place = tmp_path / f"{chosen is None}.gguf"
-        convert(model, place, to="gguf", dtype="q4_0", imatrix=chosen)
+        convert(model, place, to="gguf", dtype="q4_0", gguf=GgufOptions(imatrix=chosen))
         quantised = open_gguf(place)
         squares = [
             (made.sums[name] * np.square(quantised.read(name) - exact.read(name))).sum()
@@ -231,12 +231,13 @@ def test_each_expert_of_a_stack_has_its_own_importance(tmp_path):
         np.testing.assert_allclose(steered[name].mean(axis=1), 1, 1e-3)
         np.testing.assert_array_equal(steered[name][-1], 1)
     source = open_model(tmp_path / "x.gguf")
-    convert(source, tmp_path / "y.gguf", to="gguf", dtype="q4_1", imatrix=tmp_path / "m.gguf")
+    chosen = GgufOptions(imatrix=tmp_path / "m.gguf")
+    convert(source, tmp_path / "y.gguf", to="gguf", dtype="q4_1", gguf=chosen)
     assert compare(source, open_model(tmp_path / "y.gguf")).agree
 
 
 def test_the_older_format_leaves_out_stacks_with_experts_that_were_not_chosen(tmp_path):
-    made = Measured(
+    made = MeasuredInputs(
         {"a.weight": np.ones((2, 4)), "b.weight": np.ones((1, 4))},
         {"a.weight": np.array([[1.0], [0.0]]), "b.weight": np.array([[1.0]])},
         "x",
@@ -248,8 +249,8 @@ def test_the_older_format_leaves_out_stacks_with_experts_that_were_not_chosen(tm
     assert list(read_importance(tmp_path / "m").means) == ["b.weight"]
 
 
-def another(names: dict[str, np.ndarray]) -> Measured:
-    return Measured(names, {n: np.ones((len(a), 1)) for n, a in names.items()}, "x", 1, 1)
+def another(names: dict[str, np.ndarray]) -> MeasuredInputs:
+    return MeasuredInputs(names, {n: np.ones((len(a), 1)) for n, a in names.items()}, "x", 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +274,7 @@ def test_a_matrix_of_another_model_is_refused_by_name(tmp_path, written, sums, m
     with pytest.raises(CheckpointError, match=message):
         convert(
             open_model(written), tmp_path / "x.gguf", to="gguf", dtype="q4_0",
-            imatrix=tmp_path / "m",
+            gguf=GgufOptions(imatrix=tmp_path / "m"),
         )  # fmt: skip
     assert not (tmp_path / "x.gguf").exists()
 
@@ -315,7 +316,7 @@ def test_types_of_tensors_are_checked_and_reported(tmp_path, capsys):
     with pytest.raises(ConfigError, match="the output type 'q4_k_m' is not one of"):
         convert(
             open_model(TARGETS / "qwen3"), tmp_path / "x.gguf", to="gguf", dtype="q4_0",
-            output_type="q4_k_m",
+            gguf=GgufOptions(output_type="q4_k_m"),
         )  # fmt: skip
     words = [str(TARGETS / "qwen3"), str(tmp_path / "x.gguf"), "--type", "Q8_0", "--json"]
     assert main(["convert", *words, "--output-type", "Q5_0"]) == 0
