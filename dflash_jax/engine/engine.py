@@ -512,7 +512,7 @@ class Engine:
           params: trees like `engine.params` by role, "target" and "drafter"; a role that is left
             out keeps its weights. Floats of any precision are cast to the plan's dtype, and packed
             and laid out as `dj.load` does. Leaves may be NumPy arrays, JAX arrays or variables of
-            Flax NNX.
+            Flax NNX; a module of NNX stands for its own weights.
 
         Raises:
           CheckpointError: weights are missing or unknown, or have another shape or type; those of

@@ -12,7 +12,14 @@ from jax.sharding import Mesh
 from dflash_jax.config import ALWAYS_FLOAT32, AUTO, LATE
 from dflash_jax.errors import PlanError
 from dflash_jax.graph.keys import ProgramKey, Step, Variant, serving
-from dflash_jax.graph.protocols import WEIGHTS, SharedLayers, WeightInfo, named_errors
+from dflash_jax.graph.protocols import (
+    WEIGHTS,
+    SharedLayers,
+    WeightInfo,
+    is_nnx,
+    named_errors,
+    nnx_params,
+)
 from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.graph.state import DecodeState, idle_rules
 from dflash_jax.graph.steps.drafting import RowDraftSampler
@@ -314,7 +321,7 @@ def cast_params(params: Params, dtype: str) -> Params:
 
 
 def init_params(pair: Pair, key: jax.Array) -> Params:
-    """Return fresh parameters of both models, in float32."""
+    """Return fresh parameters of both models, in float32; of NNX modules, those that they have."""
     found = {"target": _initial(pair.target, None, key).get("params", {})}
     if pair.drafter is not None:
         found["drafter"] = _initial(pair.target, pair.drafter, key).get("params", {})
@@ -331,6 +338,8 @@ def _variables(target: Any, drafter: Any) -> dict[str, Any]:
 def _initial(target: Any, drafter: Any, key: jax.Array) -> dict[str, Any]:
     """Return the variables of the target, or of its drafter if that is given."""
     model = target if drafter is None else drafter
+    if is_nnx(model):
+        return {"params": nnx_params(model)}
     if not isinstance(model, nn.Module):
         init = getattr(model, "init", None)
         if init is None:

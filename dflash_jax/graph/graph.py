@@ -21,6 +21,7 @@ from dflash_jax.graph.keys import STEP_VARIANTS, ProgramKey, Step, Variant
 from dflash_jax.graph.memory import DEVICES, Budget, budget
 from dflash_jax.graph.placement import AXES, named_mesh, place_empty_state, place_params
 from dflash_jax.graph.programs import Program, declare, is_multi_step
+from dflash_jax.graph.protocols import arrays_of
 from dflash_jax.graph.resolve import resolve, resolve_here
 from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.graph.state import RowRules, StepOutput, idle_rules, read_output
@@ -128,7 +129,10 @@ class Graph(PlannedPair):
 
     @isolated_jax_config()
     def init_params(self, key: jax.Array) -> Params:
-        """Return fresh parameters, as the modules initialise them, placed as the plan says."""
+        """Return fresh parameters, as the modules initialise them, placed as the plan says.
+
+        Those of a Flax NNX module, which has parameters from the start, are the ones that it has.
+        """
         return self.place_params(init_params(self.pair, key))
 
     @isolated_jax_config()
@@ -136,12 +140,14 @@ class Graph(PlannedPair):
         """Return parameters in the dtypes, layouts and places that programs expect.
 
         Args:
-          params: trees of the modules' parameters by role, "target" and "drafter".
+          params: trees of the modules' parameters by role, "target" and "drafter", or Flax NNX
+            modules in place of them.
 
         Raises:
           PlanError: parameters are missing, or have other shapes.
         """
 
+        params = arrays_of(params)
         given = by_path(params, StructuredWeight)
 
         def cast(path: Any, wanted: Any) -> Any:

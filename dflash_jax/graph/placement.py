@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dflash_jax.errors import CheckpointError, PlanError
 from dflash_jax.graph import two_devices
 from dflash_jax.graph.abstract import PlannedPair, by_path, path_name
+from dflash_jax.graph.protocols import arrays_of
 from dflash_jax.graph.settings import isolated_jax_config
 from dflash_jax.graph.state import DecodeState
 from dflash_jax.graph.steps.pair import Params
@@ -42,7 +43,7 @@ MOST_NAMED = 5  # parameters that an error lists
 @isolated_jax_config()
 def place_params(planned: PlannedPair, params: Params) -> Params:
     """Return the parameters in the layout and on the devices of the plan."""
-    plan, pair = planned.plan, planned.pair
+    plan, pair, params = planned.plan, planned.pair, arrays_of(params)
     if pair.drafter is not None:
         params = {"drafter": {}} | params  # it may have no parameters
     params = jax.tree.map(lambda x: x, params, is_leaf=lambda x: isinstance(x, StructuredWeight))
@@ -76,15 +77,12 @@ def updated_params(planned: PlannedPair, given: Any, present: Params) -> Params:
         raise CheckpointError(
             f"what was given has none of {', '.join(wanted)}; give a tree like `engine.params`"
         )
+    given = arrays_of(dict(given))
     given = {name: tree for name, tree in given.items() if name != "shared" or name not in present}
     old = by_path({name: present[name] for name in wanted}, StructuredWeight)
     replaced = {role: tree for role, tree in wanted.items() if role in given}
     expected, found = by_path(replaced), by_path(given, StructuredWeight)
-    # A variable of Flax NNX is a node, whose leaf is its value.
-    found = {
-        x if x in expected else x.removesuffix("/value"): choose_products(leaf, *products)
-        for x, leaf in found.items()
-    }
+    found = {name: choose_products(leaf, *products) for name, leaf in found.items()}
     forms = planned.forms
     problems = [f"{name} is unknown" for name in found if name not in expected]
     for name, x in expected.items():

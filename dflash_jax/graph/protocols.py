@@ -1,9 +1,11 @@
 """The two interfaces that a graph is built on: a target and a drafter.
 
-Both may be Flax Linen modules or plain objects with pure functions. Methods of a Linen module are
-run by its `apply` and take the arguments below. Those of a plain object take its parameters first,
-such as `propose(params, state, anchor, ...)`, and an optional `init(key)` makes the parameters.
-Optional members may be absent. `dj.graph.check` tests the obligations of a target bit by bit.
+Both may be Flax modules, Linen or NNX, or plain objects with pure functions. Methods of a Linen
+module are run by its `apply`, those of an NNX module by a copy of it with the parameters in place
+of its `nnx.Param` variables; they take the arguments below. Those of a plain object take its
+parameters first, such as `propose(params, state, anchor, ...)`, and an optional `init(key)` makes
+the parameters. Optional members may be absent. `dj.graph.check` tests the obligations of a target
+bit by bit.
 
 A target decides tokens, so its numbers must be reproducible: a token's bits must not depend on
 later tokens of its block, on other rows, or on where a block begins, and slots at or past a row's
@@ -17,6 +19,7 @@ tokens that a place chooses from.
 import contextlib
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -346,6 +349,57 @@ class Drafter(Protocol):
         ...
 
 
+# -- modules of Flax NNX ---------------------------------------------------------------------------
+
+
+def is_nnx(model: Any) -> bool:
+    """Return whether a model is a module of Flax NNX, which is imported only if it is used."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(model, nnx.Module)
+
+
+def nnx_params(module: Any) -> dict[str, Any]:
+    """Return the values of the `nnx.Param` variables of an NNX module, by path."""
+    from flax import nnx
+
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def nnx_constants(module: Any) -> dict[str, Any]:
+    """Return the values of its other variables, but for random numbers: constants of programs."""
+    from flax import nnx
+
+    _, _, _, others = nnx.split(module, nnx.Param, nnx.RngState, ...)
+    return nnx.to_pure_dict(others)
+
+
+def with_nnx_params(module: Any, params: Any) -> Any:
+    """Return a copy of an NNX module with other values of its `nnx.Param` variables."""
+    from flax import nnx
+
+    structure, *parts = nnx.split(module, nnx.Param, ...)
+    own, others = jax.tree.map(lambda x: x, parts)  # variables of its own, which it may write to
+    nnx.replace_by_pure_dict(own, params)
+    return nnx.merge(structure, own, others)
+
+
+def arrays_of(params: Any) -> Any:
+    """Return a tree of parameters with modules, states and variables of NNX as plain arrays."""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return params
+    kinds = (nnx.Module, nnx.State, nnx.Variable)
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, nnx.Module):
+            return nnx_params(x)
+        if isinstance(x, nnx.State):
+            return nnx.to_pure_dict(x)
+        return x[...] if isinstance(x, nnx.Variable) else x
+
+    return jax.tree.map(plain, params, is_leaf=lambda x: isinstance(x, kinds))
+
+
 # -- calls of members, and what is done where optional ones are absent -----------------------------
 
 
@@ -370,7 +424,8 @@ def named_errors(model: Any, member: str) -> Iterator[None]:
         raise
     except Exception as error:
         first = str(error).partition("\n")[0]
-        takes = "" if isinstance(model, nn.Module) else ", parameters first in a plain object"
+        flax = isinstance(model, nn.Module) or is_nnx(model)
+        takes = "" if flax else ", parameters first in a plain object"
         raise PlanError(
             f"{type(model).__name__}.{member} fails: {type(error).__name__}: {first}; expected the"
             f" arguments and results that docs/graph.md lists{takes}"
@@ -378,11 +433,13 @@ def named_errors(model: Any, member: str) -> Iterator[None]:
 
 
 def call(model: Any, params: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
-    """Run a method of a Linen module by `apply`, or of a plain object with its parameters first."""
+    """Run a method of a Flax module, or of a plain object with its parameters first."""
     name = method or "__call__"
     with named_errors(model, getattr(name, "__name__", name)):
         if isinstance(model, nn.Module):
             return model.apply({"params": params}, *args, method=method, **kwargs)
+        if is_nnx(model):
+            return getattr(with_nnx_params(model, params), name)(*args, **kwargs)
         return getattr(model, name)(params, *args, **kwargs)
 
 

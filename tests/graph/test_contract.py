@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.errors import PlanError
+from dflash_jax.errors import CheckpointError, PlanError
 from dflash_jax.graph import Graph, ModelConfig, TargetOutput
+from dflash_jax.graph.abstract import by_path
+from dflash_jax.graph.protocols import nnx_params
 from tests.graph.own_modules import PLAN, VOCAB, WIDTH, Bigram, Heads, Own
 
 
@@ -203,11 +205,15 @@ def test_a_drafter_as_documented_is_taken() -> None:
 
 
 class OfNNX(nnx.Module):
-    """A target in Flax NNX, without attention."""
+    """A target in Flax NNX, without attention; `scale` is a constant, as a table of angles is."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.config = ModelConfig(VOCAB, WIDTH, 1, eos_token_ids=(0,))
         self.table = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs)])
+        self.scale = nnx.Variable(jnp.full((1, 1, WIDTH), 2.0))
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.dropout = nnx.Dropout(0.5, deterministic=True, rngs=rngs)
 
     def empty_caches(self, make: Any) -> Any:
         return (make(2, WIDTH // 2, None),)
@@ -221,40 +227,75 @@ class OfNNX(nnx.Module):
     def __call__(
         self, tokens: Any, caches: Any, start: Any, *, taps: Any, taps_at: Any, chunked: Any
     ) -> TargetOutput:
-        x = self.table(tokens)
-        return TargetOutput(x, tuple(x for _ in taps), tuple(caches))
+        self.calls[...] += 1  # of a copy: a program has no side effects
+        first = self.table(tokens)
+        x = self.dropout(jnp.tanh(self.layers[0](first)) * self.scale[...])
+        return TargetOutput(x, tuple((first, x)[i] for i in taps), tuple(caches))
 
 
-class Wrapped:
-    """An NNX target as a plain object, as docs/graph.md shows."""
+class HeadsOfNNX(nnx.Module):
+    """`Heads` in Flax NNX, over the embedding of the anchor alone."""
 
-    def __init__(self, module: Any):
-        self.structure, self.values = nnx.split(module)
-        self.config = module.config
-        self.empty_caches = module.empty_caches
+    taps = ()
 
-    def module(self, params: Any) -> Any:
-        values = nnx.State(jax.tree.map(lambda x: x, self.values))
-        nnx.replace_by_pure_dict(values, params)
-        return nnx.merge(self.structure, values)
+    def __init__(self, places: int, rngs: nnx.Rngs):
+        self.heads = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(places)])
 
-    def init(self, key: Any) -> Any:
-        return nnx.to_pure_dict(self.values)
+    def empty(self, make: Any) -> Any:
+        return ()
 
-    def __call__(self, params: Any, *args: Any, **options: Any) -> Any:
-        return self.module(params)(*args, **options)
+    def observe(self, state: Any, tokens: Any, taps: Any, start: Any) -> Any:
+        return state
 
-    def embed(self, params: Any, tokens: Any) -> Any:
-        return self.module(params).embed(tokens)
-
-    def logits(self, params: Any, hidden: Any) -> Any:
-        return self.module(params).logits(hidden)
+    def propose(self, state: Any, anchor: Any, start: Any, shared: Any, sampler: Any) -> Any:
+        x = shared.embed(anchor[:, None])[:, 0]
+        hidden = jnp.stack([head(x) for head in self.heads], axis=1)
+        choice = sampler.sample_all(shared.head(hidden)[:, : sampler.places])
+        return sampler.draft(choice.index, choice.finite), state
 
 
-def test_nnx_modules_are_refused_and_run_wrapped_as_the_documents_show() -> None:
-    module = OfNNX(nnx.Rngs(0))
-    for given in ((module,), (Own(), module)):
-        with pytest.raises(PlanError, match=r"is the NNX module OfNNX; .*nnx\.split and nnx\.m"):
-            dj.Pair(*given)
-    graph = Graph(dj.Pair(Wrapped(module)), PLAN)
-    assert "table" in graph.init_params(jax.random.key(0))["target"]
+@pytest.fixture(scope="module")
+def of_nnx() -> dj.Pair:
+    return dj.Pair(OfNNX(nnx.Rngs(0)), HeadsOfNNX(3, nnx.Rngs(1)))
+
+
+def test_modules_of_nnx_are_a_pair_whose_obligations_hold(of_nnx: dj.Pair) -> None:
+    assert dj.graph.check(of_nnx) == []
+    assert of_nnx.target.calls[...] == 0
+
+
+def test_parameters_of_nnx_modules_are_shown_and_swapped(of_nnx: dj.Pair) -> None:
+    graph = Graph(of_nnx, PLAN)
+    assert graph == Graph(dj.Pair(of_nnx.target, of_nnx.drafter), PLAN)
+    names = by_path(graph.params)
+    assert [n for n in names if n.startswith("target")] == [
+        "target/layers/0/bias", "target/layers/0/kernel", "target/table/embedding",
+    ]  # fmt: skip
+    assert "HeadsOfNNX" in str(graph)
+    own = graph.init_params(jax.random.key(0))
+    assert (own["target"]["table"]["embedding"] == of_nnx.target.table.embedding[...]).all()
+    other = HeadsOfNNX(3, nnx.Rngs(7))
+    engine = dj.Engine(graph, {"target": of_nnx.target, "drafter": of_nnx.drafter})
+    for given in (other, nnx.state(other, nnx.Param), nnx_params(other)):
+        engine.update_params({"drafter": of_nnx.drafter})
+        engine.update_params({"drafter": given})
+        kernel = engine.params["drafter"]["heads"][2]["kernel"]
+        assert (kernel == other.heads[2].kernel[...]).all()
+        placed = graph.place_params(own | {"drafter": given})
+        assert (placed["drafter"]["heads"][2]["kernel"] == kernel).all()
+    with pytest.raises(CheckpointError, match=r"drafter/heads/2/bias is missing"):
+        engine.update_params({"drafter": HeadsOfNNX(2, nnx.Rngs(7))})
+    with pytest.raises(PlanError, match=r"drafter/heads/2/bias is missing; expected \(24,\)"):
+        graph.place_params({"target": of_nnx.target, "drafter": HeadsOfNNX(2, nnx.Rngs(7))})
+
+
+def test_faults_of_an_nnx_module_are_named(of_nnx: dj.Pair) -> None:
+    class Failing(HeadsOfNNX):
+        def observe(self, state: Any, tokens: Any, taps: Any, start: Any) -> Any:
+            raise ValueError("no")
+
+    drafter = Failing(3, nnx.Rngs(1))
+    with pytest.raises(PlanError, match=r"Failing.observe fails: ValueError: no; expected"):
+        Graph(dj.Pair(of_nnx.target, drafter), PLAN)
+    with pytest.raises(PlanError, match=r"is of the type Linear without taps, empty, observe"):
+        Graph(dj.Pair(of_nnx.target, nnx.Linear(2, 2, rngs=nnx.Rngs(0))), PLAN)

@@ -33,6 +33,7 @@ import numpy as np
 
 from dflash_jax.errors import CheckpointError, PlanError
 from dflash_jax.graph.abstract import PlannedPair
+from dflash_jax.graph.protocols import is_nnx, nnx_constants
 from dflash_jax.kernels.native.build import library
 from dflash_jax.utils.atomic import new_path, remove
 from dflash_jax.utils.private_folder import UnsafeFolderError, is_own, open_file, prepare
@@ -177,7 +178,8 @@ def identity(graph: PlannedPair, params: Any) -> str:
     kind = [device.platform, device.device_kind, device.platform == "cpu" and processor()]
     plan, models = graph.plan, (graph.pair.target, graph.pair.drafter)
     made = [f"{type(x).__qualname__} {getattr(x, 'config', x)!r}" for x in models]
-    leaves = jax.tree_util.tree_leaves_with_path(params)
+    constants = {i: nnx_constants(x) for i, x in enumerate(models) if is_nnx(x)}
+    leaves = jax.tree_util.tree_leaves_with_path((params, constants) if constants else params)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         weights = list(pool.map(lambda leaf: _digest(leaf[1]), leaves))
     names = [jax.tree_util.keystr(path) for path, _ in leaves]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import sys
 from typing import Any
 
 import jax
@@ -53,19 +52,7 @@ class Pair:
     acceptance: protocols.Acceptance | None = None  # in place of equality; in inexact plans only
 
     def __post_init__(self) -> None:
-        """Set the kernels of the modules.
-
-        Raises:
-          PlanError: a module is one of Flax NNX.
-        """
-        nnx = sys.modules.get("flax.nnx")
-        for role in ("target", "drafter"):
-            if nnx is not None and isinstance(getattr(self, role), nnx.Module):
-                raise PlanError(
-                    f"the {role} is the NNX module {type(getattr(self, role)).__name__}; expected a"
-                    " Linen module, or an object whose methods take parameters first: wrap it in"
-                    " one by nnx.split and nnx.merge, as docs/graph.md shows"
-                )
+        """Set the kernels of the modules."""
         for role in ("target", "drafter"):
             model = protocols.with_kernels(getattr(self, role), self.kernels)
             object.__setattr__(self, role, model)
