@@ -14,7 +14,8 @@ from dflash_jax.config import TargetConfig
 from dflash_jax.errors import RequestError
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.build import jit
-from dflash_jax.models import build_pair
+from dflash_jax.graph.steps.pair import Pair
+from dflash_jax.models import build_target
 from dflash_jax.plan import LEAST, Dtype
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.forking import check_not_forked
@@ -33,7 +34,11 @@ class ForwardOutput:
 
 
 class TargetModel:
-    """A target without a drafter, for research. `load_target` makes it."""
+    """A target without a drafter, for research. `load_target` makes it.
+
+    Args:
+      module: a target of your own with this config; by default one of the config's family.
+    """
 
     def __init__(
         self,
@@ -43,10 +48,13 @@ class TargetModel:
         *,
         tokenizer: Tokenizer | None = None,
         progress: bool = False,
+        module: Any = None,
     ):
         self.config, self.params, self.dtype, self.tokenizer = config, params, dtype, tokenizer
+        self.module = build_target(config) if module is None else module
         self._progress = progress
-        self._apply = jit(functools.partial(_forward, config, dtype))
+        self._forward = functools.partial(_forward, self.module, dtype)
+        self._apply = jit(self._forward)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -54,6 +62,11 @@ class TargetModel:
         places = (getattr(x, "sharding", None) for x in jax.tree.leaves(self.params))
         meshes = (place.mesh for place in places if isinstance(place, NamedSharding))
         return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
+
+    def with_params(self, params: dict[str, Any]) -> "TargetModel":
+        """Return the same target with other parameters."""
+        module = self.module
+        return TargetModel(self.config, params, self.dtype, tokenizer=self.tokenizer, module=module)
 
     def forward(self, ids: Sequence[Sequence[int]] | Int[Array, "B T"]) -> ForwardOutput:
         """Return logits and hidden states of token ids [B, T], unpadded, at positions 0 .. T-1.
@@ -95,7 +108,7 @@ class TargetModel:
         """
         check_not_forked()
         _check_shape(ids)
-        return _forward(self.config, self.dtype, params, ids.astype(np.int32))
+        return self._forward(params, ids.astype(np.int32))
 
 
 def _check_shape(ids: Array | np.ndarray) -> None:
@@ -106,14 +119,16 @@ def _check_shape(ids: Array | np.ndarray) -> None:
 
 
 def _forward(
-    config: TargetConfig, dtype: Dtype, params: dict[str, Any], tokens: Int[Array, "B T"]
+    module: Any, dtype: Dtype, params: dict[str, Any], tokens: Int[Array, "B T"]
 ) -> ForwardOutput:
     rows, width = tokens.shape
-    config = dataclasses.replace(config, rope=config.rope.for_length(width))
+    if isinstance(module.config, TargetConfig):  # some rotate by the length of the text
+        rope = module.config.rope.for_length(width)
+        module = build_target(dataclasses.replace(module.config, rope=rope))
     plan = dataclasses.replace(LEAST, rows=rows, max_length=max(width, 2), dtype=dtype)
-    pair = build_pair(config)
+    pair = Pair(module)
     state = PlannedPair(pair, plan).empty_state()
-    every = tuple(range(config.num_layers + 1))
+    every = tuple(range(pair.target.config.num_layers + 1))
     params = {"target": params}
     out = pair.target_call(params, tokens, state.target, state.position, taps=every, chunked=True)
     logits = pair.target_call(params, out.hidden, method="logits")

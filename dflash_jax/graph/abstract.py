@@ -314,7 +314,8 @@ def cast_params(params: Params, dtype: str) -> Params:
     """Cast the floats of a model's parameters, except for those in `ALWAYS_FLOAT32`."""
 
     def one(path: Any, x: Any) -> Any:
-        kept = path[-1].key in ALWAYS_FLOAT32 or not jnp.issubdtype(x.dtype, jnp.floating)
+        name = getattr(path[-1], "key", "")
+        kept = name in ALWAYS_FLOAT32 or not jnp.issubdtype(x.dtype, jnp.floating)
         return x if kept else x.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(one, params)

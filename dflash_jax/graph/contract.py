@@ -81,7 +81,7 @@ def check_shapes(planned: PlannedPair) -> None:
       PlanError: a member fails, or returns another structure, shape or dtype than a step needs.
     """
     pair, plan = planned.pair, planned.plan
-    if all(_is_of_package(model) for model in (pair.target, pair.drafter)):
+    if all(is_of_package(model) for model in (pair.target, pair.drafter)):
         return
     # No other axis has both of these sizes by chance.
     for rows in (plan.rows, plan.rows + 1):
@@ -106,7 +106,8 @@ def check_shapes(planned: PlannedPair) -> None:
         ) from error
 
 
-def _is_of_package(model: Any) -> bool:
+def is_of_package(model: Any) -> bool:
+    """Return whether a module is one of this package, or None."""
     return model is None or type(model).__module__.partition(".")[0] == "dflash_jax"
 
 

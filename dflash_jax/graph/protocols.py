@@ -304,6 +304,10 @@ class Drafter(Protocol):
       windowed(window): a drafter with the same parameters that sees no more than the last `window`
         positions of a row (`Plan.draft_window`).
       kernels: as of a target.
+      loss(logits, labels, probs): the loss [B, R] of each place in training, in place of the
+        recipe's. `logits` [B, R, N] are those from which the drafter chose, `labels` the index of
+        the target's token among them, `probs` the target's distributions over them where the
+        recipe asks for these (`loss=kl`, `loss=mix`), else None.
       describe(): one line for reports.
     """
 

@@ -11,7 +11,6 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.config import TargetConfig
 from dflash_jax.graph.protocols import CacheMaker, Draft, DraftSampler, SharedLayers
 from dflash_jax.kernels.caches import LayerCache
 from dflash_jax.nn.attention import Positions, write_keys_values
@@ -64,8 +63,12 @@ class Recorder:
         return sampler.certain(nothing, count=jnp.zeros_like(start)), tuple(caches)
 
 
-def recorder(target: TargetConfig, layer_ids: Sequence[int]) -> Recorder:
-    """Return a drafter that records the outputs of target layers, counted from 0."""
+def recorder(target: Any, layer_ids: Sequence[int]) -> Recorder:
+    """Return a drafter that records the outputs of target layers, counted from 0.
+
+    Args:
+      target: a config; -1 as a layer is the input of layer 0.
+    """
     return Recorder(tuple(i + 1 for i in layer_ids), target.hidden_size)
 
 

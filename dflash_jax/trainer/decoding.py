@@ -19,7 +19,6 @@ from dflash_jax.graph.build import jit
 from dflash_jax.graph.keys import Step, Variant
 from dflash_jax.graph.placement import place_params
 from dflash_jax.graph.steps.pair import Params
-from dflash_jax.models import build_target
 from dflash_jax.models.recorder import recorded, recorder
 from dflash_jax.plan import Plan, Weights
 from dflash_jax.quant.layouts import pack_tree
@@ -58,9 +57,7 @@ class EnginePool:
     ):
         self._most, self._weights = most, weights
         self._model, self._variant, self._tokenizer = model, variant, tokenizer
-        self._pair = Pair(
-            build_target(model.config), recorder(model.config, taps) if taps else None
-        )
+        self._pair = Pair(model.module, recorder(model.config, taps) if taps else None)
         self._chunk = chunk
         self._lock = threading.Lock()
         self._free: dict[Bucket, queue.SimpleQueue[Engine]] = {}

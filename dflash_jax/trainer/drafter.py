@@ -17,7 +17,7 @@ from dflash_jax.graph.abstract import cast_params
 from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.nn.layers import rms_norm
 from dflash_jax.trainer import blocks as anchoring
-from dflash_jax.trainer import objective
+from dflash_jax.trainer import objective, own_modules
 from dflash_jax.trainer.blocks import split_attention
 from dflash_jax.trainer.features import TargetFeatures, target_features
 from dflash_jax.trainer.recipes import DFLASH, Recipe
@@ -121,6 +121,9 @@ def scores(
 ) -> objective.Scores:
     """Return the scores [B, N, R] of all drafted places."""
     assert pair.drafter is not None
+    if own_modules.is_own(pair.drafter):
+        places = (blocks.anchors, blocks.labels, blocks.counts)
+        return own_modules.scores(pair, params, recipe, features, tokens, places)
     length, count = tokens.shape[1], blocks.labels.shape[2]
     before = anchoring.slots(blocks.anchors, count, length)  # the place before each drafted one
     teacher = None
@@ -162,7 +165,7 @@ def chained(
     """
     assert pair.drafter is not None
     anchors, alive = part.anchors[:, moved], part.alive[:, moved]
-    width = pair.drafter.config.step_width
+    width = step_width(pair, recipe)
     labels, counts = anchoring.following(part.tokens, part.wanted, anchors, width)
     blocks = Blocks(anchors=anchors, labels=labels, counts=counts)
     fixed = jax.lax.stop_gradient(params)
@@ -173,8 +176,16 @@ def chained(
     )
 
 
+def step_width(pair: Pair, recipe: Recipe) -> int:
+    """Return the tokens of a step that verifies all drafts of the drafter."""
+    own = own_modules.is_own(pair.drafter)
+    return recipe.block if own else pair.drafter.config.step_width
+
+
 def joined(trained: dict[str, Any], fixed: dict[str, Any]) -> dict[str, Any]:
     """Return all parameters of a drafter, of which some are trained and the others are not."""
+    if not fixed:
+        return trained
     both = {name: joined(trained[name], fixed[name]) for name in trained.keys() & fixed.keys()}
     return trained | fixed | both
 
@@ -211,7 +222,7 @@ def sums(
     moved = anchoring.chained_share(part.anchors.shape[1], recipe.chained)
     if len(moved):
         part = chained(pair, both, recipe, features, part, moved)
-    width = pair.drafter.config.step_width
+    width = step_width(pair, recipe)
     labels, counts = anchoring.trained(
         part.tokens, part.wanted, features.best, part.anchors, part.alive, width
     )
@@ -269,6 +280,20 @@ def gradient(
     )
     slope = jax.tree.map(lambda *x: sum(map(operator.mul, x, shares)), *slopes)
     return slope, objective.total(recipe, totals)[1]
+
+
+def check_gradient(pair: Pair, recipe: Recipe, params: dict, target: dict) -> None:
+    """Evaluate the gradient of a batch by shapes; errors are those of the modules' members."""
+    bucket = recipe.buckets[0]
+    tokens = jax.ShapeDtypeStruct((bucket.rows, bucket.length), jnp.int32)
+    wanted = jax.ShapeDtypeStruct(tokens.shape, jnp.bool_)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    count = recipe.blocks(0) or 1
+
+    def evaluated(params: dict, target: dict, rows: Any, number: Any) -> Any:
+        return gradient(pair, recipe, params, target, rows, None, number, count)
+
+    jax.eval_shape(evaluated, params, target, (tokens, wanted), number)
 
 
 def split_rows(tree: Any, parts: int) -> Any:

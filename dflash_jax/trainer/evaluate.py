@@ -11,7 +11,7 @@ from dflash_jax.engine.result import Result
 from dflash_jax.errors import RequestError
 from dflash_jax.plan import Dtype, Plan
 from dflash_jax.target_model import TargetModel
-from dflash_jax.trainer.trained import read_drafter
+from dflash_jax.trainer.trained import TrainedDrafter, read_drafter
 
 CHAT, CODE, IDS = KINDS = ("chat", "code", "ids")
 LENGTH = 2048  # of prompt and answer together
@@ -76,7 +76,7 @@ def summary(row: dict[str, Any]) -> str:
 
 def engine_of(
     target: str | Path | TargetModel,
-    drafter: Path,
+    drafter: Path | TrainedDrafter,
     *,
     dtype: Dtype = "float32",
     weights: str = "float",
@@ -89,13 +89,15 @@ def engine_of(
     from dflash_jax.loading import open_pair
 
     options: dict[str, Any] = {"dtype": dtype, "weights": weights}
-    if not isinstance(target, TargetModel):
+    if isinstance(drafter, Path) and not isinstance(target, TargetModel):
         pair = open_pair(target, drafter)
         return pair.engine(Plan(max_length=min(LENGTH, pair.configs[0].max_length), **options))
-    rows = 1 if target.mesh is None else target.mesh.shape["data"]
-    length = min(LENGTH, target.config.max_length)
-    plan = Plan(rows=rows, max_length=length, **options)
-    return read_drafter(drafter, target, {}).unmeasured_engine(plan)
+    if isinstance(drafter, Path):
+        drafter = read_drafter(drafter, target, {})  # pyrefly: ignore
+    model = drafter.target
+    rows = 1 if model.mesh is None else model.mesh.shape["data"]
+    length = min(LENGTH, model.config.max_length)
+    return drafter.unmeasured_engine(Plan(rows=rows, max_length=length, **options))
 
 
 def evaluate(

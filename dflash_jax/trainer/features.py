@@ -24,12 +24,12 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.errors import CheckpointError
+from dflash_jax.graph import Graph
 from dflash_jax.graph.abstract import PlanCacheMaker
 from dflash_jax.graph.build import jit
 from dflash_jax.graph.memory import gibi
 from dflash_jax.graph.steps.pair import Pair
 from dflash_jax.kernels.vocabulary import argmax
-from dflash_jax.models import build_graph
 from dflash_jax.plan import LEAST, Plan, Weights
 from dflash_jax.target_model import TargetModel
 from dflash_jax.trainer.decoding import packed_params, parallel_calls
@@ -284,7 +284,7 @@ def reader(pair: Pair, model: TargetModel, weights: Weights) -> tuple[Pair, dict
     """
     if weights == FLOAT:
         return pair, model.params
-    graph = build_graph(model.config, None, Plan(dtype=model.dtype, weights=weights, exact=False))
+    graph = Graph(Pair(model.module), Plan(dtype=model.dtype, weights=weights, exact=False))
     plan = graph.plan
     if plan.kernels != "native":
         return pair, model.params

@@ -19,16 +19,17 @@ from dflash_jax.errors import ConfigError, PlanError, install_hint
 from dflash_jax.graph import Pair
 from dflash_jax.graph.abstract import PlannedPair, cast_params
 from dflash_jax.graph.cache import use_compilation_cache
+from dflash_jax.graph.contract import is_of_package
 from dflash_jax.graph.placement import named_mesh, param_shardings, place
+from dflash_jax.graph.protocols import ModelConfig
 from dflash_jax.graph.settings import isolated_jax_config
-from dflash_jax.models import build_target
 from dflash_jax.plan import LEAST
 from dflash_jax.quant.layouts import Joined, StructuredWeight
 from dflash_jax.target_model import TargetModel
-from dflash_jax.trainer import data, recipes, sources
+from dflash_jax.trainer import data, own_modules, recipes, sources
 from dflash_jax.trainer.loop import TrainingStopped, to_stderr
 from dflash_jax.trainer.recipes import FLOAT, Recipe
-from dflash_jax.trainer.trained import TrainedDrafter, read_drafter
+from dflash_jax.trainer.trained import TrainedDrafter, read_drafter, read_params
 from dflash_jax.utils.forking import check_not_forked
 from dflash_jax.utils.progress import is_shown
 from dflash_jax.utils.sources import Source
@@ -53,9 +54,10 @@ def train(
     of `dflash-jax train`, without files unless they are asked for.
 
     Args:
-      target: an engine; a `dj.TargetModel`, which takes parameters of other libraries from
-        `converters.live.from_arrays`; or a source as for `dj.load`. One in memory keeps its dtype,
-        whatever that of the recipe.
+      target: an engine, of which a drafter of your own is trained in place of the recipe's kind,
+        starting with its parameters; a `dj.TargetModel`, which takes parameters of other libraries
+        from `converters.live.from_arrays`; or a source as for `dj.load`. One in memory keeps its
+        dtype, whatever that of the recipe.
       prompts: user turns, conversations (lists of messages), lists of token ids, or dicts like the
         lines of `dflash-jax train --data`. Or what that option takes: a file, or "self:N".
       recipe: the name of a preset, or one that `dj.recipe` changed.
@@ -85,11 +87,10 @@ def train(
         raise ConfigError(f"recipe is {recipe!r}; expected a preset's name, or a dj.recipe(...)")
     report = on_progress or (to_stderr if is_shown() else lambda line: None)
     source = training_data(prompts)
-    if start is not None and not isinstance(start, TrainedDrafter):
-        start = Path(start)
     use_compilation_cache(None)
     with optax_settings(), tempfile.TemporaryDirectory(prefix="dflash_jax-") as scratch:
         model, chosen = placed(in_memory(target, chosen), mesh, chosen)
+        start = started(target, model, start)
         folder = Path(scratch) / "run" if out is None else Path(out).expanduser()
         try:
             outcome = run.run(
@@ -98,7 +99,7 @@ def train(
         except TrainingStopped as stop:
             again = "without out=, nothing is kept" if out is None else "the same call goes on"
             raise KeyboardInterrupt(f"{stop}; {again}") from None
-        return read_drafter(outcome.drafter, model, outcome.results)
+        return outcome.own or read_drafter(outcome.drafter, model, outcome.results)
 
 
 @contextlib.contextmanager
@@ -158,33 +159,70 @@ def in_memory(target: Any, recipe: Recipe) -> TargetModel:
         params = pair.target.load(dtype)
         return TargetModel(config, params, dtype, tokenizer=pair.tokenizer)  # pyrefly: ignore
     if isinstance(target, TargetModel):
-        TreeSource(target.params, target.config)
+        if isinstance(target.config, TargetConfig):
+            TreeSource(target.params, target.config)
         return target
     if not isinstance(target, Engine):
         raise ConfigError(
             f"target is a {type(target).__name__}; expected an engine, a dj.TargetModel or a"
             " source; dflash_jax.converters.live.from_arrays converts other libraries' parameters"
         )
-    config, params = target.graph.config, target.params
-    if not isinstance(config, TargetConfig) or not isinstance(params, Mapping):
-        raise ConfigError(
-            "the engine's target is a module of your own, or on other hosts; expected a target"
-            " family of dflash_jax, in this process"
-        )
+    if not isinstance(target.params, Mapping):
+        raise ConfigError("the engine's target is on other hosts; expected one in this process")
+    module, dtype = target.graph.pair.target, target.plan.dtype
+    params = cast_params(floats_of(target, "target"), dtype)
+    config = target.graph.config
+    if is_of_package(module) and isinstance(config, TargetConfig):
+        return TargetModel(config, params, dtype, tokenizer=target.tokenizer)
+    config = completed(config)
+    return TargetModel(config, params, dtype, tokenizer=target.tokenizer, module=module)
+
+
+def completed(config: Any) -> Any:
+    """Return the config of a target of one's own, or a `ModelConfig` if optional fields lack."""
+    fields = dataclasses.fields(ModelConfig)
+    values: dict[str, Any] = {x.name: getattr(config, x.name, x.default) for x in fields}
+    whole = all(hasattr(config, name) for name in values)
+    return config if whole else ModelConfig(**values)
+
+
+def floats_of(engine: Engine, role: str) -> Any:
+    """Return the parameters of an engine's target or drafter as plain arrays.
+
+    Raises:
+      ConfigError: they are packed.
+    """
 
     def plain(weight: Any) -> Any:
         if isinstance(weight, Joined) or getattr(weight, "kind", ""):
             raise ConfigError(
-                "the engine's target has packed matrices; load it with dj.Plan(weights='float'),"
+                f"the engine's {role} has packed matrices; load it with dj.Plan(weights='float'),"
                 " and give a recipe with target_weights if it is served packed"
             )
         return np.asarray(weight) if isinstance(weight, StructuredWeight) else weight
 
-    floats = jax.tree.map(
-        plain, params["target"], is_leaf=lambda x: isinstance(x, StructuredWeight)
+    return jax.tree.map(
+        plain, engine.params[role], is_leaf=lambda x: isinstance(x, StructuredWeight)
     )
-    dtype = target.plan.dtype
-    return TargetModel(config, cast_params(floats, dtype), dtype, tokenizer=target.tokenizer)
+
+
+def started(
+    target: Any, model: TargetModel, start: Source | TrainedDrafter | None
+) -> Path | TrainedDrafter | None:
+    """Return the drafter to start from: what was given, or an engine's drafter of one's own.
+
+    Raises:
+      CheckpointError: a file does not hold the parameters of an engine's own drafter.
+    """
+    if isinstance(start, TrainedDrafter):
+        return start
+    module = target.graph.pair.drafter if isinstance(target, Engine) else None
+    if is_of_package(module) or not own_modules.is_own(module):
+        return None if start is None else Path(start)
+    params = jax.device_get(floats_of(target, "drafter"))
+    if start is not None:
+        params = read_params(Path(start), params, type(module).__name__)
+    return TrainedDrafter(None, params, {}, model, module)
 
 
 def placed(model: TargetModel, mesh: Mesh | None, recipe: Recipe) -> tuple[TargetModel, Recipe]:
@@ -203,10 +241,10 @@ def placed(model: TargetModel, mesh: Mesh | None, recipe: Recipe) -> tuple[Targe
         mesh = named_mesh(mesh)
         recipe = dataclasses.replace(recipe, devices=mesh.shape["data"])
         check_mesh(mesh, model.config, recipe)
-        planned = PlannedPair(Pair(build_target(model.config)), LEAST)
+        planned = PlannedPair(Pair(model.module), LEAST)
         where = param_shardings(mesh, tree, planned.model_axes)
     params = place(tree, where)["target"]
-    return TargetModel(model.config, params, model.dtype, tokenizer=model.tokenizer), recipe
+    return model.with_params(params), recipe
 
 
 def check_mesh(mesh: Mesh, config: TargetConfig, recipe: Recipe) -> None:
@@ -217,7 +255,7 @@ def check_mesh(mesh: Mesh, config: TargetConfig, recipe: Recipe) -> None:
             "mesh has devices of other processes; expected those of this one. On several hosts,"
             " `dflash-jax train --hosts` trains for a target in files"
         )
-    if config.num_kv_heads % by_head:
+    if getattr(config, "num_kv_heads", by_head) % by_head:
         raise PlanError(
             f"mesh has {by_head} devices along 'model' for {config.num_kv_heads} kv heads; expected"
             " a divisor of them"

@@ -6,6 +6,7 @@ about half the steps that AdamW needs at these sizes.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -34,10 +35,21 @@ TABLES = (
     "correction_out",
 )  # fmt: skip  (one entry per token)
 KERNELS = ("base",)  # of convolutions
+EMBEDDING = "embedding"  # a table of Flax's layers
 
 
-def build(schedule: Schedule, *, decay: float, kind: str = MUON) -> optax.GradientTransformation:
-    """Return the optimizer: `schedule.rate` for tables and norms, 5x that for matrices."""
+def build(
+    schedule: Schedule,
+    *,
+    decay: float,
+    kind: str = MUON,
+    matrices: Callable[[Any], Any] | None = None,
+) -> optax.GradientTransformation:
+    """Return the optimizer: `schedule.rate` for tables and norms, 5x that for matrices.
+
+    Args:
+      matrices: returns which weights of a tree are matrices; `are_matrices` by default.
+    """
     rate = ramp(schedule, schedule.rate)
     adamw = functools.partial(optax.adamw, rate, b1=0.9, b2=0.95)
     clipped = optax.clip_by_global_norm(1.0)
@@ -49,7 +61,8 @@ def build(schedule: Schedule, *, decay: float, kind: str = MUON) -> optax.Gradie
         optax.scale_by_learning_rate(ramp(schedule, MATRIX_FACTOR * schedule.rate)),
     )
     others = adamw(weight_decay=0.0, nesterov=True)
-    return optax.chain(clipped, optax.partition({True: muon, False: others}, are_matrices))
+    which = are_matrices if matrices is None else matrices
+    return optax.chain(clipped, optax.partition({True: muon, False: others}, which))
 
 
 def ramp(schedule: Schedule, peak: float) -> optax.Schedule:
@@ -69,6 +82,18 @@ def are_matrices(params: Any) -> Any:
 
     def one(path: tuple, leaf: jax.Array) -> bool:
         return leaf.ndim >= 2 and path[-1].key not in (*TABLES, *KERNELS)
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def of_two_axes(params: Any) -> Any:
+    """Return which weights of a module of one's own are matrices, whose names say nothing.
+
+    Of more axes it is not known which are the inputs.
+    """
+
+    def one(path: tuple, leaf: jax.Array) -> bool:
+        return leaf.ndim == 2 and getattr(path[-1], "key", "") not in (*TABLES, EMBEDDING)
 
     return jax.tree_util.tree_map_with_path(one, params)
 

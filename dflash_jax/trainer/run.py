@@ -14,9 +14,9 @@ from typing import Any
 
 import jax
 
-from dflash_jax.config import AttentionConfig, DrafterConfig
+from dflash_jax.config import AttentionConfig
 from dflash_jax.errors import ComputeError
-from dflash_jax.models import build_pair
+from dflash_jax.graph import Pair
 from dflash_jax.target_model import TargetModel
 from dflash_jax.trainer import data, evaluate, exchange, objective, regenerate
 from dflash_jax.trainer import rows as packing
@@ -24,9 +24,9 @@ from dflash_jax.trainer.data import Usage
 from dflash_jax.trainer.files import saved_as, sound, unless_refused, write_json
 from dflash_jax.trainer.recipes import Recipe
 from dflash_jax.trainer.rows import TokenRows
-from dflash_jax.trainer.setup import RUN, BegunRun, begin, check_ids
+from dflash_jax.trainer.setup import PARAMS, RUN, BegunRun, begin, check_ids
 from dflash_jax.trainer.sources import TrainingData
-from dflash_jax.trainer.trained import TrainedDrafter, write_drafter
+from dflash_jax.trainer.trained import TrainedDrafter, write_drafter, write_params
 from dflash_jax.trainer.training import (
     Placement,
     Report,
@@ -43,6 +43,7 @@ class Outcome:
 
     drafter: Path  # the exported folder
     results: dict[str, Any]  # acceptance length of each kind of held-out prompt
+    own: TrainedDrafter | None = None  # the drafter, if it is a module of one's own
 
 
 def run(
@@ -91,17 +92,16 @@ def prepare(
     Other runs take them by `data_of`. Arguments and errors are those of `run`.
     """
     begun = begin(target, source, out, recipe, report=report)
-    model, config, rows = begun.model, begun.config, answered_rows(begun)
+    model, pair, rows = begun.model, begun.pair, answered_rows(begun)
     batches, _ = make_batches(rows, recipe, report)
-    if store := feature_store(out, model, config, recipe):
-        pair = build_pair(model.config, config)
+    if store := feature_store(out, pair, recipe):
         cached_features(store, pair, model, recipe, batches, report)
 
 
 def answered_rows(begun: BegunRun, *, decoder: regenerate.Decoder | None = None) -> list[TokenRows]:
     """Return the training rows of a run that was begun; arguments and errors as for `finish`."""
     out, model, recipe, (_, usage) = begun.out, begun.model, begun.recipe, begun.held_out()
-    recording = None if decoder else answer_recording(out, model, begun.config, recipe)
+    recording = None if decoder else answer_recording(out, begun.pair, recipe)
     how = {"recording": recording, "decoder": decoder}
     return stored_rows(out, model, begun.data.training, recipe, begun.report, usage, **how)
 
@@ -115,24 +115,37 @@ def finish(begun: BegunRun, *, decoder: regenerate.Decoder | None = None) -> Out
       decoder: decodes the answers; by default this process, which then records features too.
     """
     out, recipe, report = begun.out, begun.recipe, begun.report
-    model, config, group = begun.model, begun.config, exchange.current()
+    model, group = begun.model, exchange.current()
     rows: list[TokenRows] = []
     if group.first:
         rows = answered_rows(begun, decoder=decoder)
     if not group.exchange("is trained", (out / "drafter").is_dir())[0]:
         if not group.first:
             rows = packing.load(out / "rows.npz")
-        mask, identity = config.mask_token_id, begun.identity
+        mask = 0 if begun.config is None else begun.config.mask_token_id
         with explained_out_of_memory():
             trained = fit(
-                model, recipe, mask, rows, out, identity=identity, report=report, start=begun.params
-            )
+                model, recipe, mask, rows, out, identity=begun.identity, report=report,
+                start=begun.own or begun.params,
+            )  # fmt: skip
         if group.first:
-            write_drafter(out / "drafter", config, trained.params)
+            write_trained(begun, trained.params)
     if not group.first:
         return Outcome(out / "drafter", {})
     asked, _ = begun.held_out()
-    return Outcome(out / "drafter", measured(out, begun.target, asked, recipe, report))
+    own = begun.own_trained()
+    results = measured(out, begun.target, asked, recipe, report, drafter=own)
+    return Outcome(out / "drafter", results, own and dataclasses.replace(own, results=results))
+
+
+def write_trained(begun: BegunRun, params: Any) -> None:
+    """Write the trained drafter into the run's folder."""
+    folder = begun.out / "drafter"
+    if begun.config is not None:
+        write_drafter(folder, begun.config, params)
+        return
+    with saved_as(folder, folder=True) as partial:
+        write_params(partial / PARAMS, params)
 
 
 @contextlib.contextmanager
@@ -206,19 +219,18 @@ def stored_rows(
     return packing.load(path)
 
 
-def answer_recording(
-    out: Path, model: TargetModel, config: DrafterConfig, recipe: Recipe
-) -> regenerate.Recording | None:
+def answer_recording(out: Path, pair: Pair, recipe: Recipe) -> regenerate.Recording | None:
     """Return how features are recorded while the target answers; None if they cannot be.
 
     Recording has the taps of greedy answers, but no distributions.
     """
     if recipe.temperature or objective.wants_distribution(recipe):
         return None
-    store = feature_store(out, model, config, recipe)
-    if store is None:
+    store = feature_store(out, pair, recipe)
+    if store is None or not pair.taps:
         return None
-    return regenerate.Recording(store, config.target_layer_ids, recipe.buckets[-1].length)
+    layers = tuple(tap - 1 for tap in pair.taps)
+    return regenerate.Recording(store, layers, recipe.buckets[-1].length)
 
 
 def write_huggingface(
@@ -242,8 +254,14 @@ def measured(
     entries: Sequence[dict[str, Any]],
     recipe: Recipe,
     report: Report,
+    *,
+    drafter: TrainedDrafter | None = None,
 ) -> dict[str, Any]:
-    """Return the acceptance lengths on held-out prompts, measured once into results.json."""
+    """Return the acceptance lengths on held-out prompts, measured once into results.json.
+
+    Args:
+      drafter: by default, the one in the run's folder.
+    """
     path = out / "results.json"
     if not path.is_file():
         if not entries:
@@ -254,7 +272,7 @@ def measured(
             partial.write_text("".join(lines), encoding="utf-8")
         how = {"dtype": recipe.dtype, "weights": recipe.target_weights}
         scores = evaluate.evaluate(
-            evaluate.engine_of(target, out / "drafter", **how),  # pyrefly: ignore
+            evaluate.engine_of(target, drafter or out / "drafter", **how),  # pyrefly: ignore
             out / "heldout.jsonl",
             max_tokens=recipe.held_out_tokens,
             report=report,

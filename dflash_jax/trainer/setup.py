@@ -17,22 +17,37 @@ import numpy as np
 
 from dflash_jax.config import DrafterConfig, TargetConfig, check_pair
 from dflash_jax.errors import ConfigError, HostError
+from dflash_jax.graph import Pair
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.build import jit
+from dflash_jax.graph.contract import is_of_package
 from dflash_jax.graph.placement import AXES
-from dflash_jax.models import build_pair
 from dflash_jax.plan import LEAST, Weights
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
 from dflash_jax.target_model import TargetModel
 from dflash_jax.tokenizer import Tokenizer
-from dflash_jax.trainer import data, exchange, follow_ups, prompt_kinds, self_written, sources
+from dflash_jax.trainer import (
+    data,
+    drafter,
+    exchange,
+    follow_ups,
+    own_modules,
+    prompt_kinds,
+    self_written,
+    sources,
+)
 from dflash_jax.trainer.data import Example, Usage
 from dflash_jax.trainer.files import claim, differences, saved_as, sound
 from dflash_jax.trainer.recipes import DSPARK, FLOAT, KL, MIX, Recipe, new_drafter
 from dflash_jax.trainer.saved import full
-from dflash_jax.trainer.trained import TrainedDrafter
+from dflash_jax.trainer.trained import (
+    TrainedDrafter,
+    pair_of,
+    read_params,
+)
 from dflash_jax.trainer.training import Report
 
+PARAMS = "params.safetensors"  # of a drafter of one's own, in its folder
 RUN = "run.json"  # the settings of a run, in its folder
 
 
@@ -43,9 +58,10 @@ class BegunRun:
     Attributes:
       target, out, recipe, report: arguments of `begin`.
       model: the target.
-      config: of the drafter.
+      config: of the drafter; None of a module of one's own.
       params: of the drafter to start from, if there is one.
       identity: everything that the result depends on.
+      own: the drafter to start from, if it is a module of one's own.
     """
 
     target: str | TargetModel
@@ -53,10 +69,25 @@ class BegunRun:
     recipe: Recipe
     report: Report
     model: TargetModel
-    config: DrafterConfig
+    config: DrafterConfig | None
     data: sources.TrainingData
     params: dict[str, Any] | None
     identity: str
+    own: TrainedDrafter | None = None
+
+    @property
+    def pair(self) -> Pair:
+        """The modules of target and drafter."""
+        return pair_of(self.model, self.own.module if self.own else self.config)
+
+    def own_trained(self) -> TrainedDrafter | None:
+        """Return the drafter that `write` wrote, if it is a module of one's own."""
+        if self.own is None:
+            return None
+        name = type(self.own.module).__name__
+        params = read_params(self.out / "drafter" / PARAMS, self.own.params, name)
+        changes: dict[str, Any] = {"params": params, "target": self.model, "results": {}}
+        return dataclasses.replace(self.own, block=self.recipe.block, **changes)
 
     def held_out(self) -> tuple[list[dict[str, Any]], Usage]:
         """Return the held-out prompts, and the count of lines, in which they are entered."""
@@ -96,11 +127,17 @@ def begin(
     check_ids((example.ids for example in examples), model.config)
     data.held_out(given_data.held_out, model.tokenizer, recipe)  # fails before anything is written
     check_turns(model, given_data, recipe)
-    if mask_id is None:
-        mask_id, why = mask_token(model.tokenizer, model.config, examples)
-        report(f"mask token {mask_id}: {why}")
-    config = new_drafter(recipe, model.config, mask_id)
-    check_pair(model.config, config)
+    own = start if isinstance(start, TrainedDrafter) and start.module is not None else None
+    if own is not None:
+        config = None
+        check_own(own, model, recipe, mask_id)
+    else:
+        check_sizes(model.config)
+        if mask_id is None:
+            mask_id, why = mask_token(model.tokenizer, model.config, examples)
+            report(f"mask token {mask_id}: {why}")
+        config = new_drafter(recipe, model.config, mask_id)
+        check_pair(model.config, config)
     about: dict[str, Any] = {
         "target": named(target),
         "data": data.fingerprint(given_data.training),
@@ -114,7 +151,11 @@ def begin(
     if recipe.mixture or recipe.follow_ups:
         texts = prompt_kinds.SOURCE.read_text(encoding="utf-8"), *given_data.avoided
         about["openings"] = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-    params = read_start(start, config) if start else None  # fails before anything is written
+    params = None
+    if own is not None:
+        about["drafter"] = f"{type(own.module).__module__}.{type(own.module).__qualname__}"
+    elif start and config is not None:
+        params = read_start(start, config)  # fails before anything is written
     if data_of:
         check_reuse(data_of, about)
     claim(out, RUN, about)
@@ -123,7 +164,34 @@ def begin(
     identity = json.dumps(about, sort_keys=True)
     every = with_self_written(out, model, given_data, recipe, report)
     group.exchange("begun", about)
-    return BegunRun(target, out, recipe, report, model, config, every, params, identity)
+    return BegunRun(target, out, recipe, report, model, config, every, params, identity, own)
+
+
+def check_own(own: TrainedDrafter, model: TargetModel, recipe: Recipe, mask_id: int | None) -> None:
+    """Check a module of one's own, its gradient included, by shapes.
+
+    Raises:
+      ConfigError, PlanError: it does not draft, or there is nothing to train.
+    """
+    if mask_id is not None:
+        raise ConfigError(
+            f"mask_id is {mask_id}, but {type(own.module).__name__}, a drafter of your own, is not"
+            " asked for masks; leave it out"
+        )
+    pair = pair_of(model, own.module)
+    own_modules.check(pair, recipe, model)
+    params = own_modules.first_params(own)
+    drafter.check_gradient(pair, recipe, params, model.params)
+
+
+def check_sizes(config: Any) -> None:
+    """Raise ConfigError if a target's config does not say what the drafters of recipes need."""
+    if not isinstance(config, TargetConfig):
+        raise ConfigError(
+            f"the target's config, {config!r}, has no sizes for a drafter of the recipe; give an"
+            " engine with a drafter of your own: dj.Engine(dj.Graph(dj.Pair(target, drafter)),"
+            " params)"
+        )
 
 
 def follow(
@@ -193,6 +261,8 @@ def open_target(source: str | TargetModel, recipe: Recipe) -> TargetModel:
 
     if not isinstance(source, TargetModel):
         source = load_target(source, dtype=recipe.dtype)  # pyrefly: ignore
+    if not is_of_package(source.module):
+        own_modules.check_target(source, recipe)
     return rounded(source, recipe.target_weights)
 
 
@@ -201,7 +271,7 @@ def rounded(model: TargetModel, weights: Weights) -> TargetModel:
     if weights == FLOAT:
         return model
     plan = dataclasses.replace(LEAST, weights=weights)
-    specs = PlannedPair(build_pair(model.config), plan).specs
+    specs = PlannedPair(Pair(model.module), plan).specs
     own = {path.removeprefix("target/"): how for path, how in specs.items()}
     exact = jax.tree.map(lambda x: np.asarray(x, np.float32), jax.device_get(model.params))
 
@@ -212,7 +282,7 @@ def rounded(model: TargetModel, weights: Weights) -> TargetModel:
         return jax.device_put(weight.astype(old.dtype), old.sharding)
 
     params = jax.tree.map(value, model.params, pack_tree(exact, own))
-    return TargetModel(model.config, params, model.dtype, tokenizer=model.tokenizer)
+    return model.with_params(params)
 
 
 def check_ids(sequences: Iterable[Sequence[int] | np.ndarray], config: TargetConfig) -> None:

@@ -9,15 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dflash_jax.config import DrafterConfig
 from dflash_jax.errors import ConfigError
 from dflash_jax.graph.abstract import PlannedPair, by_path
 from dflash_jax.graph.build import jit
 from dflash_jax.graph.placement import AXES, param_shardings
 from dflash_jax.graph.steps.pair import Pair
-from dflash_jax.models import build_pair
 from dflash_jax.plan import LEAST
 from dflash_jax.target_model import TargetModel
 from dflash_jax.trainer import (
@@ -28,11 +27,13 @@ from dflash_jax.trainer import (
     loop,
     objective,
     optimizer,
+    own_modules,
 )
 from dflash_jax.trainer.features import FeatureStore
 from dflash_jax.trainer.recipes import CACHE, LAYERS, Recipe, new_drafter
 from dflash_jax.trainer.rows import Batches, TokenRows
 from dflash_jax.trainer.target import TrainState
+from dflash_jax.trainer.trained import TrainedDrafter, pair_of
 
 Report = Callable[[str], None]
 ROUNDED = 16  # blocks of a row are a multiple of it if all positions start one
@@ -105,9 +106,7 @@ def make_batches(
     return batches, used
 
 
-def feature_store(
-    out: Path, model: TargetModel, config: DrafterConfig, recipe: Recipe
-) -> FeatureStore | None:
+def feature_store(out: Path, pair: Pair, recipe: Recipe) -> FeatureStore | None:
     """Return the store of features in a run's folder; None if they are computed online.
 
     Raises:
@@ -115,8 +114,8 @@ def feature_store(
     """
     if recipe.features != CACHE:
         return None
-    streams = len(config.target_layer_ids) + objective.wants_distribution(recipe)
-    width = model.config.hidden_size
+    streams = len(pair.taps) + objective.wants_distribution(recipe)
+    width = pair.target.config.hidden_size
     return FeatureStore(out / "features", dtype=recipe.dtype, streams=streams, width=width)
 
 
@@ -151,11 +150,12 @@ class Fitted:
     """A drafter after its last step.
 
     Attributes:
+      config: a `DrafterConfig`; None of a module of one's own.
       last: its parameters then, on the host.
       average: their average over steps, if the recipe keeps one.
     """
 
-    config: DrafterConfig
+    config: Any
     last: dict[str, Any]
     average: dict[str, Any] | None
 
@@ -174,7 +174,7 @@ def fit(
     *,
     identity: str,
     report: Report,
-    start: dict[str, Any] | None = None,
+    start: dict[str, Any] | TrainedDrafter | None = None,
 ) -> Fitted:
     """Train a drafter on rows; state, log and feature cache are kept in `out`.
 
@@ -185,7 +185,7 @@ def fit(
       rows: one entry per bucket of the recipe.
       identity: see `loop.TrainingRun`.
       report: called with progress lines.
-      start: initial parameters; fresh ones by default.
+      start: initial parameters, or a module of one's own, which has no mask; fresh by default.
 
     Raises:
       ConfigError: no block can start in the rows, or devices are missing.
@@ -193,13 +193,14 @@ def fit(
       HostError: hosts start with different parameters, or from different states.
     """
     group = exchange.current()
-    config = new_drafter(recipe, model.config, mask_id)
-    pair = build_pair(model.config, config)
+    own = start if isinstance(start, TrainedDrafter) else None
+    config = None if own else new_drafter(recipe, model.config, mask_id)
+    pair = pair_of(model, own.module if own else config)
     batches, used = make_batches(rows, recipe, report)
     place = Placement(recipe.devices, model.mesh)
-    store = feature_store(out, model, config, recipe)
+    store = feature_store(out, pair, recipe)
     cache = cached_features(store, pair, model, recipe, batches, report)
-    maker = optimizer.build(recipe.schedule, decay=recipe.weight_decay, kind=recipe.optimizer)
+    maker = maker_of(recipe, own=own is not None)
     counts = block_counts(recipe, used, batches.rows)
     first, fixed = first_params(pair, recipe, model, rows, report, start)
     group.agree("the digest of all weights", digest((first, model.params, fixed), group))
@@ -236,7 +237,18 @@ def fit(
     return fitted(config, final, fixed.get(drafter.FIXED, {}))
 
 
-def fitted(config: DrafterConfig, state: TrainState, fixed: dict[str, Any]) -> Fitted:
+def maker_of(recipe: Recipe, *, own: bool) -> optax.GradientTransformation:
+    """Return the recipe's optimizer.
+
+    Args:
+      own: for a module of one's own, of whose weights it is not known which axes are inputs.
+    """
+    which = optimizer.of_two_axes if own else optimizer.are_matrices
+    options: dict[str, Any] = {"decay": recipe.weight_decay, "kind": recipe.optimizer}
+    return optimizer.build(recipe.schedule, matrices=which, **options)
+
+
+def fitted(config: Any, state: TrainState, fixed: dict[str, Any]) -> Fitted:
     """Return a trained drafter from its last state and the parameters that were not trained."""
     last = jax.device_get(drafter.joined(state.params, fixed))
     if state.average is None:
@@ -250,13 +262,16 @@ def first_params(
     model: TargetModel,
     rows: Sequence[TokenRows],
     report: Report,
-    start: dict[str, Any] | None,
+    start: dict[str, Any] | TrainedDrafter | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the drafter's parameters before the first step, and those that are not trained.
 
     Args:
-      start: parameters of another drafter; by default, the recipe's `initial`.
+      start: a module of one's own, or parameters of another drafter; by default, the recipe's
+        `initial`.
     """
+    if isinstance(start, TrainedDrafter):
+        return own_modules.first_params(start), {}
     assert pair.drafter is not None
     fresh, configs = initial_weights.fresh(pair, recipe.seed), (model.config, pair.drafter.config)
     params, _ = initial_weights.replaced(fresh, start or {})

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Those that read states of other libraries' modules.
+# Those that run modules of NNX, or read states of other libraries' modules.
 NNX = (
-    "test_contract.py",  # the refusal, and the wrapper that documents show
+    *("protocols.py", "test_contract.py", "test_own_modules.py"),
     *("rollouts.py", "test_flax.py", "test_live.py", "test_rollouts.py"),
     *("test_update_params.py", "check.py", "write.py"),
 )
