@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dflash_jax.random_weights import random_engine
     from dflash_jax.target_model import ForwardOutput, TargetModel
     from dflash_jax.trainer.in_process import train
+    from dflash_jax.trainer.measuring import Measurement, measure
     from dflash_jax.trainer.recipes import Recipe, recipe
     from dflash_jax.trainer.trained import TrainedDrafter
 
@@ -50,6 +51,7 @@ __all__ = [
     "ForkedProcessError",
     "ForwardOutput",
     "Graph",
+    "Measurement",
     "Pair",
     "Piece",
     "Plan",
@@ -70,6 +72,7 @@ __all__ = [
     "load",
     "load_exported",
     "load_target",
+    "measure",
     "random_engine",
     "recipe",
     "register",
@@ -99,6 +102,7 @@ _MODULES = {
     "graph": ("Graph", "Pair"),
     "graph.export": ("load_exported",),
     "loading": ("load", "load_target"),
+    "trainer.measuring": ("Measurement", "measure"),
     "random_weights": ("random_engine",),
     "target_model": ("ForwardOutput", "TargetModel"),
     "trainer.in_process": ("train",),

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,20 @@ def read(path: Path) -> list[Example]:
     if not examples:
         raise ConfigError(f"{path} has no lines; expected lines like {FORMS}")
     return examples
+
+
+def line(prompt: Any) -> str:
+    """Return a prompt as a line of a file of data."""
+    if isinstance(prompt, str):
+        prompt = {"prompt": prompt}
+    elif isinstance(prompt, list | tuple | np.ndarray):
+        conversation = len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        prompt = {"messages" if conversation else "ids": prompt}
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if isinstance(value, np.ndarray | np.generic) else repr(value)
+
+    return json.dumps(prompt, default=plain)
 
 
 def example(line: str, where: str) -> Example:

@@ -2,12 +2,11 @@
 
 import contextlib
 import dataclasses
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import numpy as np
@@ -27,7 +26,7 @@ from dflash_jax.plan import LEAST
 from dflash_jax.quant.layouts import Joined, StructuredWeight
 from dflash_jax.target_model import TargetModel
 from dflash_jax.trainer import data, own_modules, recipes, sources
-from dflash_jax.trainer.loop import TrainingStopped, to_stderr
+from dflash_jax.trainer.loop import TrainingStopped, Watch, to_stderr
 from dflash_jax.trainer.recipes import FLOAT, Recipe
 from dflash_jax.trainer.trained import TrainedDrafter, read_drafter, read_params
 from dflash_jax.utils.forking import check_not_forked
@@ -35,6 +34,26 @@ from dflash_jax.utils.progress import is_shown
 from dflash_jax.utils.sources import Source
 
 FORMS = "a list of texts, conversations or dicts, or a file as for `dflash-jax train --data`"
+
+
+class Hooks(TypedDict, total=False):
+    """Functions that `train` calls."""
+
+    on_progress: Callable[[str], Any] | None
+    on_step: Callable[[dict[str, Any]], Any] | None
+
+
+def watch(on_progress: Any = None, on_step: Any = None) -> Watch:
+    """Return those who watch a run.
+
+    Raises:
+      ConfigError: a hook cannot be called.
+    """
+    for name, hook in (("on_progress", on_progress), ("on_step", on_step)):
+        if hook is not None and not callable(hook):
+            raise ConfigError(f"{name} is {hook!r}; expected a function of one argument")
+    shown = to_stderr if is_shown() else lambda line: None
+    return Watch(on_progress or shown, on_step or (lambda metrics: None))
 
 
 def train(
@@ -46,7 +65,7 @@ def train(
     out: Source | None = None,
     start: Source | TrainedDrafter | None = None,
     mask_id: int | None = None,
-    on_progress: Callable[[str], None] | None = None,
+    **hooks: Unpack[Hooks],
 ) -> TrainedDrafter:
     """Train a drafter for a target, where the target is.
 
@@ -67,8 +86,12 @@ def train(
         continues a run that was stopped.
       start: a drafter to start from, with the shape of the recipe.
       mask_id: the mask token; found in tokenizer or embedding table by default.
-      on_progress: called with progress lines; by default they are printed on standard error, on
-        terminals and in notebooks.
+      hooks: `on_progress(line)` is called with lines; by default they are printed on standard
+        error, on terminals and in notebooks. `on_step(metrics)` is called with a dict for every
+        step, in order, a few steps at a time: its `step`, `loss`, `accuracy`, `simulated` (the
+        acceptance length of the batch's blocks), `seconds` and others, and with `measure_every` of
+        the recipe `held_out`, the acceptance length on held-out prompts. An error that it raises
+        ends the run, which goes on from the last state that was saved.
 
     Raises:
       ConfigError: prompts, recipe and target do not match, or `out` belongs to another run.
@@ -85,7 +108,7 @@ def train(
     chosen = recipes.recipe(recipe) if isinstance(recipe, str) else recipe
     if not isinstance(chosen, Recipe):
         raise ConfigError(f"recipe is {recipe!r}; expected a preset's name, or a dj.recipe(...)")
-    report = on_progress or (to_stderr if is_shown() else lambda line: None)
+    report = watch(**hooks)
     source = training_data(prompts)
     use_compilation_cache(None)
     with optax_settings(), tempfile.TemporaryDirectory(prefix="dflash_jax-") as scratch:
@@ -123,24 +146,10 @@ def training_data(prompts: Any) -> str | sources.TrainingData:
         return str(prompts)
     if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
         raise ConfigError(f"prompts is {prompts!r}; expected {FORMS}")
-    examples = [data.example(line(x), f"prompt {i}") for i, x in enumerate(prompts)]
+    examples = [data.example(data.line(x), f"prompt {i}") for i, x in enumerate(prompts)]
     if not examples:
         raise ConfigError(f"prompts is empty; expected {FORMS}")
     return sources.split(examples)
-
-
-def line(prompt: Any) -> str:
-    """Return a prompt as a line of a file of data."""
-    if isinstance(prompt, str):
-        prompt = {"prompt": prompt}
-    elif isinstance(prompt, list | tuple | np.ndarray):
-        conversation = len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        prompt = {"messages" if conversation else "ids": prompt}
-
-    def plain(value: Any) -> Any:
-        return value.tolist() if isinstance(value, np.ndarray | np.generic) else repr(value)
-
-    return json.dumps(prompt, default=plain)
 
 
 def in_memory(target: Any, recipe: Recipe) -> TargetModel:

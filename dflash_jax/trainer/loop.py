@@ -11,10 +11,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -25,8 +25,10 @@ from dflash_jax.trainer.files import saved_as
 from dflash_jax.utils.progress import time_left
 
 State = TypeVar("State")
-Metrics = dict[str, jax.Array]
+Metrics = Mapping[str, jax.Array | float]
+HELD_OUT = "held_out"  # tokens per round of held-out prompts, among the metrics
 WINDOW = 20  # steps between two progress lines
+BOUNDS = ("_low", "_high")  # ends of names of metrics that bound another one
 SMOOTH = 40  # maximum steps of the moving mean of a plot
 
 
@@ -70,6 +72,8 @@ class TrainingRun:
         rejected.
       log: file for the metrics, one JSON object per step.
       batch: describes the batch of a step in error messages.
+      measured: returns further metrics of the state after a number of steps.
+      on_step: called with each line of the log, in order.
     """
 
     path: Path
@@ -79,6 +83,32 @@ class TrainingRun:
     label: str
     log: Path | None = None
     batch: Callable[[int], str] = "batch {}".format
+    measured: Callable[[Any, int], Mapping[str, float]] = lambda state, done: {}
+    on_step: Callable[[dict[str, Any]], Any] = lambda metrics: None
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """Those who watch a run; calling it reports a line of progress.
+
+    Attributes:
+      on_progress: called with lines.
+      on_step: called with the number and the metrics of each step, in order.
+      held_out: returns metrics of held-out prompts by the parameters of a drafter.
+    """
+
+    on_progress: Callable[[str], Any]
+    on_step: Callable[[dict[str, Any]], Any] = lambda metrics: None
+    held_out: Callable[[Any], dict[str, float]] | None = None
+
+    def __call__(self, line: str) -> None:
+        """Report a line."""
+        self.on_progress(line)
+
+    @classmethod
+    def of(cls, report: Callable[[str], None]) -> "Watch":
+        """Return a function that reports lines as a watch, a watch as it is."""
+        return report if isinstance(report, Watch) else cls(report)
 
 
 def fit(
@@ -105,8 +135,8 @@ def fit(
     with stop_flag() as flag:
         for step in range(first, run.steps):
             state, metrics = advance(state, step)
-            window.add(metrics)
             done = step + 1
+            window.add({**metrics, **run.measured(state, done)})
             due = done % run.save_every == 0 or done == run.steps
             stopping = group.any("stop", flag.raised)
             reported = due or stopping or done % WINDOW == 0
@@ -150,14 +180,14 @@ class MetricsWindow:
                 raise ComputeError(self._explanation(number, metrics))
         now = time.monotonic()
         pace = (now - self._since) / max(len(seen), 1)
+        lines = [{"step": n + 1, **m, "seconds": round(pace, 4)} for n, m in enumerate(seen, first)]
         if self._run.log is not None:
-            lines = [
-                json.dumps({"step": n + 1, **m, "seconds": round(pace, 4)})
-                for n, m in enumerate(seen, first)
-            ]
-            append_lines(self._run.log, lines)
+            append_lines(self._run.log, [json.dumps(line) for line in lines])
+        for line in lines:
+            self._run.on_step(line)
         self._seen, self._since, self._step = [], now, first + len(seen)
-        means = {name: np.mean([m[name] for m in seen]) for name in seen[0]}
+        names = dict.fromkeys(name for m in seen for name in m if not name.endswith(BOUNDS))
+        means = {name: np.mean([m[name] for m in seen if name in m]) for name in names}
         remaining = self._run.steps - self._step
         left = f", {time_left(pace * remaining)}" if remaining else ""
         return "  ".join(f"{k} {v:.3f}" for k, v in means.items()) + f"  {pace:.2f} s/step{left}"
@@ -182,7 +212,7 @@ def cut_log(path: Path, steps: int) -> None:
 
 
 def plot_log(log: Path, out: Path) -> Path:
-    """Plot loss and simulated acceptance length by step from a log; return `out`.
+    """Plot loss and acceptance length by step from a log, also held out if measured; return `out`.
 
     Raises:
       ImportError: matplotlib is missing, the extra `plot`.
@@ -191,9 +221,14 @@ def plot_log(log: Path, out: Path) -> Path:
 
     lines = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     steps = np.asarray([line["step"] for line in lines])
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    measured = [line for line in lines if HELD_OUT in line]
+    columns = 3 if measured else 2
+    figure = Figure(figsize=(4.5 * columns, 3.4), layout="constrained")
     titles = {"loss": "loss", "simulated": "simulated acceptance length (tau)"}
-    for axis, name in zip(figure.subplots(1, 2), titles, strict=True):
+    axes = figure.subplots(1, columns)
+    if measured:
+        _plot_held_out(axes[2], measured)
+    for axis, name in zip(axes, titles, strict=False):
         values = np.asarray([line[name] for line in lines])
         width = max(1, min(SMOOTH, len(values) // 10))
         mean = np.convolve(values, np.full(width, 1 / width), "valid")
@@ -203,6 +238,16 @@ def plot_log(log: Path, out: Path) -> Path:
         axis.grid(alpha=0.3)
     figure.savefig(out, dpi=120)
     return out
+
+
+def _plot_held_out(axis: Any, lines: list[dict[str, Any]]) -> None:
+    """Draw the acceptance length of held-out prompts with its interval."""
+    steps = [line["step"] for line in lines]
+    low, high = ([x.get(HELD_OUT + end, x[HELD_OUT]) for x in lines] for end in BOUNDS)
+    axis.plot(steps, [line[HELD_OUT] for line in lines], marker="o", color="tab:orange")
+    axis.fill_between(steps, low, high, alpha=0.2, color="tab:orange")
+    axis.set(xlabel="step", title="acceptance length of held-out prompts")
+    axis.grid(alpha=0.3)
 
 
 def append_lines(path: Path, lines: list[str]) -> None:

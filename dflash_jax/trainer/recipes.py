@@ -30,10 +30,10 @@ SCHEDULE = {"steps": (1, LARGEST), "rate": (1e-12, 1e3), "save_every": (1, LARGE
 LATER: dict[str, Any] = {  # settings of later versions, and their defaults
     "confidence_head": True, "mixture": (), "follow_ups": 0.0, "greedy_share": 0.0,
     "long_share": 0.0, "long_tokens": 512, "drafter_dtype": "same", "sample_from_anchor": True,
-    "chained": 0.0, "average": 0.0, "frozen_backbone": False,
+    "chained": 0.0, "average": 0.0, "frozen_backbone": False, "measure_every": 0,
 }  # fmt: skip
 OF_NONE = ("seed", "inner", "heads", "kv_heads", "head_dim", "draft_vocab", "prompts",
-           "text_prompts", "given", "held_out", "anchors")  # fmt: skip
+           "text_prompts", "given", "held_out", "anchors", "measure_every")  # fmt: skip
 OF_ONE = ("layers", "tap_count", "rank", "candidates", "parts", "new_tokens", "text_tokens",
           "text_prompt", "held_out_tokens", "devices", "turn_tokens", "long_tokens")  # fmt: skip
 RECIPE = {
@@ -139,6 +139,8 @@ class Recipe:
         user's next turn, and answers that.
       answer_buckets: length of prompt and answer together, and answers decoded together.
       held_out: held-out prompts for the final acceptance length.
+      measure_every: steps between measurements of held-out prompts, 32 at most, by decoding; 0 to
+        measure at the end alone.
       devices: data-parallel devices; rows of every bucket must be a multiple.
     """
 
@@ -197,6 +199,7 @@ class Recipe:
     answer_buckets: tuple[Bucket, ...]
     held_out: int = 100
     held_out_tokens: int = 128
+    measure_every: int = 0
     devices: int = 1
 
     def __post_init__(self) -> None:

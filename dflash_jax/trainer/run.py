@@ -22,6 +22,7 @@ from dflash_jax.trainer import data, evaluate, exchange, objective, regenerate
 from dflash_jax.trainer import rows as packing
 from dflash_jax.trainer.data import Usage
 from dflash_jax.trainer.files import saved_as, sound, unless_refused, write_json
+from dflash_jax.trainer.loop import Watch
 from dflash_jax.trainer.recipes import Recipe
 from dflash_jax.trainer.rows import TokenRows
 from dflash_jax.trainer.setup import PARAMS, RUN, BegunRun, begin, check_ids
@@ -125,7 +126,7 @@ def finish(begun: BegunRun, *, decoder: regenerate.Decoder | None = None) -> Out
         mask = 0 if begun.config is None else begun.config.mask_token_id
         with explained_out_of_memory():
             trained = fit(
-                model, recipe, mask, rows, out, identity=begun.identity, report=report,
+                model, recipe, mask, rows, out, identity=begun.identity, report=watched(begun),
                 start=begun.own or begun.params,
             )  # fmt: skip
         if group.first:
@@ -136,6 +137,23 @@ def finish(begun: BegunRun, *, decoder: regenerate.Decoder | None = None) -> Out
     own = begun.own_trained()
     results = measured(out, begun.target, asked, recipe, report, drafter=own)
     return Outcome(out / "drafter", results, own and dataclasses.replace(own, results=results))
+
+
+def watched(begun: BegunRun) -> Watch:
+    """Return those who watch a run, with the held-out prompts if the recipe measures them.
+
+    Several hosts would wait for the one that decodes: they measure at the end alone.
+    """
+    watch, recipe = Watch.of(begun.report), begun.recipe
+    entries, _ = begun.held_out()
+    if not recipe.measure_every or not entries or exchange.current().count > 1:
+        return watch
+    from dflash_jax.trainer.curve import HeldOut
+
+    own = begun.own
+    name = own.module if own else None
+    drafter = TrainedDrafter(begun.config, {}, {}, begun.model, name, recipe.block if own else 0)
+    return dataclasses.replace(watch, held_out=HeldOut(drafter, entries, recipe))
 
 
 def write_trained(begun: BegunRun, params: Any) -> None:

@@ -1,6 +1,7 @@
 """Training of a drafter: rows, features, batches, optimizer, saved states."""
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -192,7 +193,7 @@ def fit(
       ComputeError, CheckpointError, TrainingStopped: see `loop.fit` and `features.fill_cache`.
       HostError: hosts start with different parameters, or from different states.
     """
-    group = exchange.current()
+    group, watch = exchange.current(), loop.Watch.of(report)
     own = start if isinstance(start, TrainedDrafter) else None
     config = None if own else new_drafter(recipe, model.config, mask_id)
     pair = pair_of(model, own.module if own else config)
@@ -220,10 +221,6 @@ def fit(
         inputs, cached = place.by_row((inputs, cached))
         return program(state, frozen, inputs, cached, np.int32(number), counts[i])
 
-    def describe(number: int) -> str:
-        i, chosen = batches.chosen(number)
-        return f"the batch of rows {chosen.tolist()} of length {batches.buckets[i].length}"
-
     run = loop.TrainingRun(
         path=out / "state",
         steps=recipe.schedule.steps,
@@ -231,10 +228,31 @@ def fit(
         identity=identity,
         label="drafter",
         log=out / "log.jsonl" if group.first else None,
-        batch=describe,
+        batch=functools.partial(described, batches),
+        measured=measuring(recipe, watch, fixed),
+        on_step=watch.on_step,
     )
     final = loop.fit(run, state, advance, report=report)
     return fitted(config, final, fixed.get(drafter.FIXED, {}))
+
+
+def described(batches: Batches, number: int) -> str:
+    """Return what the batch of a step is, for errors."""
+    i, chosen = batches.chosen(number)
+    return f"the batch of rows {chosen.tolist()} of length {batches.buckets[i].length}"
+
+
+def measuring(
+    recipe: Recipe, watch: loop.Watch, fixed: dict[str, Any]
+) -> Callable[[TrainState, int], dict[str, float]]:
+    """Return the function that measures held-out prompts every `recipe.measure_every` steps."""
+
+    def measured(state: TrainState, done: int) -> dict[str, float]:
+        if watch.held_out is None or done % recipe.measure_every:
+            return {}
+        return watch.held_out(fitted(None, state, fixed.get(drafter.FIXED, {})).params)
+
+    return measured
 
 
 def maker_of(recipe: Recipe, *, own: bool) -> optax.GradientTransformation:

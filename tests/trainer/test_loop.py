@@ -12,13 +12,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import matplotlib.image
 import numpy as np
 import pytest
 
 from dflash_jax.errors import CheckpointError, ComputeError
 from dflash_jax.trainer import saved
 from dflash_jax.trainer.files import remove
-from dflash_jax.trainer.loop import TrainingRun, TrainingStopped, fit
+from dflash_jax.trainer.loop import TrainingRun, TrainingStopped, fit, plot_log
 from tests.damage import apply
 from tests.soak.kills import count_changes
 
@@ -61,6 +62,47 @@ def test_a_signal_while_a_line_is_written_saves_too(tmp_path):
         fit(asked, start(), advance, report=interrupted)
     assert [path.name for path in asked.path.iterdir()] == ["20"]
     assert len(whole) == 1
+
+
+def test_a_hook_gets_the_lines_of_the_log_in_order_and_what_is_measured_between(tmp_path):
+    seen, lines, log = [], [], tmp_path / "log.jsonl"
+
+    def measured(state, done):
+        return {"held_out": 2.0 + done, "held_out_low": 1.0} if done % 3 == 0 else {}
+
+    watched = dataclasses.replace(run(tmp_path), log=log, measured=measured, on_step=seen.append)
+    fit(watched, start(), advance, report=lines.append)
+    assert [json.loads(line) for line in log.read_text().splitlines()] == seen
+    assert [x["step"] for x in seen] == [*range(1, 10)]
+    assert {x["step"]: x["held_out"] for x in seen if "held_out" in x} == {3: 5.0, 6: 8.0, 9: 11.0}
+    assert ["held_out 5.000" in line for line in lines] == [True, False, False]
+    assert "held_out_low" not in "".join(lines)
+
+
+def test_a_hook_that_raises_ends_the_run_which_goes_on_from_the_state_saved_before(tmp_path):
+    def raising(metrics):
+        if metrics["step"] == 6:
+            raise ZeroDivisionError
+
+    watched = dataclasses.replace(run(tmp_path), on_step=raising)
+    with pytest.raises(ZeroDivisionError):
+        fit(watched, start(), advance)
+    assert [path.name for path in watched.path.iterdir()] == ["4"]
+    resumed = fit(run(tmp_path), start(), advance)
+    straight = fit(run(tmp_path / "other"), start(), advance)
+    np.testing.assert_array_equal(resumed["x"], straight["x"])
+
+
+def test_curves_have_the_held_out_acceptance_where_it_was_measured(tmp_path):
+    lines = [{"step": n, "loss": 1.0 / n, "simulated": 1.0 + n} for n in range(1, 7)]
+    sizes = []
+    for more in ({}, {"held_out": 2.0, "held_out_low": 1.5, "held_out_high": 2.5}):
+        lines[2] |= more
+        log = tmp_path / "log.jsonl"
+        log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        plot_log(log, tmp_path / "curves.png")
+        sizes.append(matplotlib.image.imread(tmp_path / "curves.png").shape[1])
+    assert sizes[1] == 1.5 * sizes[0]
 
 
 def test_a_signal_during_the_last_save_is_not_lost(tmp_path, monkeypatch):

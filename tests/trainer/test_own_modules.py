@@ -58,8 +58,14 @@ def assert_lossless(drafting: dj.Engine) -> float:
 def test_modules_of_nnx_are_trained_in_one_call_and_draft_better_without_changing_a_token() -> None:
     heads = HeadsOfNNX(3, nnx.Rngs(1))
     engine = own_engine(heads, OfNNX(nnx.Rngs(0)))
-    before = assert_lossless(engine)
-    trained = train(engine)
+    before, seen = assert_lossless(engine), []
+    trained = train(
+        engine, dj.recipe("smoke", [*SETTINGS, "measure_every=15"]), on_step=seen.append
+    )
+    assert [metrics["step"] for metrics in seen] == [*range(1, 31)]
+    curve = {metrics["step"]: metrics["held_out"] for metrics in seen if "held_out" in metrics}
+    assert [*curve] == [15, 30]
+    assert curve[30] == pytest.approx(trained.results["ids"]["acceptance_length"], abs=1e-3)
     assert trained.results["ids"]["equal"] == trained.results["ids"]["compared"] > 0
     engine.update_params({"drafter": trained.params})
     assert assert_lossless(engine) > max(before, 2)
@@ -241,6 +247,13 @@ def test_masks_and_kinds_of_recipes_need_what_an_own_target_does_not_say(
     alone = dj.Graph(dj.Pair(Own()), PLAN)
     with pytest.raises(ConfigError, match=r"config, ModelConfig\(.*give an engine with a drafter"):
         train(dj.Engine(alone, engine.params), out=nothing_written)
+
+
+def test_hooks_are_functions(engine: dj.Engine) -> None:
+    with pytest.raises(ConfigError, match=r"on_step is 5; expected a function of one argument"):
+        train(engine, on_step=5)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'on_stop'"):
+        train(engine, on_stop=print)
 
 
 def test_own_modules_are_those_without_a_config_of_a_kind() -> None:
