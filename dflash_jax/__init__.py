@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dflash_jax.trainer.in_process import train
     from dflash_jax.trainer.measuring import Measurement, measure
     from dflash_jax.trainer.recipes import Recipe, recipe
+    from dflash_jax.trainer.recording import Recorded, record
     from dflash_jax.trainer.trained import TrainedDrafter
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "PlanError",
     "QueueFullError",
     "Recipe",
+    "Recorded",
     "Recovery",
     "RequestError",
     "RequestHandle",
@@ -75,6 +77,7 @@ __all__ = [
     "measure",
     "random_engine",
     "recipe",
+    "record",
     "register",
     "train",
 ]
@@ -104,6 +107,7 @@ _MODULES = {
     "loading": ("load", "load_target"),
     "trainer.measuring": ("Measurement", "measure"),
     "random_weights": ("random_engine",),
+    "trainer.recording": ("Recorded", "record"),
     "target_model": ("ForwardOutput", "TargetModel"),
     "trainer.in_process": ("train",),
     "trainer.recipes": ("Recipe", "recipe"),
