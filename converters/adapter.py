@@ -6,10 +6,10 @@ rank-stabilised adapters. Facts: `LoraConfig` and `get_delta_weight` of peft 0.2
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from dflash_jax.config.fields import Fields, has_file, read_json
 from dflash_jax.converters.canonical import Canonical, Origin
 from dflash_jax.converters.hf import ADAPTER
 from dflash_jax.converters.names import huggingface
-from dflash_jax.converters.safetensors import SafetensorsFile, open_safetensors
+from dflash_jax.converters.safetensors import open_safetensors
 from dflash_jax.converters.source import Rows, TensorSource, as_rows
 from dflash_jax.errors import CheckpointError, ConfigError
 
@@ -117,7 +117,8 @@ def merged(found: Canonical, folder: Path) -> tuple[Canonical, str]:
     """
     if not folder.is_dir() or not has_file(folder / ADAPTER):
         raise CheckpointError(f"{folder} holds no {ADAPTER}; give the folder of a PEFT adapter")
-    scales = _Scales(folder / ADAPTER)
+    path = folder / ADAPTER
+    scales = _Scales(read_json(path), str(path))
     if not has_file(folder / WEIGHTS):
         pickle = " (its .bin file is a pickle, which is never opened)"
         note = pickle if list(folder.glob("adapter_model.bin")) else ""
@@ -125,12 +126,45 @@ def merged(found: Canonical, folder: Path) -> tuple[Canonical, str]:
     return _Merge(found, open_safetensors(folder / WEIGHTS), scales).result()
 
 
+def merged_arrays(
+    found: Canonical, fields: Mapping[str, Any], arrays: "Factors"
+) -> tuple[Canonical, str]:
+    """Return a model's tensors with an adapter in memory applied, and a note that describes it.
+
+    Args:
+      fields: those of its adapter_config.json.
+      arrays: its tensors by PEFT's names.
+
+    Raises:
+      CheckpointError, ConfigError: as for `merged`.
+    """
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"the adapter's config is {fields!r}; expected its fields as a dict")
+    return _Merge(found, arrays, _Scales(fields, "the adapter's config")).result()
+
+
+class Factors(Protocol):
+    """The tensors of an adapter."""
+
+    @property
+    def path(self) -> Any:
+        """Where they are, for errors."""
+
+    def names(self) -> Sequence[str]:
+        """Return all names."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """Return a tensor."""
+        ...
+
+
 class _Scales:
     """The checked adapter_config.json: ranks and scales of modules."""
 
-    def __init__(self, path: Path):
+    def __init__(self, values: Mapping[str, Any], path: str):
         # Options that are off are left out: every version of peft adds some.
-        self._fields = fields = Fields({k: v for k, v in read_json(path).items() if v}, str(path))
+        self._fields = fields = Fields({k: v for k, v in values.items() if v}, path)
         self.base = fields.get("base_model_name_or_path", "unknown")
         fields.must_be("peft_type", "LORA")
         for name in UNSUPPORTED:
@@ -191,7 +225,7 @@ class _Scales:
 class _Merge:
     """Applies the tensors of an adapter to those of a model."""
 
-    def __init__(self, found: Canonical, source: SafetensorsFile, scales: _Scales):
+    def __init__(self, found: Canonical, source: Factors, scales: _Scales):
         self._found, self._source, self._scales = found, source, scales
         self._origins: dict[str, Origin] = dict(found.origins)
         self._unknown: list[str] = []

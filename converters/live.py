@@ -4,12 +4,13 @@ Names are Hugging Face's, or those of a Flax library (`names/flax.py`).
 """
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from dflash_jax.config import TargetConfig
-from dflash_jax.converters import families
+from dflash_jax.converters import adapter, families
 from dflash_jax.converters.load import Params, load
 from dflash_jax.converters.names import flax, huggingface
 from dflash_jax.converters.source import Rows, as_rows
@@ -22,6 +23,8 @@ WHERE = "the arrays that were given"
 
 class NamedArrays:
     """A `TensorSource` over arrays in memory."""
+
+    path = WHERE
 
     def __init__(self, arrays: Mapping[str, Any]):
         self._arrays = arrays
@@ -58,7 +61,13 @@ class NamedArrays:
         return as_rows(self.read(name))[rows]
 
 
-def from_arrays(arrays: Any, config: TargetConfig, *, dtype: str = "float32") -> Params:
+def from_arrays(
+    arrays: Any,
+    config: TargetConfig,
+    *,
+    dtype: str = "float32",
+    lora: str | Path | tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
+) -> Params:
     """Return the parameter tree of a target from another library's parameters.
 
     `Engine.update_params({"target": ...})` takes it.
@@ -69,10 +78,14 @@ def from_arrays(arrays: Any, config: TargetConfig, *, dtype: str = "float32") ->
         module of MaxText or Gemma's library.
       config: the target's, as in `engine.graph.config`.
       dtype: float32, bfloat16 or float16.
+      lora: a PEFT adapter that is added: its folder, or the fields of its adapter_config.json and
+        its arrays by PEFT's names.
 
     Raises:
-      CheckpointError: parameters are missing, unknown or of another shape, or not finite.
-      ConfigError: the dtype is unknown, or the library has no such family.
+      CheckpointError: parameters are missing, unknown or of another shape, or not finite, or the
+        adapter is of another model.
+      ConfigError: the dtype is unknown, the library has no such family, or the adapter is of a kind
+        that is not supported.
     """
     leaves = dict(_leaves(arrays))
     if known := flax.find_library(leaves):
@@ -84,6 +97,11 @@ def from_arrays(arrays: Any, config: TargetConfig, *, dtype: str = "float32") ->
     if found is None:
         tied, folder = config.tie_embeddings, families.folder(config)
         found = huggingface.target(source, tied=tied, folder=folder)
+    if isinstance(lora, tuple):
+        fields, factors = lora
+        found, _ = adapter.merged_arrays(found, fields, NamedArrays(dict(_leaves(factors))))
+    elif lora is not None:
+        found, _ = adapter.merged(found, Path(lora))
     return load(found, config, dtype, where=WHERE)
 
 

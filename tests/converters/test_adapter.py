@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -13,6 +15,7 @@ from weight_files import ORACLE
 
 import dflash_jax as dj
 from dflash_jax.cli import main
+from dflash_jax.converters import live
 from dflash_jax.converters.models import StoredModel, open_model
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.loading import open_pair
@@ -235,3 +238,50 @@ def test_a_folder_without_an_adapter_is_named(tmp_path):
 def test_commands_refuse_an_adapter_that_does_not_exist(capsys):
     assert main(["generate", "hi", "--lora", "./no/such/adapter"]) == 1
     assert "there is no adapter at no/such/adapter" in capsys.readouterr().err
+
+
+def test_live_weights_take_an_adapter_from_its_folder_and_from_memory() -> None:
+    base = open_model(TARGETS / "llama3")
+    arrays = live.to_arrays(base.load("float32"), base.config, naming="huggingface")
+    expected = merged(DATA / PATTERNS).load("float32")
+    fields = json.loads((DATA / PATTERNS / "adapter_config.json").read_text())
+    factors = safetensors.numpy.load_file(DATA / PATTERNS / "adapter_model.safetensors")
+    for lora in (DATA / PATTERNS, str(DATA / PATTERNS), (fields, factors)):
+        found = live.from_arrays(arrays, base.config, lora=lora)
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), found, expected)
+    engine = dj.random_engine(base.config, plan=dj.Plan(max_length=32, weights="int8"))
+    engine.update_params({"target": found})
+    other = dj.random_engine(base.config, plan=dj.Plan(max_length=32, weights="int8"))
+    other.update_params({"target": expected})
+    jax.tree.map(np.testing.assert_array_equal, engine.params, other.params)
+
+
+def test_live_adapters_that_do_not_fit_are_refused_by_name() -> None:
+    base = open_model(TARGETS / "llama3")
+    arrays = live.to_arrays(base.load("float32"), base.config, naming="huggingface")
+    fields = json.loads((DATA / PATTERNS / "adapter_config.json").read_text())
+    factors = safetensors.numpy.load_file(DATA / PATTERNS / "adapter_model.safetensors")
+    wrong = factors | {f"{Q_PROJ}.lora_A.weight": np.ones((4, 3), np.float32)}
+    for lora, error, message in (
+        ((fields, wrong), CheckpointError, "the adapter belongs to another model"),
+        ((fields, {}), CheckpointError, "the arrays that were given holds no lora_A"),
+        ((fields | {"use_dora": True}, factors), ConfigError, "adapter's config: use_dora is True"),
+        ((5, factors), ConfigError, "the adapter's config is 5; expected its fields"),
+        ("missing", CheckpointError, "missing holds no adapter_config.json"),
+    ):
+        with pytest.raises(error, match=message):
+            live.from_arrays(arrays, base.config, lora=lora)
+
+
+def test_packed_weights_of_another_file_of_the_same_types_take_the_place_of_an_engines(
+    tmp_path: Path,
+) -> None:
+    path = write_target(TARGETS / "llama3", tmp_path / "q8.gguf", Q.Q8_0)
+    plan = dj.Plan(max_length=32, weights="packed")
+    engine, other = (dj.load(path, None, plan=plan) for _ in range(2))
+    first = engine.generate([1, 2, 3], max_tokens=8).token_ids
+    tree = other.params["target"] | {"norm": other.params["target"]["norm"] * -1}
+    engine.update_params({"target": tree})
+    assert engine.generate([1, 2, 3], max_tokens=8).token_ids != first
+    engine.update_params({"target": other.params["target"]})
+    assert engine.generate([1, 2, 3], max_tokens=8).token_ids == first
