@@ -20,7 +20,6 @@ from dflash_jax.errors import ConfigError, HostError
 from dflash_jax.graph import Pair
 from dflash_jax.graph.abstract import PlannedPair
 from dflash_jax.graph.build import jit
-from dflash_jax.graph.contract import is_of_package
 from dflash_jax.graph.placement import AXES
 from dflash_jax.plan import LEAST, Weights
 from dflash_jax.quant.layouts import Packed, dequantise, pack_tree
@@ -261,7 +260,7 @@ def open_target(source: str | TargetModel, recipe: Recipe) -> TargetModel:
 
     if not isinstance(source, TargetModel):
         source = load_target(source, dtype=recipe.dtype)  # pyrefly: ignore
-    if not is_of_package(source.module):
+    if not isinstance(source.config, TargetConfig):
         own_modules.check_target(source, recipe)
     return rounded(source, recipe.target_weights)
 
