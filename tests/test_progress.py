@@ -199,7 +199,7 @@ def test_compiling_shows_its_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(progress, "EVERY", 0.0)
     compiled = CompiledPrograms({})
-    monkeypatch.setattr(build, "compile_programs", lambda programs, workers, begun: {})
+    monkeypatch.setattr(build, "compile_programs", lambda programs, workers, begun, ended: {})
     with announced("compiling", shown=True, patience=0):
         compiled._compile([], 1)
         for key in (ProgramKey(Step.COPY_ROW), ProgramKey(Step.CLEAR_ROWS)):

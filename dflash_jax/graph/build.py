@@ -19,7 +19,7 @@ from dflash_jax.graph.compile_process import CompileProcess
 from dflash_jax.graph.keys import ProgramKey, Step, Variant
 from dflash_jax.graph.programs import Program
 from dflash_jax.graph.settings import isolated_jax_config
-from dflash_jax.graph.stored import StoredPrograms, stored_programs
+from dflash_jax.graph.stored import StoredPrograms, reads, stored_programs
 from dflash_jax.utils.allocator import fewer_collections, give_back
 from dflash_jax.utils.progress import ShownCount
 
@@ -32,6 +32,7 @@ WORKERS = max(1, (os.cpu_count() or 1) // 2)
 LONG = 0.5  # seconds of compiling, after which free memory is returned to the system
 GUESS = 5.0  # seconds that the first program is assumed to take
 _compiling = threading.Lock()  # the process compiles for one caller at a time
+Ended = Callable[[ProgramKey, bool, float], object]  # takes whether it was read, and the seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Executable:
     donated_bytes: int
     seconds: float  # tracing, lowering and compiling, or loading
     parts: tuple["Executable", ...] = ()
+    cached: bool = False  # read from disk, by this package or by JAX
 
     def __call__(self, *args: Any) -> Any:
         call = self.program.call
@@ -101,6 +103,7 @@ def compile_programs(
     *,
     workers: int = WORKERS,
     begun: Callable[[Program], object] = lambda program: None,
+    ended: Ended = lambda key, cached, seconds: None,
 ) -> dict[ProgramKey, Executable]:
     """Compile programs.
 
@@ -112,7 +115,8 @@ def compile_programs(
     Args:
       workers: number of programs to compile at the same time; one is compiled in the caller's
         thread.
-      begun: called with each program before it is compiled.
+      begun: called with each program before it is compiled or read.
+      ended: called after that.
 
     Raises:
       PlanError: a program would copy its donated state.
@@ -122,7 +126,9 @@ def compile_programs(
 
     def build(program: Program) -> Executable:
         begun(program)
-        return _compile(program, stored)
+        executable = _compile(program, stored)
+        ended(program.key, executable.cached, executable.seconds)
+        return executable
 
     rest, alone = list(programs), []
     if jax.default_backend() != "cpu":
@@ -158,8 +164,10 @@ def _compile(program: Program, stored: StoredPrograms | None) -> Executable:
         parts = tuple(_compile(part, stored) for part in program.parts)
         donated = sum(part.donated_bytes for part in parts)
         seconds = sum(part.seconds for part in parts)
-        return Executable(program, parts[0].compiled, donated, seconds, parts)
+        cached = all(part.cached for part in parts)
+        return Executable(program, parts[0].compiled, donated, seconds, parts, cached)
     started = time.perf_counter()
+    read = reads()
     compiled = stored.load(program) if stored else None
     if compiled is None:
         lowered = lower(program)
@@ -172,7 +180,7 @@ def _compile(program: Program, stored: StoredPrograms | None) -> Executable:
         shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
         donated += math.prod(shape) * x.dtype.itemsize  # on one device
     seconds = time.perf_counter() - started
-    built = Executable(program, compiled, donated, seconds)
+    built = Executable(program, compiled, donated, seconds, cached=reads() > read)
     if built.aliased_bytes < donated:
         raise PlanError(
             f"program {program.key} would copy {donated - built.aliased_bytes} of {donated}"
@@ -190,7 +198,10 @@ class CompiledPrograms:
     Attributes:
       variants: the programs that each variant needs, in the order to compile them in. A program
         may belong to more than one variant.
-      seconds: time spent compiling.
+      seconds: time spent compiling and reading.
+      compile_seconds: time spent on programs that no cache had, together; several take their time
+        at once.
+      compiled: number of those.
       label: the model's name, for log lines.
 
     Args:
@@ -210,11 +221,14 @@ class CompiledPrograms:
         self.variants = {v: tuple(x for x in ordered if v in x.needed_by(kernels)) for v in Variant}
         self.executables: dict[ProgramKey, Executable] = {}
         self.seconds = 0.0
+        self.compile_seconds = 0.0
+        self.compiled = 0
         self.label = ""
         self._wanted: dict[ProgramKey, None] = {}  # requested programs, compiled or not
         self._current: set[ProgramKey] = set()  # programs that are being compiled
         self._errors: dict[ProgramKey, str] = {}
-        self._compiled = 0
+        self._made = 0
+        self._ended: set[ProgramKey] = set()  # those of the current call of `_build`
         self._count = ShownCount(0)
         self._lock = threading.Lock()
 
@@ -265,7 +279,7 @@ class CompiledPrograms:
 
     def estimate_s(self, variants: Iterable[Variant]) -> float:
         """Return the seconds that compiling the variants may take, from the average so far."""
-        each = self.seconds / self._compiled if self._compiled else GUESS
+        each = self.seconds / self._made if self._made else GUESS
         return each * len(self.missing(variants))
 
     @property
@@ -293,15 +307,16 @@ class CompiledPrograms:
         started, self._count = time.perf_counter(), ShownCount(len(keys), "programs")
         try:
             programs = [self.programs[key] for key in keys]
-            made = self._build(programs, workers=workers, begun=self._begin)
+            made = self._build(programs, workers=workers, begun=self._begin, ended=self._end)
             self.executables |= made
-            self._compiled += len(made)
+            self._made += len(made)
         except Exception as error:
             kind = "" if isinstance(error, DFlashError) else f"{type(error).__name__}: "
             self._errors |= dict.fromkeys(keys, f"{kind}{error}")
             raise
         finally:
             self._current.clear()
+            self._ended.clear()
             seconds = time.perf_counter() - started
             self.seconds += seconds
         if seconds > LONG:
@@ -309,12 +324,20 @@ class CompiledPrograms:
         return seconds
 
     def _begin(self, program: Program) -> None:
-        """Note that a program is about to be compiled."""
+        """Note that a program is about to be compiled or read."""
         self._count(1 if self._current else 0)
         self._current.add(program.key)
+
+    def _end(self, key: ProgramKey, cached: bool, seconds: float) -> None:
+        """Count and log a program that is ready."""
+        self._ended.add(key)
+        if not cached:
+            self.compiled += 1
+            self.compile_seconds += seconds
         wanted, label = list(self._wanted), f"{self.label}: " if self.label else ""
-        place = sum(key in self.executables for key in wanted) + len(self._current)
-        log.info("%scompiling program %d of %d: %s", label, place, len(wanted), program.key)
+        place = sum(x in self.executables for x in wanted) + len(self._ended)
+        how = "read from the cache" if cached else f"compiled in {seconds:.1f} s"
+        log.info("%sprogram %d of %d %s: %s", label, place, len(wanted), how, key)
 
 
 # Compile programs in one thread of low priority, while other threads decode.

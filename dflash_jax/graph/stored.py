@@ -37,7 +37,7 @@ LAPACK = "custom_call @lapack_"  # in the text of a program, as of one with recu
 # An option for GPUs, whose value nothing else has: JAX's cache has no programs compiled with it.
 APART = {"xla_gpu_dot_merger_threshold_mb": "1"}
 HIT = "/jax/compilation_cache/cache_hits"  # JAX's event in the thread that compiles
-_read = threading.local()  # `hits` of this thread in JAX's cache
+_read = threading.local()  # by this thread: `hits` in JAX's cache, `loads` from our files
 
 
 class StoredPrograms:
@@ -92,7 +92,10 @@ class StoredPrograms:
             if calls_lapack:
                 _start_lapack()
             device = jax.config.values["jax_default_device"] or jax.local_devices()[0]
-            return serialize_executable.deserialize_and_load(*parts, execution_devices=[device])
+            load = serialize_executable.deserialize_and_load
+            compiled = load(*parts, execution_devices=[device])
+            _read.loads = getattr(_read, "loads", 0) + 1
+            return compiled
         except Exception as error:
             log.warning("a kept program cannot be loaded, and is compiled again: %s", error)
             self._programs.remove(key)
@@ -162,6 +165,11 @@ def _start_lapack() -> None:
 def _hits() -> int:
     """Return how many programs this thread has got from JAX's cache."""
     return getattr(_read, "hits", 0)
+
+
+def reads() -> int:
+    """Return how many programs this thread has read from disk instead of compiling them."""
+    return _hits() + getattr(_read, "loads", 0)
 
 
 def _count(event: str, **_: Any) -> None:

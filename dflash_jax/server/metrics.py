@@ -138,13 +138,13 @@ class _EngineCollector:
         )
         yield CounterMetricFamily(
             "dflash_jax:jit_compile_seconds",
-            "Spent compiling.",
-            sum(engine.core.runner.compiled.seconds for engine in engines),
+            "Spent on programs that no cache had; several are compiled at a time.",
+            sum(engine.core.runner.compiled.compile_seconds for engine in engines),
         )
         yield CounterMetricFamily(
             "dflash_jax:jit_cache_misses",
             "Programs that had to be compiled; after warm-up only what nobody had asked for.",
-            sum(len(engine.core.runner.executables) for engine in engines),
+            sum(engine.core.runner.compiled.compiled for engine in engines),
         )
         yield GaugeMetricFamily(
             "dflash_jax:jit_pending",

@@ -51,6 +51,7 @@ def test_a_program_is_found_without_tracing_it(tiny: Engine, tmp_path: Path) -> 
     made = build._compile(program, StoredPrograms(tmp_path, build.OPTIONS))
     with jax.no_tracing():
         again = build._compile(program, StoredPrograms(tmp_path, build.OPTIONS))
+    assert (made.cached, again.cached) == (False, True)
     assert again.compiled is not made.compiled
     assert again.aliased_bytes == made.aliased_bytes > 0
     assert again.stablehlo == made.stablehlo
