@@ -429,7 +429,7 @@ class OutputProcessor:
                 continue
             sequence.call_grammar = None
             if error := compiled.exception():
-                log.warning("a call is passed on as it is: %s", error)
+                log.warning("%s: a call is passed on as it is: %s", sequence.label, error)
                 sequence.take(controller.Cancelled(controller.Finish.STOP))
                 ended.append(sequence)
             else:
@@ -442,7 +442,9 @@ class OutputProcessor:
         figures = {"prompt_tokens": len(request.prompt), "output_tokens": length}
         folder = request.recovery.log_directory
         for note in notes:
-            self._events.report(note, sequence.number, directory=folder, **figures)
+            self._events.report(
+                note, sequence.number, label=sequence.label, directory=folder, **figures
+            )
 
 
 def count_round(stats: Stats, num_committed: int, num_drafts: int, max_drafts: int) -> None:

@@ -440,15 +440,17 @@ class Engine:
         *,
         n: int = 1,
         cancel: CancelCell | None = None,
+        label: str = "",
         **options: Unpack[SamplingOptions],
     ) -> list[RequestHandle]:
         """Check n requests for one prompt and compile their grammars; queue nothing.
 
         Arguments and errors as for `submit`. Answer i draws with seed + i. `enqueue` compiles
-        missing programs of `RequestHandle.variants`, unless another thread did before.
+        missing programs of `RequestHandle.variants`, unless another thread did before. Log lines
+        name the requests by `label`.
         """
         requests = self._requests(prompt, SamplingParams.of(params, options), n)
-        return [RequestHandle(self._sequence(x, cancel), self._driver) for x in requests]
+        return [RequestHandle(self._sequence(x, cancel, label), self._driver) for x in requests]
 
     def enqueue(self, handles: list[RequestHandle]) -> list[RequestHandle]:
         """Queue prepared requests, all of them or none.
@@ -545,7 +547,9 @@ class Engine:
         parts, drafts = (self.plan, self._target, self.tokenizer), self.graph.pair.drafter
         return make_requests(prompt, params, n, *parts, drafts=drafts is not None)
 
-    def _sequence(self, request: Request, cancel: CancelCell | None) -> RunningRequest:
+    def _sequence(
+        self, request: Request, cancel: CancelCell | None, label: str = ""
+    ) -> RunningRequest:
         structure = request.params.structured
         retry = request.recovery.call_retry and self.core.grammars.available
         return RunningRequest(
@@ -553,6 +557,7 @@ class Engine:
             self.tokenizer,
             None if structure is None else self.core.grammars.make(structure),
             cancel=cancel,
+            label=label,
             call_grammars=self.core.call_grammars if retry else None,
             break_even=self.core.meter.value if self.plan.exact else None,
             acceptance=self.core.acceptance,

@@ -26,12 +26,27 @@ class EventLog:
         self.failures = 0  # events that a file or a handler failed to take
 
     def report(
-        self, kind: str, request: int, *, directory: str | None = None, **figures: int
+        self,
+        kind: str,
+        request: int,
+        *,
+        label: str = "",
+        directory: str | None = None,
+        **figures: int,
     ) -> None:
-        """Report one event. A file or handler that fails is counted; the request goes on."""
-        record = {"event": kind, "request": request} | figures
+        """Report one event. A file or handler that fails is counted; the request goes on.
+
+        Args:
+          request: number of the request in this process.
+          label: what its caller calls it, such as the id in an HTTP response.
+        """
+        named = {"id": label} if label else {}
+        record = {"event": kind, "request": request} | named | figures
+        known = ", ".join(f"{name} {value}" for name, value in figures.items())
         try:
-            logger.info("%s", kind, extra={"dflash": record})
+            logger.info(
+                "%s recovery: %s (%s)", label or request, kind, known, extra={"dflash": record}
+            )
         except Exception:  # handlers are user code
             self.failures += 1
         if directory is not None:

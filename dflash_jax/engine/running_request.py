@@ -65,6 +65,7 @@ class RunningRequest:
 
     Args:
       cancel: a cell by which any thread may end the request.
+      label: what the caller calls it, for log lines.
       call_grammars: compiles grammars for calls that cannot be parsed; None keeps such calls.
       break_even: of the engine's steps. None never stops drafting.
       acceptance: of earlier requests.
@@ -77,6 +78,7 @@ class RunningRequest:
         grammar: Grammar | None = None,
         *,
         cancel: CancelCell | None = None,
+        label: str = "",
         call_grammars: CallGrammars | None = None,
         break_even: speculation.BreakEven | None = speculation.UNKNOWN,
         acceptance: speculation.AcceptanceHistory = speculation.NO_HISTORY,
@@ -85,6 +87,7 @@ class RunningRequest:
             raise RequestError(f"cancel is {cancel!r}; expected None, or a dj.CancelCell()")
         self.request = request
         self.number = next(_numbers)  # unique in the process, for log lines
+        self.label = label
         self.cancel = CancelCell() if cancel is None else cancel
         self._call_grammars, recovery = call_grammars, request.recovery
         if call_grammars is None and recovery.call_retry:

@@ -52,6 +52,7 @@ class Job:
 
     Attributes:
       client: names of who asked, for turns.
+      label: id of the request, for log lines.
       given: number of pieces passed to the listener.
       cancelled: `Worker.cancel` was called.
       finished: the listener received the end.
@@ -63,6 +64,7 @@ class Job:
     index: int
     listener: Listener
     client: Client = ()
+    label: str = ""
     handle: RequestHandle | None = None
     given: int = 0
     cancelled: bool = False
@@ -323,7 +325,9 @@ class Worker:
         if job.cancelled:
             return
         try:
-            [handle] = self._loaded.prepare(job.prompt, job.params, cancel=job.cell)
+            [handle] = self._loaded.prepare(
+                job.prompt, job.params, cancel=job.cell, label=job.label
+            )
         except BaseException as error:
             self._refuse(job, errors.as_exception(error))
             return
@@ -399,7 +403,10 @@ class Worker:
     def _recover(self, error: Exception) -> None:
         """Restart the engine after a failed step; its requests end, as device state is lost."""
         hosts = isinstance(error, HostError)  # which have logged the cause
-        log.error("a step failed: %s", error, exc_info=None if hosts else error)
+        ended = ", ".join(dict.fromkeys(job.label for job in self._jobs)) or "no request"
+        log.error(
+            "a step failed, which ends %s: %s", ended, error, exc_info=None if hosts else error
+        )
         failure = errors.step_failure(error)
         self._publish(
             [(job, job.handle.pieces[job.given :], failure) for job in self._jobs if job.handle]
