@@ -135,7 +135,10 @@ class ServeOptions:
     )
     metrics: bool = serve_field(False, "add statistics to every response")
     no_ui: bool = serve_field(False, "serve no web page at /")
-    quiet: bool = serve_field(False, "no log line per request")
+    quiet: bool = serve_field(False, "no log line for requests that went well")
+    log_format: Literal["text", "json"] = serve_field(
+        "text", "how to write log lines, of which each request has one (default: text)",
+    )
     warm: Literal["none", "common", "all"] = serve_field(
         "common",
         "programs to compile before /ready: none compiles greedy ones, common (default) also"

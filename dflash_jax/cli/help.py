@@ -31,7 +31,7 @@ HIDDEN = {
     "serve": (
         *("queue", "timeout", "drain", "max_body", "max_bodies", "max_tokens", "temperature"),
         *("recovery", "share_prefixes", "allowed_host", "cors_origin", "metrics", "quiet"),
-        *("warm", "compile_wait", "grammar_timeout", "hosts", "ray"),
+        *("log_format", "warm", "compile_wait", "grammar_timeout", "hosts", "ray"),
         *_rare_model_options("rows"),
     ),
     "explain": ("params", "stablehlo", "hlo", *_rare_model_options("rows", "dtype")),

@@ -278,9 +278,9 @@ def report_progress(what: str, *, quiet: bool) -> contextlib.AbstractContextMana
 def use_compilation_cache() -> None:
     """Use the compilation cache of `dflash_jax.load`; print a warning if that is impossible."""
     from dflash_jax.graph import cache
-    from dflash_jax.server.configuration import report
+    from dflash_jax.server.configuration import to_stderr
 
-    cache.use_compilation_cache(warn=report)
+    cache.use_compilation_cache(warn=to_stderr)
 
 
 def prompt_ids(options: argparse.Namespace, tokenizer: Any) -> list[int]:

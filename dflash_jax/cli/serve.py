@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import logging
 import os
 import sys
 from typing import Any
@@ -12,6 +13,8 @@ from dflash_jax.errors import RequestError, install_hint
 from dflash_jax.plan import FIELDS as PLAN_FIELDS
 from dflash_jax.plan import Plan
 from dflash_jax.serve_options import FIELDS, KEYS, PREFIX_CACHE, ServeOptions
+
+log = logging.getLogger("dflash_jax.server")
 
 
 def add_command(commands: Any) -> None:
@@ -45,7 +48,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         import asyncio
 
-        from dflash_jax.server.run import RunningServer, log_to_stderr, serve
+        from dflash_jax.server.access_log import log_to_stderr
+        from dflash_jax.server.run import RunningServer, serve
     except ImportError as error:
         raise RequestError(
             f"serving needs more packages ({error}); {install_hint('serve')}"
@@ -54,12 +58,12 @@ def run(options: argparse.Namespace) -> int:
     from dflash_jax.server.configuration import configuration
 
     given: ServeOptions = options.serve
-    engines, config = configuration(given, _launcher(given))
+    log_to_stderr(quiet=given.quiet, form=given.log_format)
+    engines, config = configuration(given, _launcher(given), report=log.warning)
     if given.host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
-        print(f"warning: open to the network without a key; set {KEYS}", file=sys.stderr)
+        log.warning("open to the network without a key; set %s", KEYS)
     if "*" in given.cors_origin and not config.api_keys:
-        print(f"warning: open to any web page without a key; set {KEYS}", file=sys.stderr)
-    log_to_stderr(quiet=given.quiet)
+        log.warning("open to any web page without a key; set %s", KEYS)
 
     def started(running: RunningServer) -> None:
         print(f"listening on {running.url}", flush=True)

@@ -189,11 +189,12 @@ class Replica:
 
     async def __init__(self, options: ServeOptions):
         from dflash_jax.graph.build import BackgroundCompiler
+        from dflash_jax.server.access_log import log_to_stderr
         from dflash_jax.server.configuration import configuration, normalized
-        from dflash_jax.server.run import log_to_stderr, new_server
+        from dflash_jax.server.run import new_server
 
         options = normalized(options)
-        log_to_stderr(quiet=options.quiet)
+        log_to_stderr(quiet=options.quiet, form=options.log_format)
         engines, config = await asyncio.to_thread(configuration, options)
         self._server = new_server(engines, config, [config.host], BackgroundCompiler())
         workers = [model.worker for model in self._server.models]

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import functools
 import logging
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from starlette.types import ASGIApp
 from dflash_jax.engine.sampling_params import SamplingParams
 from dflash_jax.server import anthropic, completions, responses
 from dflash_jax.server.access import allowed_hosts
+from dflash_jax.server.access_log import AccessLog, AccessRecord
 from dflash_jax.server.background import by_size, in_thread, read_body
 from dflash_jax.server.generation import (
     Generation,
@@ -33,7 +33,7 @@ from dflash_jax.server.http_connection import (
 )
 from dflash_jax.server.information import InfoRoutes, Reader, StoredRoutes, page_routes
 from dflash_jax.server.metrics import Metrics
-from dflash_jax.server.middleware import Handler, Middleware, log_error
+from dflash_jax.server.middleware import Handler, Middleware
 from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
@@ -43,7 +43,6 @@ from dflash_jax.server.writer import ResponseWriter, encode, keepalive_event
 from dflash_jax.tool_parsers.calls import Content, Event, ToolCallDelta
 
 log = logging.getLogger("dflash_jax.server")
-requests = logging.getLogger("dflash_jax.server.requests")  # one line per output
 WRITERS: dict[str, Callable[[Generation], ResponseWriter]] = {
     "chat": completions.ChatWriter,
     "completions": completions.CompletionWriter,
@@ -123,6 +122,7 @@ class Server:
                 allow_private_network=True,
                 expose_headers=["request-id", "x-request-id", "retry-after"],
             )
+        self.app = AccessLog(self.app)
 
     def drain(self, seconds: float) -> None:
         """Refuse new requests, and end running ones after this many seconds."""
@@ -146,35 +146,36 @@ class Server:
     def _generation_handler(self, reader: Reader, *, stored: bool = False) -> Handler:
         async def handler(raw_request: Request) -> Response:
             self._middleware.check_open()
+            record = AccessRecord.of(raw_request.scope)
             body = await self._middleware.body(raw_request)
             self._middleware.check_open()
-            reading = self._parse(
-                reader(raw_request), body, stored=stored, cache_salt=raw_request.state.cache_salt
-            )
+            reading = self._parse(reader(raw_request), body, raw_request, stored=stored)
             try:
                 parsed = await unless_disconnected(reading, raw_request.receive)
             except ClientDisconnected:
-                self._middleware.count_cancelled(raw_request.state.id, "disconnect", "tokenisation")
+                self._middleware.note_end(record, "disconnect", "tokenisation")
                 raise
             self._middleware.check_open()  # again: reading may take seconds
             model, request, prompts, options = parsed
             limits = [t for t in (request.timeout, self._config.timeout) if t is not None]
             generation = Generation(
                 model, request, prompts, options, min(limits, default=None),
-                compile_wait=self._config.compile_wait, request_id=raw_request.state.id,
+                compile_wait=self._config.compile_wait, request_id=record.id,
                 body_size=len(body),
                 client=_client(raw_request),
             )  # fmt: skip
+            record.generation = generation
             writer = WRITERS[request.api](generation)
-            events = self._track(generation)
+            generation.response_id = writer.id
+            events = self._track(generation, record)
             if request.stream:
                 while await unless_disconnected(anext(events), raw_request.receive) is None:
                     pass  # errors before the first update are not streamed
-                chunks = self._chunks(generation, writer, events)
+                chunks = self._chunks(generation, writer, events, record)
                 end = functools.partial(generation.cancel, "disconnect")
                 return EventStreamResponse(chunks, end)
             await unless_disconnected(_drained(events), raw_request.receive)
-            self._record(generation, writer.id)
+            self._metrics.ended(generation)
             size = generation.answer_size
             text = await by_size(size, lambda: encode(writer.to_json()))
             return JsonPieces([text])
@@ -185,25 +186,29 @@ class Server:
         self,
         read: Callable[[bytes], GenerationRequest],
         body: bytes,
+        raw_request: Request,
         *,
         stored: bool,
-        cache_salt: str,
     ) -> tuple[ServedModel, GenerationRequest, list[EncodedPrompt], list[SamplingParams]]:
         request = await read_body(read, body, stored=stored)
         if self._config.metrics:
             request = dataclasses.replace(request, metrics=True, timings=True)
         model = self.models.named(request.model)
+        AccessRecord.of(raw_request.scope).model = model.name
         if request.declared_tools:
             grammars = model.engine.core.grammars
             request = await in_thread(usable_tools, request, grammars, long=True, param="tools")
         prompts = await prepare(model, request)
+        salt = raw_request.state.cache_salt
 
         def options() -> list[SamplingParams]:
-            return [sampling_params(model, request, prompt, cache_salt) for prompt in prompts]
+            return [sampling_params(model, request, prompt, salt) for prompt in prompts]
 
         return model, request, prompts, await by_size(len(body), options)
 
-    async def _track(self, generation: Generation) -> AsyncGenerator[ReplyEvents]:
+    async def _track(
+        self, generation: Generation, record: AccessRecord
+    ) -> AsyncGenerator[ReplyEvents]:
         """Yield the generation's events, and keep it in `_running` until they end."""
         self._running.add(generation)
         events = generation.events(self._config.keepalive)
@@ -218,10 +223,14 @@ class Server:
             self._running.discard(generation)
             await events.aclose()
             if generation.cancelled:
-                self._middleware.count_cancelled(generation.request_id, *generation.cancelled)
+                self._middleware.note_end(record, *generation.cancelled)
 
     async def _chunks(
-        self, generation: Generation, writer: ResponseWriter, events: AsyncGenerator[ReplyEvents]
+        self,
+        generation: Generation,
+        writer: ResponseWriter,
+        events: AsyncGenerator[ReplyEvents],
+        record: AccessRecord,
     ) -> AsyncGenerator[bytes]:
         """Yield the chunks of a stream. Closing the generator cancels the outputs."""
         try:
@@ -234,32 +243,12 @@ class Server:
                 elif chunk := await by_size(_size(generation, update), writer.events, *update):
                     yield chunk
             yield await by_size(generation.answer_size, writer.close)
-            self._record(generation, writer.id)
+            self._metrics.ended(generation)
         except Problem as problem:
-            self._metrics.failed(problem.status)
-            log_error(generation.request_id, problem)
+            self._middleware.note_error(record, problem)
             yield writer.error(problem)
         finally:
             await events.aclose()
-
-    def _record(self, generation: Generation, response_id: str) -> None:
-        self._metrics.ended(generation)
-        if not requests.isEnabledFor(logging.INFO):
-            return
-        seconds = time.perf_counter() - generation.started
-        for reply in generation.replies:
-            assert reply.result is not None
-            stats = reply.result.stats
-            tau = f"{stats.acceptance_length:.2f}" if stats.rounds else "-"
-            notes = "".join(f", plain: {reason}" for reason in stats.fallbacks)
-            notes += "".join(f"; {warning}" for warning in reply.warnings)
-            requests.info(
-                "%s %s %s: %d prompt tokens (%d cached), %d new, first after %.3f s, %.1f tok/s,"
-                " acceptance length %s, %s, %.3f s in all%s",
-                generation.request_id, response_id, generation.model.name, stats.prompt_tokens,
-                stats.cached_tokens, stats.output_tokens, stats.first_token_s,
-                stats.tokens_per_s, tau, reply.finish_reason, seconds, notes,
-            )  # fmt: skip
 
 
 async def _drained(events: AsyncGenerator[ReplyEvents]) -> None:

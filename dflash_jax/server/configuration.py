@@ -16,6 +16,7 @@ from dflash_jax.serve_options import KEYS, ServeOptions
 
 KEY = re.compile(r"[!-~]+")
 COMMENT = re.compile(r"(^|\s)#.*")  # in a file of keys
+Report = Callable[[str], object]
 LONGEST = 4096  # default capacity of conversations; more would be slower on a CPU
 
 
@@ -37,12 +38,15 @@ def normalized(options: ServeOptions) -> ServeOptions:
 
 
 def configuration(
-    options: ServeOptions, launcher: Callable[[], Any] | None = None
+    options: ServeOptions,
+    launcher: Callable[[], Any] | None = None,
+    report: Report | None = None,
 ) -> tuple[dict[str, Callable[[], Any]], Any]:
     """Open the models of checked options; return what loads their engines, and `ServerConfig`.
 
     Args:
       launcher: makes what starts the workers of several hosts; by default they run here.
+      report: takes warnings; by default `to_stderr`.
 
     Raises:
       RequestError: a file of an option cannot be used.
@@ -51,8 +55,9 @@ def configuration(
     from dflash_jax.graph import cache
     from dflash_jax.server.served_models import ServerConfig
 
-    keys = api_keys(options.api_key_file)
-    pairs = _pairs(options, launcher)
+    report = report or to_stderr
+    keys = api_keys(options.api_key_file, report)
+    pairs = _pairs(options, launcher, report)
     plain, with_tools = _recovery(options)
     config = ServerConfig(
         host=options.host,
@@ -86,17 +91,18 @@ def configuration(
     return {name: functools.partial(make, pair) for name, pair in pairs.items()}, config
 
 
-def report(message: str) -> None:
+def to_stderr(message: str) -> None:
     """Print a warning to standard error."""
     sys.stderr.write(f"dflash-jax: {message}\n")
 
 
-def open_pair(options: Any, block: int, taps_at: str) -> Any:
-    """Open the models of `target` and `drafter` without reading weights; report warnings.
+def open_pair(options: Any, block: int, taps_at: str, report: Report = to_stderr) -> Any:
+    """Open the models of `target` and `drafter` without reading weights.
 
     Args:
       options: with the fields of `ServeOptions` that choose models.
       block, taps_at: of the plan.
+      report: takes warnings.
     """
     from dflash_jax import loading
 
@@ -127,26 +133,29 @@ def _plan(options: ServeOptions, pair: Any) -> Any:
     )
 
 
-def _pairs(options: ServeOptions, launcher: Callable[[], Any] | None) -> dict[str, Any]:
-    pairs = {options.first_name: _first(options, launcher)}
+def _pairs(
+    options: ServeOptions, launcher: Callable[[], Any] | None, report: Report = to_stderr
+) -> dict[str, Any]:
+    pairs = {options.first_name: _first(options, launcher, report)}
     for text in options.model:
         name, _, paths = text.partition("=")
         target, _, drafter = paths.partition(",")
         if not name or not target or name in pairs:
             raise RequestError(f"--model {text!r}: expected a new NAME=TARGET[,DRAFTER]")
         own = {"target": target, "drafter": drafter or "own", "tokenizer": None, "lora": None}
-        pairs[name] = _opened(dataclasses.replace(options, **own, name=options.first_name))
+        other = dataclasses.replace(options, **own, name=options.first_name)
+        pairs[name] = _opened(other, report)
     return pairs
 
 
-def _opened(options: ServeOptions) -> Any:
-    return open_pair(options, options.plan.block, options.plan.taps_at)
+def _opened(options: ServeOptions, report: Report) -> Any:
+    return open_pair(options, options.plan.block, options.plan.taps_at, report)
 
 
-def _first(options: ServeOptions, launcher: Callable[[], Any] | None) -> Any:
+def _first(options: ServeOptions, launcher: Callable[[], Any] | None, report: Report) -> Any:
     """Open the first model; with `hosts`, its engines run on workers."""
     if options.hosts == 1:
-        return _opened(options)
+        return _opened(options, report)
     import jax
 
     from dflash_jax.hosts.launch import ChildLauncher
@@ -154,7 +163,7 @@ def _first(options: ServeOptions, launcher: Callable[[], Any] | None) -> Any:
 
     jax.config.update("jax_platforms", "cpu")  # this process must not take a worker's devices
     started: Any = launcher() if launcher else ChildLauncher()
-    pair = _opened(options)
+    pair = _opened(options, report)
     data, model = options.plan.mesh
     sources = {
         "target": options.target,
@@ -177,7 +186,7 @@ def _recovery(options: ServeOptions) -> tuple[Any, Any]:
     return chosen["tools"] if from_environment == OFF else (from_environment, from_environment)
 
 
-def api_keys(file: str | None) -> tuple[str, ...]:
+def api_keys(file: str | None, report: Report = to_stderr) -> tuple[str, ...]:
     """Return the keys of the environment and of a file, which has comments after "#".
 
     Raises:
@@ -200,7 +209,7 @@ def api_keys(file: str | None) -> tuple[str, ...]:
         named = _usable_keys(lines, f"--api-key-file {file}")
         if not named:
             raise RequestError(f"--api-key-file {file} holds no key; write one a line")
-        _warn_of_readers(file)
+        _warn_of_readers(file, report)
         keys += named
     return tuple(dict.fromkeys(keys))
 
@@ -217,12 +226,12 @@ def _usable_keys(texts: Sequence[str], source: str) -> list[str]:
     return [key for key in keys if key]
 
 
-def _warn_of_readers(file: str) -> None:
+def _warn_of_readers(file: str, report: Report) -> None:
     """Warn of a key file that other users of the machine may read or change."""
     status = Path(file).stat()
     others = stat.S_IMODE(status.st_mode) & 0o066
     if os.name == "posix" and stat.S_ISREG(status.st_mode) and others:
         report(
-            f"warning: other users can {'change' if others & 0o022 else 'read'} the keys in {file},"
+            f"other users can {'change' if others & 0o022 else 'read'} the keys in {file},"
             f" whose mode is {stat.S_IMODE(status.st_mode):04o}; run chmod 600 {file}"
         )

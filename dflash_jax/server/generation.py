@@ -115,6 +115,7 @@ class Generation:
 
     Attributes:
       cancelled: why the request ended early, and in which phase; None if it did not.
+      response_id: set by who writes the response.
 
     Raises:
       Problem: the model is not ready, the request does not fit, or the queue is full.
@@ -135,6 +136,7 @@ class Generation:
     ):
         self.model, self.request, self.prompts = model, request, prompts
         self.request_id, self._body_size = request_id, body_size
+        self.response_id = ""
         self.started = time.perf_counter()
         self.first_token: float | None = None
         self.cancelled: tuple[Reason, str] | None = None
@@ -155,7 +157,9 @@ class Generation:
                 reply.filter_repeated_calls = request.stream and recovery.repeated_calls > 0
                 self.replies.append(reply)
                 answer = params.for_answer(copy)
-                self._jobs.append(Job(prompt.ids, answer, index, self._on_update, client))
+                self._jobs.append(
+                    Job(prompt.ids, answer, index, self._on_update, client, request_id)
+                )
         loop = asyncio.get_running_loop()
         self._timers: list[asyncio.TimerHandle] = []
         if timeout is not None:

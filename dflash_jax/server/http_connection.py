@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from dflash_jax.server.access_log import AccessRecord
 from dflash_jax.server.errors import too_busy
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.writer import encode
@@ -350,11 +351,14 @@ class Connection(H11Protocol):
         """Answer with an error object unless a response has started, and read nothing more."""
         self._refused = True
         self._unparsed.clear()
-        client = self.client[0] if self.client else "unknown"
-        log.warning("client %s refused with %d: %s", client, problem.status, problem.message)
-        if self.cycle is not None:  # its application must not answer, too
-            self.cycle.disconnected = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            AccessRecord.of(self.cycle.scope).refuse(problem)  # which its application logs
+            self.cycle.disconnected = True  # so that it does not answer, too
             self.cycle.message_event.set()
+        else:
+            record = AccessRecord(client=str(self.client[0]) if self.client else "")
+            record.refuse(problem)
+            record.write()
         body = encode(problem.to_json())
         headers = [("content-type", "application/json"), ("content-length", str(len(body))),
                    ("connection", "close")]  # fmt: skip

@@ -12,6 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dflash_jax.server.access_log import AccessRecord
 from dflash_jax.server.anthropic import decode_messages
 from dflash_jax.server.background import in_thread, read_body
 from dflash_jax.server.conversation import parse_messages
@@ -111,16 +112,22 @@ class InfoRoutes:
         async def handler(raw_request: Request) -> Response:
             body = await self._middleware.body(raw_request)
             request = await read_body(read(raw_request), body, stored=stored)
-            [prompt] = await prepare(self._models.named(request.model), request)
+            [prompt] = await prepare(self._model(raw_request, request.model), request)
             return json_response(fields | {"input_tokens": len(prompt.ids)})
 
         return handler
+
+    def _model(self, raw_request: Request, name: str | None) -> ServedModel:
+        """Return the model that a request names, which its log line names, too."""
+        model = self._models.named(name)
+        AccessRecord.of(raw_request.scope).model = model.name
+        return model
 
     async def _tokenize(self, raw_request: Request) -> Response:
         read = functools.partial(decode, kind=TokenizeRequest)
         parsed, unread = await read_body(read, await self._middleware.body(raw_request))
         warnings = check_unread(unread)
-        model = self._models.named(parsed.model)
+        model = self._model(raw_request, parsed.model)
         tokenizer = model.engine.tokenizer
         if tokenizer is None:
             raise Problem("this model ships no tokenizer")
@@ -136,7 +143,7 @@ class InfoRoutes:
     async def _detokenize(self, raw_request: Request) -> Response:
         read = functools.partial(decode, kind=DetokenizeRequest)
         parsed, _ = await read_body(read, await self._middleware.body(raw_request))
-        engine = self._models.named(parsed.model).engine
+        engine = self._model(raw_request, parsed.model).engine
         if engine.tokenizer is None:
             raise Problem("this model ships no tokenizer")
         known, most = engine.graph.config.vocab_size, engine.plan.max_length

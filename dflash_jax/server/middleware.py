@@ -14,19 +14,19 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dflash_jax.server.access import ANY, AllowedHosts, is_json, is_own_page
+from dflash_jax.server.access_log import PROBES, AccessRecord
 from dflash_jax.server.background import POOLS
 from dflash_jax.server.body_budget import BodyBudget, HeldBody
 from dflash_jax.server.errors import shutting_down
 from dflash_jax.server.fields import check_path
 from dflash_jax.server.http_connection import ClientDisconnected, json_response
 from dflash_jax.server.metrics import Metrics
-from dflash_jax.server.protocol import Problem, new_id
+from dflash_jax.server.protocol import Problem
 from dflash_jax.server.served_models import ServedModels, ServerConfig
 from dflash_jax.utils.allocator import give_back
 
 log = logging.getLogger("dflash_jax.server")
 Handler = Callable[[Request], Awaitable[Response]]
-OPEN_PATHS = ("/health", "/ready")
 MOST_HEADERS = 64 * 1024
 # A token is about four bytes of text. An escaped character takes six bytes, and messages, calls and
 # schemas contain names and punctuation that the template does not render.
@@ -76,7 +76,7 @@ class Middleware:
                     _check_framing(headers, scope["http_version"])
                     _check_hosts(headers, hosts)
                 except Problem as problem:
-                    refusal = self._refuse(problem, new_id("req_"), scope)
+                    refusal = self._refuse(problem, scope)
                     refusal.headers["connection"] = "close"
                     return await refusal(scope, receive, send)
             return await app(scope, receive, send)
@@ -87,7 +87,7 @@ class Middleware:
         """Return the handler with the check of API keys; its exceptions become error responses."""
 
         async def answer(request: Request) -> Response:
-            request.state.id = request_id = new_id("req_")
+            record = AccessRecord.of(request.scope)
             request.state.owner = 0
             request.state.cache_salt = ""
             request.state.body = HeldBody()
@@ -101,15 +101,15 @@ class Middleware:
                     request.state.owner = owner = self._owner(request)
                     if not self._config.share_prefixes:
                         request.state.cache_salt = _cache_salt(self._config.api_keys[owner])
-                return _with_request_id(await handler(request), request_id)
+                return await handler(request)
             except Problem as problem:
-                return self._refuse(problem, request_id, request.scope)
+                return self._refuse(problem, request.scope)
             except ClientDisconnected:
                 return Response(status_code=499)
             except Exception as error:
-                log.exception("%s failed", request_id)
+                log.exception("%s failed", record.id)
                 problem = Problem(f"internal error: {type(error).__name__}", status=500)
-                return self._refuse(problem, request_id, request.scope)
+                return self._refuse(problem, request.scope)
             finally:
                 self._bodies.release(request.state.body)
                 if request.state.body.size > LARGE and not self._trim_scheduled:
@@ -121,9 +121,7 @@ class Middleware:
     async def no_route(self, request: Request, error: Any) -> Response:
         """Return 404 or 405, 400 for paths of other media, or the allowed methods for OPTIONS."""
         if request.method == "OPTIONS" and error.status_code == 405:
-            return _with_request_id(
-                Response(status_code=204, headers=error.headers), new_id("req_")
-            )
+            return Response(status_code=204, headers=error.headers)
         path = request.scope["path"]
         message = f"{request.method[:40]} {path[:200]} does not exist"
         unknown = Problem(message, status=error.status_code, code="unknown_url")
@@ -131,7 +129,7 @@ class Middleware:
             check_path(path[:200])
         except Problem as problem:
             unknown = problem
-        refusal = self._refuse(unknown, new_id("req_"), request.scope)
+        refusal = self._refuse(unknown, request.scope)
         refusal.headers.update(error.headers or {})
         return refusal
 
@@ -162,7 +160,7 @@ class Middleware:
             while True:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
-                    self.count_cancelled(request.state.id, "disconnect", "body")
+                    self.note_end(AccessRecord.of(request.scope), "disconnect", "body")
                     raise ClientDisconnected
                 self._bodies.add(held, len(message.get("body", b"")))
                 body += message.get("body", b"")
@@ -185,21 +183,24 @@ class Middleware:
         if self.draining:
             raise shutting_down()
 
-    def count_cancelled(self, request_id: str, reason: str, phase: str) -> None:
-        """Count and log a request that ended early, and in which phase."""
+    def note_end(self, record: AccessRecord, reason: str, phase: str) -> None:
+        """Note that a request ended early, and in which phase."""
+        record.left = reason, phase
         self._metrics.cancelled(reason, phase)
-        log.warning("%s ended early (%s) in the phase %r", request_id, reason, phase)
 
-    def _refuse(self, problem: Problem, request_id: str, scope: Scope) -> Response:
+    def note_error(self, record: AccessRecord, problem: Problem) -> None:
+        """Note that a request is answered with an error."""
+        record.problem = problem
         self._metrics.failed(problem.status)
-        path = scope["path"]
-        if path not in OPEN_PATHS:  # which are asked every few seconds
-            log_error(request_id, problem, f" {scope['method'][:40]} {path[:200]}")
+
+    def _refuse(self, problem: Problem, scope: Scope) -> Response:
+        record = AccessRecord.of(scope)
+        self.note_error(record, problem)
         headers = {"Retry-After": str(problem.retry_s)} if problem.retry_s else {}
         if problem.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        body = problem.to_json() | {"request_id": request_id}
-        return _with_request_id(json_response(body, problem.status, headers), request_id)
+        body = problem.to_json() | {"request_id": record.id}
+        return json_response(body, problem.status, headers)
 
     def _check_origin(self, request: Request) -> None:
         """Refuse, with 415, requests that a page of another site can send without a preflight.
@@ -225,7 +226,7 @@ class Middleware:
         Raises:
           Problem: 401, the key is missing or wrong.
         """
-        if request.scope["path"] in OPEN_PATHS:
+        if request.scope["path"] in PROBES:
             return 0
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else ""
@@ -272,30 +273,3 @@ def _check_hosts(headers: Headers, hosts: AllowedHosts) -> None:
             status=403,
             code="host_not_allowed",
         )
-
-
-def log_error(request_id: str, problem: Problem, asked: str = "") -> None:
-    """Log an error response under the request's id, in one line.
-
-    Refused requests and failures are different kinds of lines, whose rates are limited separately.
-
-    Args:
-      asked: the request's method and path, after a space.
-    """
-    about = _one_line(asked), problem.status, _one_line(problem.message)
-    if problem.status < 500:
-        log.warning("%s%s refused with %d: %s", request_id, *about)
-    else:
-        log.warning("%s%s answered with %d: %s", request_id, *about)
-
-
-def _one_line(text: str) -> str:
-    """Return a text of a client without line ends and other control characters."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def _with_request_id(response: Response, request_id: str) -> Response:
-    """Add the request id to the response, in the headers of both OpenAI and Anthropic."""
-    for header in ("request-id", "x-request-id"):
-        response.headers[header] = request_id
-    return response

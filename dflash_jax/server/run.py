@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -136,6 +135,7 @@ async def serve(
         lifespan="off",
         backlog=http_connection.ACCEPTED_AT_ONCE,
         timeout_keep_alive=75,  # longer than clients reuse idle connections
+        log_config=None,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=round(listening.drain) + GRACE_S,
@@ -240,16 +240,3 @@ async def _announce(
 def url_of(host: str, port: int) -> str:
     """Return the URL of a host and port; IPv6 addresses are put in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def log_to_stderr(*, quiet: bool) -> None:
-    """Log to standard error; with `quiet`, without the line per output."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s"))
-    logger = logging.getLogger("dflash_jax")
-    logger.addHandler(handler)
-    logger.propagate = False  # orbax imports absl, which adds a handler to the root logger
-    logger.setLevel(logging.INFO)
-    logging.getLogger("dflash_jax.server.requests").setLevel(
-        logging.WARNING if quiet else logging.INFO
-    )

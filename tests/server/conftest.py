@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.graph import Graph
 from dflash_jax.loading import locate
 from dflash_jax.models import build_graph
+from dflash_jax.server.access_log import LOGGERS
 from dflash_jax.server.run import RunningServer, ServerConfig, serve
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 from dflash_jax.tokenizer import Tokenizer
@@ -103,6 +105,19 @@ def twin(engine: Engine, **changes: Any) -> Engine:
     made = Engine(Graph(engine.graph.pair, plan), engine.params, tokenizer=engine.tokenizer)
     made.core.runner.compiled.executables = engine.core.runner.executables
     return made
+
+
+@pytest.fixture(autouse=True)
+def loggers() -> Iterator[None]:
+    """Restores the loggers that `log_to_stderr` sets up."""
+    named = [logging.getLogger(name) for name in (*LOGGERS, "dflash_jax.server.requests")]
+    before = [(logger, [*logger.handlers], logger.level, logger.propagate) for logger in named]
+    yield
+    logging.captureWarnings(False)
+    for logger, handlers, level, propagate in before:
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 @pytest.fixture(scope="session")

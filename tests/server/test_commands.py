@@ -32,7 +32,8 @@ from dflash_jax.errors import RequestError
 from dflash_jax.loading import locate
 from dflash_jax.serve_options import ServeOptions
 from dflash_jax.server import configuration
-from dflash_jax.server.run import log_to_stderr, url_of
+from dflash_jax.server.access_log import log_to_stderr
+from dflash_jax.server.run import url_of
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.command import INTERRUPTED
 from tests.server.conftest import LiveServer
@@ -104,7 +105,7 @@ def test_closed_connections_do_not_kill_it_and_sigterm_ends_it_in_order(
     log = (tmp_path / "log").read_text(encoding="utf-8")
     said = (
         "loading small",
-        "small: compiling program 1 of ",
+        "small: program 1 of ",
         f"ready: {url} serves small",
         "draining: running requests: ",
     )

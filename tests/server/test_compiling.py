@@ -22,8 +22,9 @@ from dflash_jax.errors import PlanError
 from dflash_jax.graph import Graph, build
 from dflash_jax.graph.keys import Variant
 from dflash_jax.graph.programs import Program
+from dflash_jax.server.access_log import log_to_stderr
 from dflash_jax.server.engine_thread import Job, Warm, Worker
-from dflash_jax.server.run import ServerConfig, log_to_stderr
+from dflash_jax.server.run import ServerConfig
 from tests.server.conftest import QUEUE, LiveServer, run_server
 
 LONG = ASK | {"max_tokens": 200, "ignore_eos": True, "return_token_ids": True}
@@ -422,11 +423,15 @@ def test_phases_refusals_and_the_end_are_logged(
     for line in (
         "loading tiny",
         f"ready: {live.url} serves tiny",
-        f"tiny: compiling program {known} of {known}: verify[constrained]",
-        f"{number} POST {CHAT} answered with 503: {message}",
         "draining: running requests: 1; those not finished in 20 s are ended",
     ):
         assert line in said
+    [line] = [line for line in said if line.startswith(f"{number} POST {CHAT} 503 ")]
+    assert f"error={json.dumps(message)}" in line
+    last = re.compile(
+        rf"tiny: program {known} of {known} compiled in [0-9.]+ s: verify\[constrained\]"
+    )
+    assert any(map(last.fullmatch, said))
 
 
 def test_every_line_of_a_request_has_the_id_of_its_headers(
@@ -436,9 +441,13 @@ def test_every_line_of_a_request_has_the_id_of_its_headers(
     streamed = httpx.post(live.url + CHAT, json=ASK | {"stream": True}, timeout=60)
     for answer, outputs in ((whole, 2), (streamed, 1)):
         number = answer.headers["request-id"]
-        lines = [r.getMessage() for r in logged.records if r.getMessage().startswith(number)]
-        assert len(lines) == outputs
-        assert all("4 new" in line for line in lines)
+        assert live.is_idle()
+        while not (lines := [r for r in logged.records if r.getMessage().startswith(number)]):
+            time.sleep(0.001)
+        assert len(lines) == 1
+        fields = lines[0].access
+        assert fields["outputs"] == outputs
+        assert fields["output_tokens"] == 4 * outputs
 
 
 @pytest.mark.exhaustive
