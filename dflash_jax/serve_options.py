@@ -16,7 +16,6 @@ from dflash_jax.plan import FIELDS as PLAN_FIELDS
 from dflash_jax.plan import Plan
 from dflash_jax.utils.sources import check_exists
 
-KEYS = "DFLASH_API_KEY"
 PREFIX_CACHE = 2**28  # bytes; every turn of a conversation extends the last
 DEFAULT_PLAN = Plan(prefix_cache=PREFIX_CACHE)
 Texts = tuple[str, ...]
@@ -77,7 +76,7 @@ class ServeOptions:
         600.0, "seconds per request (default 600; 0: no limit)", minimum=-1e9, maximum=1e9,
     )
     drain: float = serve_field(
-        30.0, "seconds for running requests after SIGTERM or SIGHUP (default 30)", maximum=1e9,
+        30.0, "seconds for running requests after SIGTERM (default 30)", maximum=1e9,
     )
     max_body: int | None = serve_field(
         None,
@@ -115,7 +114,8 @@ class ServeOptions:
     )
     api_key_file: str | None = serve_field(
         None,
-        f"file with one API key per line, and comments after #; or set {KEYS} to keys separated"
+        "file with an API key a line, as KEY or as NAME: KEY rpm=60 tpm=90000 parallel=4, and"
+        " comments after #; SIGHUP has it read again. Or set DFLASH_API_KEY to such keys separated"
         " by commas",
     )
     share_prefixes: bool = serve_field(

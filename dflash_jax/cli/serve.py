@@ -5,14 +5,16 @@ import contextlib
 import functools
 import logging
 import os
+import signal
 import sys
+import threading
 from typing import Any
 
 from dflash_jax.cli import options as shared
 from dflash_jax.errors import RequestError, install_hint
 from dflash_jax.plan import FIELDS as PLAN_FIELDS
 from dflash_jax.plan import Plan
-from dflash_jax.serve_options import FIELDS, KEYS, PREFIX_CACHE, ServeOptions
+from dflash_jax.serve_options import FIELDS, PREFIX_CACHE, ServeOptions
 
 log = logging.getLogger("dflash_jax.server")
 
@@ -34,6 +36,7 @@ def check(options: argparse.Namespace) -> None:
     """Check the options before JAX is imported or a model is opened, and put them together."""
     from dflash_jax.server.configuration import normalized
 
+    _survive_hangups()
     given: dict[str, Any] = {name: getattr(options, name) for name in (*FIELDS, "report_drafts")}
     given = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
     options.serve = normalized(ServeOptions(plan=shared.chosen_plan(options), **given))
@@ -49,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
         import asyncio
 
         from dflash_jax.server.access_log import log_to_stderr
+        from dflash_jax.server.keys import ENVIRONMENT
         from dflash_jax.server.run import RunningServer, serve
     except ImportError as error:
         raise RequestError(
@@ -61,9 +65,9 @@ def run(options: argparse.Namespace) -> int:
     log_to_stderr(quiet=given.quiet, form=given.log_format)
     engines, config = configuration(given, _launcher(given), report=log.warning)
     if given.host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
-        log.warning("open to the network without a key; set %s", KEYS)
+        log.warning("open to the network without a key; set %s", ENVIRONMENT)
     if "*" in given.cors_origin and not config.api_keys:
-        log.warning("open to any web page without a key; set %s", KEYS)
+        log.warning("open to any web page without a key; set %s", ENVIRONMENT)
 
     def started(running: RunningServer) -> None:
         print(f"listening on {running.url}", flush=True)
@@ -73,6 +77,16 @@ def run(options: argparse.Namespace) -> int:
     if compiler.compiling:
         _leave()
     return 0
+
+
+def _survive_hangups() -> None:
+    """Let SIGHUP do nothing until the server handles it, by reading its keys again.
+
+    A service manager may send it at any time. Child processes get the default again.
+    """
+    hangup = getattr(signal, "SIGHUP", None)  # not on Windows
+    if hangup is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(hangup, lambda number, frame: None)
 
 
 def _launcher(options: ServeOptions) -> Any:

@@ -4,8 +4,8 @@
 request passes the modules in this order:
 
 1. `http_connection`: HTTP, timeouts, disconnections, bounds on connections and on the log lines
-   that clients cause. `access_log`: ids, and a line in the log for each. `middleware`: API keys, limits (`body_budget`), and hosts and origins
-   (`access`).
+   that clients cause. `access_log`: ids, and a line in the log for each. `middleware`: API keys
+   (`keys`, `key_ring`), limits (`body_budget`), and hosts and origins (`access`).
 2. `app`: the routes that generate. `information` has the others, among them the page for
    browsers, whose files are in the folder `page`; `metrics` has the Prometheus page. `background`
    runs slow work in threads.

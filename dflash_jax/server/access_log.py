@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dflash_jax.server import writer
 from dflash_jax.server.generation import Generation
+from dflash_jax.server.key_ring import Usage
 from dflash_jax.server.protocol import Problem, new_id
 
 log = logging.getLogger("dflash_jax.server.requests")
@@ -42,6 +43,7 @@ class AccessRecord:
       problem: the error that it was answered with, if any.
       status: of the response; 0 before it begins.
       size: bytes of the response's body.
+      usage: what it is counted in until it ends, if it generates.
     """
 
     id: str = dataclasses.field(default_factory=lambda: new_id("req_"))
@@ -55,11 +57,12 @@ class AccessRecord:
     problem: Problem | None = None
     status: int = 0
     size: int = 0
+    usage: Usage | None = None
     _started: float = dataclasses.field(default_factory=time.perf_counter)
     _closed: bool = False  # the connection has answered in place of the application
 
     @classmethod
-    def of(cls, scope: Mapping[str, Any]) -> "AccessRecord":
+    def of(cls, scope: Any) -> "AccessRecord":
         """Return the record of an ASGI request, which is made once."""
         state = scope.setdefault("state", {})
         if RECORD not in state:
@@ -113,8 +116,11 @@ class AccessRecord:
         replies = self.generation.replies if self.generation else []
         return ",".join(sorted({reply.finish_reason or "" for reply in replies})) or None
 
-    def write(self) -> None:
-        """Log the line, once the request has ended."""
+    def end(self) -> None:
+        """Count the end of the request, and log its line."""
+        if self.usage:
+            used = writer.token_usage(self.generation) if self.generation else {}
+            self.usage.end(used.get("total_tokens", 0))
         probe = self.path in PROBES or (self.path in UNLOGGED and not self.problem)
         good = self.status and self.status < 400 and not self.problem and not self.left
         level = logging.INFO if good else logging.WARNING
@@ -207,7 +213,7 @@ class AccessLog:
         try:
             await self._app(scope, receive, noted)
         finally:
-            record.write()
+            record.end()
 
 
 class Lines(logging.Formatter):

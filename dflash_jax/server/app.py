@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from dflash_jax.engine.sampling_params import SamplingParams
+from dflash_jax.errors import DFlashError
 from dflash_jax.server import anthropic, completions, responses
 from dflash_jax.server.access import allowed_hosts
 from dflash_jax.server.access_log import AccessLog, AccessRecord
@@ -32,12 +33,13 @@ from dflash_jax.server.http_connection import (
     unless_disconnected,
 )
 from dflash_jax.server.information import InfoRoutes, Reader, StoredRoutes, page_routes
+from dflash_jax.server.key_ring import KeyRing
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Handler, Middleware
 from dflash_jax.server.prompt import EncodedPrompt
 from dflash_jax.server.protocol import GenerationRequest, Problem
 from dflash_jax.server.reply import Reply
-from dflash_jax.server.response_store import response_stores
+from dflash_jax.server.response_store import ResponseStores
 from dflash_jax.server.served_models import ServedModel, ServedModels, ServerConfig
 from dflash_jax.server.writer import ResponseWriter, encode, keepalive_event
 from dflash_jax.tool_parsers.calls import Content, Event, ToolCallDelta
@@ -77,17 +79,18 @@ class Server:
     ):
         self.models = ServedModels(models, config.aliases, any_name=config.any_name)
         self._config, self._metrics = config, Metrics()
-        self._middleware = Middleware(config, self._metrics, self.models)
+        self._keys = KeyRing(config.api_keys)
+        self._middleware = Middleware(config, self._metrics, self.models, self._keys)
         self._running: set[Generation] = set()
-        stores = response_stores(len(config.api_keys), lambda: self._middleware.max_body)
+        self._stores = stores = ResponseStores(lambda: self._middleware.max_body)
+        stores.share(self._keys.owners)
         parameters = {path: kind.__struct_fields__ for path, kind in BODIES.items()}
         shared = self.models, self._middleware, config, self._metrics
         information = InfoRoutes(*shared, parameters)
 
         def read_responses(raw_request: Request) -> Callable[[bytes], GenerationRequest]:
-            return functools.partial(
-                responses.decode_responses, store=stores[raw_request.state.owner]
-            )
+            store = stores.of(raw_request.state.key.owner)
+            return functools.partial(responses.decode_responses, store=store)
 
         posts = information.posts | {
             "/v1/chat/completions": self._generation_handler(lambda _: completions.decode_chat),
@@ -107,8 +110,7 @@ class Server:
         for path, (handler, methods) in StoredRoutes(stores, self._middleware).handlers.items():
             routes.append(Route(path, wrap_handler(handler), methods=methods))
         handlers: Any = {404: self._middleware.no_route, 405: self._middleware.no_route}
-        keys = bool(config.api_keys)
-        hosts = allowed_hosts(bound, config.allowed_hosts, has_keys=keys)
+        hosts = allowed_hosts(bound, config.allowed_hosts, has_keys=bool(self._keys))
         inner = Starlette(routes=routes, exception_handlers=handlers)
         self.app: ASGIApp = self._middleware.wrap_app(inner, hosts)
         if config.cors:  # outermost: error responses need its headers, preflights have no key
@@ -134,6 +136,23 @@ class Server:
         self._middleware.draining = True
         asyncio.get_running_loop().call_later(seconds, self._end_running)
 
+    def reload_keys(self) -> None:
+        """Read the API keys again; where that fails, or would leave none, those before stay."""
+        if self._config.read_keys is None:
+            log.warning("there are no keys to read again")
+            return
+        try:
+            keys = self._config.read_keys()
+        except (DFlashError, OSError) as error:
+            log.error("the keys that were read before stay: %s", error)
+            return
+        if self._keys and not keys:
+            log.error("the keys that were read before stay: there are none to read")
+            return
+        self._keys.replace(keys)
+        self._stores.share(self._keys.owners)
+        log.info("keys were read again: %s", ", ".join(self._keys.labels) or "none")
+
     @property
     def busy(self) -> bool:
         """Whether requests that generate are running."""
@@ -146,6 +165,7 @@ class Server:
     def _generation_handler(self, reader: Reader, *, stored: bool = False) -> Handler:
         async def handler(raw_request: Request) -> Response:
             self._middleware.check_open()
+            self._middleware.begin(raw_request)
             record = AccessRecord.of(raw_request.scope)
             body = await self._middleware.body(raw_request)
             self._middleware.check_open()
@@ -199,7 +219,7 @@ class Server:
             grammars = model.engine.core.grammars
             request = await in_thread(usable_tools, request, grammars, long=True, param="tools")
         prompts = await prepare(model, request)
-        salt = raw_request.state.cache_salt
+        salt = "" if self._config.share_prefixes else raw_request.state.key.cache_salt
 
         def options() -> list[SamplingParams]:
             return [sampling_params(model, request, prompt, salt) for prompt in prompts]
@@ -269,4 +289,4 @@ def _size(generation: Generation, update: tuple[Reply, list[Event]]) -> int:
 def _client(request: Request) -> tuple[str, ...]:
     """Return names of who asks: the key and address, and the connection."""
     host, port = request.client or ("", 0)
-    return f"{request.state.owner} {host}", f"{host} {port}"
+    return f"{request.state.key.owner} {host}", f"{host} {port}"

@@ -3,20 +3,15 @@
 import dataclasses
 import functools
 import os
-import re
-import stat
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from dflash_jax.errors import RequestError
-from dflash_jax.serve_options import KEYS, ServeOptions
+from dflash_jax.serve_options import ServeOptions
+from dflash_jax.server.keys import Report, read_keys
 
-KEY = re.compile(r"[!-~]+")
-COMMENT = re.compile(r"(^|\s)#.*")  # in a file of keys
-Report = Callable[[str], object]
 LONGEST = 4096  # default capacity of conversations; more would be slower on a CPU
 
 
@@ -56,7 +51,7 @@ def configuration(
     from dflash_jax.server.served_models import ServerConfig
 
     report = report or to_stderr
-    keys = api_keys(options.api_key_file, report)
+    keys = functools.partial(read_keys, options.api_key_file, report=report)
     pairs = _pairs(options, launcher, report)
     plain, with_tools = _recovery(options)
     config = ServerConfig(
@@ -64,7 +59,8 @@ def configuration(
         port=options.port,
         drain=options.drain,
         warm=options.warm,
-        api_keys=keys,
+        api_keys=keys(),
+        read_keys=keys,
         share_prefixes=options.share_prefixes,
         max_body=options.max_body,
         max_bodies=options.max_bodies,
@@ -184,54 +180,3 @@ def _recovery(options: ServeOptions) -> tuple[Any, Any]:
     if options.recovery:
         return chosen[options.recovery]
     return chosen["tools"] if from_environment == OFF else (from_environment, from_environment)
-
-
-def api_keys(file: str | None, report: Report = to_stderr) -> tuple[str, ...]:
-    """Return the keys of the environment and of a file, which has comments after "#".
-
-    Raises:
-      RequestError: either was given but holds no key, or a key that no client can send.
-    """
-    keys: list[str] = []
-    if (text := os.environ.get(KEYS)) is not None:
-        keys += _usable_keys(text.split(","), KEYS)
-        if not keys:
-            raise RequestError(
-                f"{KEYS} is {text!r}, which holds no key; give one or several separated by commas,"
-                " or unset it to serve without a key"
-            )
-    if file is not None:
-        try:
-            lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise RequestError(f"--api-key-file {file} cannot be read: {error}") from error
-        lines = [COMMENT.sub("", line) for line in lines]
-        named = _usable_keys(lines, f"--api-key-file {file}")
-        if not named:
-            raise RequestError(f"--api-key-file {file} holds no key; write one a line")
-        _warn_of_readers(file, report)
-        keys += named
-    return tuple(dict.fromkeys(keys))
-
-
-def _usable_keys(texts: Sequence[str], source: str) -> list[str]:
-    """Return the keys among texts, of which some may be empty."""
-    keys = [text.strip() for text in texts]
-    for place, key in enumerate(keys, 1):
-        if key and not KEY.fullmatch(key):
-            raise RequestError(
-                f"{source}: key {place} has spaces or other characters that no client can send;"
-                " expected letters, digits and punctuation of ASCII"
-            )
-    return [key for key in keys if key]
-
-
-def _warn_of_readers(file: str, report: Report) -> None:
-    """Warn of a key file that other users of the machine may read or change."""
-    status = Path(file).stat()
-    others = stat.S_IMODE(status.st_mode) & 0o066
-    if os.name == "posix" and stat.S_ISREG(status.st_mode) and others:
-        report(
-            f"other users can {'change' if others & 0o022 else 'read'} the keys in {file},"
-            f" whose mode is {stat.S_IMODE(status.st_mode):04o}; run chmod 600 {file}"
-        )

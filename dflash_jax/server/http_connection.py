@@ -358,7 +358,7 @@ class Connection(H11Protocol):
         else:
             record = AccessRecord(client=str(self.client[0]) if self.client else "")
             record.refuse(problem)
-            record.write()
+            record.end()
         body = encode(problem.to_json())
         headers = [("content-type", "application/json"), ("content-length", str(len(body))),
                    ("connection", "close")]  # fmt: skip

@@ -4,7 +4,7 @@ import datetime
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from dflash_jax.server.message_formats import messages_from_responses
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.middleware import Handler, Middleware
 from dflash_jax.server.protocol import GenerationRequest, Problem, decode
-from dflash_jax.server.response_store import ResponseStore, StoredItem
+from dflash_jax.server.response_store import ResponseStore, ResponseStores, StoredItem
 from dflash_jax.server.served_models import ServedModel, ServedModels, ServerConfig, answer_name
 from dflash_jax.server.tools import chat_tools, tool_arguments
 from dflash_jax.server.writer import encode
@@ -356,7 +356,7 @@ class ConversationBody(msgspec.Struct):
 class StoredRoutes:
     """Handlers of what is stored. What a client can make large is handled in threads."""
 
-    def __init__(self, stores: Sequence[ResponseStore], middleware: Middleware):
+    def __init__(self, stores: ResponseStores, middleware: Middleware):
         self._stores, self._middleware = stores, middleware
 
     @property
@@ -371,7 +371,7 @@ class StoredRoutes:
         }
 
     def _store(self, raw_request: Request) -> ResponseStore:
-        return self._stores[raw_request.state.owner]
+        return self._stores.of(raw_request.state.key.owner)
 
     async def _response(self, raw_request: Request) -> Response:
         response_id, store = raw_request.path_params["response_id"], self._store(raw_request)

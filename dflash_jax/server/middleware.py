@@ -1,8 +1,6 @@
 """Checks around every route (hosts, API keys, limits), and conversion of errors to responses."""
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import threading
 from collections.abc import Awaitable, Callable
@@ -20,6 +18,8 @@ from dflash_jax.server.body_budget import BodyBudget, HeldBody
 from dflash_jax.server.errors import shutting_down
 from dflash_jax.server.fields import check_path
 from dflash_jax.server.http_connection import ClientDisconnected, json_response
+from dflash_jax.server.key_ring import KeyRing
+from dflash_jax.server.keys import ANYONE, ApiKey
 from dflash_jax.server.metrics import Metrics
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.served_models import ServedModels, ServerConfig
@@ -45,8 +45,8 @@ class Middleware:
       draining: refuse new requests that generate.
     """
 
-    def __init__(self, config: ServerConfig, metrics: Metrics, models: ServedModels):
-        self._config, self._metrics, self._models = config, metrics, models
+    def __init__(self, config: ServerConfig, metrics: Metrics, models: ServedModels, keys: KeyRing):
+        self._config, self._metrics, self._models, self._keys = config, metrics, models, keys
         self._bodies = BodyBudget(lambda: self.max_bodies)
         self.draining = False
         self._trim_scheduled = False
@@ -88,8 +88,7 @@ class Middleware:
 
         async def answer(request: Request) -> Response:
             record = AccessRecord.of(request.scope)
-            request.state.owner = 0
-            request.state.cache_salt = ""
+            request.state.key = ANYONE
             request.state.body = HeldBody()
             try:
                 if (
@@ -97,10 +96,9 @@ class Middleware:
                     > MOST_HEADERS
                 ):
                     raise Problem(f"the headers are larger than {MOST_HEADERS} bytes", status=431)
-                if needs_key and self._config.api_keys:
-                    request.state.owner = owner = self._owner(request)
-                    if not self._config.share_prefixes:
-                        request.state.cache_salt = _cache_salt(self._config.api_keys[owner])
+                if needs_key and self._keys and record.path not in PROBES:
+                    request.state.key = self._key(request)
+                    record.key = request.state.key.label
                 return await handler(request)
             except Problem as problem:
                 return self._refuse(problem, request.scope)
@@ -220,31 +218,31 @@ class Middleware:
                 code="unsupported_content_type",
             )
 
-    def _owner(self, request: Request) -> int:
-        """Return the number of the request's API key, which owns what the request stores.
+    def begin(self, request: Request) -> None:
+        """Count a request that generates among those of its key, until its end.
 
         Raises:
-          Problem: 401, the key is missing or wrong.
+          Problem: 429, a limit of the key is reached.
         """
-        if request.scope["path"] in PROBES:
-            return 0
+        AccessRecord.of(request.scope).usage = self._keys.begin(request.state.key)
+
+    def _key(self, request: Request) -> ApiKey:
+        """Return the API key of a request.
+
+        Raises:
+          Problem: 401, it is missing or wrong.
+        """
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else ""
-        given = (given or request.headers.get("x-api-key", "")).encode()
-        good = [hmac.compare_digest(given, key.encode()) for key in self._config.api_keys]
-        if True in good:
-            return good.index(True)
+        key = self._keys.find(given or request.headers.get("x-api-key", ""))
+        if key is not None:
+            return key
         raise Problem(
             "the API key is missing or wrong; send it in the header Authorization: Bearer KEY,"
             " or x-api-key: KEY",
             status=401,
             code="invalid_api_key",
         )
-
-
-def _cache_salt(key: str) -> str:
-    """Return what separates a key's prefixes from those of others, also on disk and later."""
-    return hashlib.sha256(b"prefixes of the key " + key.encode()).hexdigest()
 
 
 def _check_framing(headers: Headers, version: str) -> None:

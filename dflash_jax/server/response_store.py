@@ -50,6 +50,10 @@ class ConversationStore:
         self._lock = threading.RLock()
         self._stored: dict[str, StoredConversation] = {}  # the last extended one is last
 
+    def limit(self, max_bytes: int) -> None:
+        """Set another limit, from the next item on."""
+        self._max_bytes = max_bytes
+
     def create(self, items: Sequence[Item], metadata: dict[str, Any] | None) -> dict[str, Any]:
         """Store a new conversation and return its object.
 
@@ -194,6 +198,11 @@ class ResponseStore:
         self._stored: dict[str, StoredResponse] = {}  # by response id
         self._items: dict[str, bytes] = {}  # output items, by their ids
         self.conversations = ConversationStore(max_bytes)
+
+    def limit(self, max_bytes: int) -> None:
+        """Set another limit, from the next response or item on."""
+        self._max_bytes = max_bytes
+        self.conversations.limit(max_bytes)
 
     @property
     def size(self) -> int:
@@ -345,12 +354,27 @@ class RequestTurn:
             self._store.put(response, self.stored)
 
 
-def response_stores(owners: int, max_input: Callable[[], int]) -> list[ResponseStore]:
-    """Return one store per owner, an API key: nobody sees, continues or evicts what others keep.
+class ResponseStores:
+    """A store for each owner of API keys: nobody sees, continues or evicts what others keep.
 
     Args:
-      owners: number of API keys, as `Middleware` numbers them; one owner without keys.
       max_input: as in `ResponseStore`.
     """
-    most = min(MOST_BYTES, MOST_TOTAL // max(owners, 1))
-    return [ResponseStore(most, max_input) for _ in range(max(owners, 1))]
+
+    def __init__(self, max_input: Callable[[], int]):
+        self._max_input = max_input
+        self._stores: dict[str, ResponseStore] = {}
+        self._most = MOST_BYTES
+
+    def of(self, owner: str) -> ResponseStore:
+        """Return the store of an owner; "" is the one of a server without keys."""
+        if owner not in self._stores:
+            self._stores[owner] = ResponseStore(self._most, self._max_input)
+        return self._stores[owner]
+
+    def share(self, owners: Sequence[str]) -> None:
+        """Give each owner an equal share, and forget what others have stored."""
+        self._most = min(MOST_BYTES, MOST_TOTAL // max(len(owners), 1))
+        self._stores = {owner: self.of(owner) for owner in owners}
+        for store in self._stores.values():
+            store.limit(self._most)

@@ -26,6 +26,7 @@ from dflash_jax.server.served_models import ServedModel, ServerConfig
 
 log = logging.getLogger("dflash_jax.server")
 
+HANGUP = getattr(signal, "SIGHUP", None)  # not on Windows
 GRACE_S = 5  # seconds in which requests end after they were told to
 ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # a resolved address family that is disabled
 
@@ -70,14 +71,27 @@ class _DrainingServer(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        loop, signals = asyncio.get_running_loop(), _ending_signals()
-        for number in signals:
-            loop.add_signal_handler(number, self.handle_exit, number, None)
+        loop, handlers = asyncio.get_running_loop(), self._signal_handlers()
+        before = {number: signal.getsignal(number) for number in handlers}
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
-            for number in signals:
+            for number, handler in before.items():
                 loop.remove_signal_handler(number)
+                if handler is not None:
+                    signal.signal(number, handler)
+
+    def _signal_handlers(self) -> dict[int, Callable[[], object]]:
+        """Return what signals do: SIGHUP, where there is one, has the keys read again."""
+        found: dict[int, Callable[[], object]] = {
+            number: functools.partial(self.handle_exit, number, None)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        if HANGUP is not None:
+            found[HANGUP] = self._routes.reload_keys
+        return found
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self._signals += 1
@@ -199,13 +213,6 @@ def _bind(host: str, port: int) -> list[socket.socket]:
         f"cannot listen on {host}, port {port}: {why}; give an address of this machine as --host,"
         " and a free port (--port 0 takes one)"
     ) from error
-
-
-def _ending_signals() -> list[int]:
-    """Return the signals that end the server; SIGHUP only if nohup does not ignore it."""
-    hangup = getattr(signal, "SIGHUP", None)  # not on Windows
-    handled = hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN
-    return [signal.SIGINT, signal.SIGTERM, *([hangup] if handled else [])]
 
 
 async def _watch(runner: uvicorn.Server, workers: Sequence[Worker]) -> None:

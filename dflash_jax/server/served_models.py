@@ -4,12 +4,13 @@ import dataclasses
 import functools
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.state_machine import OFF, Recovery
 from dflash_jax.server.engine_thread import Warm, Worker
 from dflash_jax.server.errors import not_ready
+from dflash_jax.server.keys import ApiKey
 from dflash_jax.server.prompt import ToolTurnCache
 from dflash_jax.server.protocol import Problem
 from dflash_jax.tool_parsers import Syntax, syntax_of
@@ -34,6 +35,7 @@ class ServerConfig:
       drain: seconds after SIGTERM in which running requests may finish.
       warm: programs to compile before the server is ready, see `Worker`.
       api_keys: accepted keys; if empty, no key is needed.
+      read_keys: reads them again; None where they stay as they are.
       share_prefixes: let requests of all keys use one prefix cache; otherwise a key's requests use
         prefixes of that key's requests only, and cannot find out those of others.
       max_body: limit of request bodies in bytes; None derives it from the longest context of the
@@ -61,7 +63,8 @@ class ServerConfig:
     port: int = 8000
     drain: float = 30.0
     warm: Warm = "none"
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[ApiKey, ...] = ()
+    read_keys: Callable[[], tuple[ApiKey, ...]] | None = None
     share_prefixes: bool = False
     max_body: int | None = None
     max_bodies: int | None = None

@@ -18,6 +18,7 @@ from dflash_jax.graph import Graph
 from dflash_jax.loading import locate
 from dflash_jax.models import build_graph
 from dflash_jax.server.access_log import LOGGERS
+from dflash_jax.server.keys import ApiKey, parse_keys, unique
 from dflash_jax.server.run import RunningServer, ServerConfig, serve
 from dflash_jax.testing import random_engine, tiny_drafter, tiny_target
 from dflash_jax.tokenizer import Tokenizer
@@ -97,6 +98,11 @@ def run_server(
     while ready and not others and httpx.get(live.url + "/ready").status_code == 503:
         time.sleep(0.01)
     return live
+
+
+def api_keys(*lines: str) -> tuple[ApiKey, ...]:
+    """The keys of a file's lines."""
+    return unique(parse_keys(lines, "the test"))
 
 
 def twin(engine: Engine, **changes: Any) -> Engine:

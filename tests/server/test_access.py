@@ -15,7 +15,7 @@ from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import RequestError
 from dflash_jax.server.access import allowed_host, allowed_hosts, cors_origin, host_name
 from dflash_jax.server.run import ServerConfig
-from tests.server.conftest import LiveServer, run_server, twin
+from tests.server.conftest import LiveServer, api_keys, run_server, twin
 
 PAGE, OTHER = "https://page.example", "https://other.example"
 MODELS = "/v1/models"
@@ -137,10 +137,10 @@ def test_hosts_follow_from_the_address_and_the_options(
 
 def test_a_key_opens_all_hosts_unless_some_are_named(random_tiny: Engine) -> None:
     evil = ("Host: evil.example", "X-Api-Key: secret")
-    with serving(random_tiny, api_keys=("secret",)) as live:
+    with serving(random_tiny, api_keys=api_keys("secret")) as live:
         assert status(raw(live, *evil)) == 200
         assert status(raw(live, evil[0])) == 401
-    with serving(random_tiny, api_keys=("secret",), allowed_hosts=("box.example",)) as live:
+    with serving(random_tiny, api_keys=api_keys("secret"), allowed_hosts=("box.example",)) as live:
         assert status(raw(live, *evil)) == 403
         assert status(raw(live, "Host: box.example", evil[1])) == 200
 
@@ -270,7 +270,7 @@ def test_without_the_option_no_page_is_answered_in_a_way_that_it_can_read(live: 
 
 
 def test_pages_that_are_let_in_may_ask_first_and_read_every_answer(random_tiny: Engine) -> None:
-    settings: dict[str, Any] = {"api_keys": ("secret",), "max_body": 1000}
+    settings: dict[str, Any] = {"api_keys": api_keys("secret"), "max_body": 1000}
     with (
         serving(random_tiny, cors=(PAGE,), **settings) as live,
         httpx.Client(base_url=live.url, timeout=60) as client,

@@ -14,7 +14,7 @@ from dflash_jax.server.completions import ChatRequest
 from dflash_jax.server.run import ServerConfig
 from tests.server import browser
 from tests.server.browser import Browser, browsing
-from tests.server.conftest import LiveServer, run_server, twin
+from tests.server.conftest import LiveServer, api_keys, run_server, twin
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -391,7 +391,7 @@ def test_a_server_that_goes_away_and_comes_back(page: Page) -> None:
     page.finished(2)
     assert window.count(".message .error") == 0
 
-    page.restart(api_keys=("secret",))
+    page.restart(api_keys=api_keys("secret"))
     told("Enter it in the settings")
     page.ask("Hello")
     assert "401: the API key is missing or wrong" in window.text(".message:last-child .error")

@@ -146,42 +146,6 @@ def test_serve_refuses_what_it_cannot_do(run: Run, tmp_path: Path) -> None:
         assert "Error" in err
 
 
-@pytest.mark.parametrize("value", ["", ",", " , ,", "\n"])
-def test_a_key_variable_without_a_key_opens_no_server(
-    monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
-    monkeypatch.setenv("DFLASH_API_KEY", value)
-    with pytest.raises(RequestError, match="which holds no key; give one or several"):
-        configuration.api_keys(None)
-    monkeypatch.setenv("DFLASH_API_KEY", value + ", a,b,,a")
-    assert configuration.api_keys(None) == ("a", "b")
-
-
-def test_comments_in_a_file_of_keys_are_no_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("DFLASH_API_KEY", raising=False)
-    file = tmp_path / "keys"
-    text = "\ufeff# team keys\r\n\r\n  sk-1\r\n\t# of Bob:\r\nsk-2#2 # of Bob\r\nsk-1\r\n"
-    file.write_bytes(text.encode())
-    file.chmod(0o600)
-    assert configuration.api_keys(str(file)) == ("sk-1", "sk-2#2")
-    assert capsys.readouterr().err == ""
-    for mode, verb in ((0o644, "read"), (0o640, "read"), (0o622, "change")):
-        file.chmod(mode)
-        configuration.api_keys(str(file))
-        warning = capsys.readouterr().err
-        assert f"other users can {verb} the keys in {file}, whose mode is {mode:04o}" in warning
-    for text, message in (
-        ("# only a comment\n", "holds no key; write one a line"),
-        ("sk-1\nsk 2\n", "key 2 has spaces or other characters"),
-        ("sk-\u00e9\n", "key 1 has spaces or other characters"),
-    ):
-        file.write_text(text, encoding="utf-8")
-        with pytest.raises(RequestError, match=message):
-            configuration.api_keys(str(file))
-
-
 def test_no_command_of_ours_publishes_a_container_without_a_key() -> None:
     root = Path(__file__).parents[2]
     found = 0

@@ -20,7 +20,7 @@ from dflash_jax.server.access_log import AccessRecord, JsonLines, Lines, log_to_
 from dflash_jax.server.app import Server
 from dflash_jax.server.http_connection import LIMIT
 from dflash_jax.server.served_models import ServerConfig
-from tests.server.conftest import LiveServer, run_server, twin
+from tests.server.conftest import LiveServer, api_keys, run_server, twin
 
 KEY = {"x-api-key": "secret"}
 LOGGER = logging.getLogger("dflash_jax.server")
@@ -48,7 +48,7 @@ def records(caplog: pytest.LogCaptureFixture) -> Iterator[list[logging.LogRecord
 
 def asked(method: str, path: str, **more: Any) -> httpx.Response:
     """Ask a server without models."""
-    server = Server([], ServerConfig(api_keys=("secret",), max_body=100))
+    server = Server([], ServerConfig(api_keys=api_keys("secret"), max_body=100))
 
     async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(server.app)

@@ -11,7 +11,7 @@ from dflash_jax.cli import parser, serve
 from dflash_jax.engine.engine import Engine
 from dflash_jax.server.information import CONTENT_TYPES, FOLDER
 from dflash_jax.server.run import ServerConfig
-from tests.server.conftest import LiveServer, run_server, twin
+from tests.server.conftest import LiveServer, api_keys, run_server, twin
 
 FILES = sorted(path.name for path in FOLDER.iterdir())
 POLICY = {
@@ -26,7 +26,9 @@ LINES = 350
 def closed(random_tiny: Engine) -> Iterator[LiveServer]:
     """A server with an API key and without the page."""
     live = run_server(
-        lambda: twin(random_tiny), ServerConfig(port=0, api_keys=("secret",), ui=False), ready=False
+        lambda: twin(random_tiny),
+        ServerConfig(port=0, api_keys=api_keys("secret"), ui=False),
+        ready=False,
     )
     yield live
     live.stop()
@@ -72,7 +74,7 @@ def test_no_other_file_can_be_requested(live: LiveServer) -> None:
 def test_the_page_needs_no_key_and_answers_no_other_host(random_tiny: Engine) -> None:
     live = run_server(
         lambda: twin(random_tiny),
-        ServerConfig(port=0, api_keys=("secret",), allowed_hosts=("box.example",)),
+        ServerConfig(port=0, api_keys=api_keys("secret"), allowed_hosts=("box.example",)),
         ready=False,
     )
     try:

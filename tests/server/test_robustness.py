@@ -50,7 +50,7 @@ from dflash_jax.server.protocol import GenerationRequest
 from dflash_jax.server.run import ServerConfig, serve
 from dflash_jax.server.served_models import ServedModel
 from dflash_jax.tokenizer import Tokenizer
-from tests.server.conftest import QUEUE, LiveServer, run_server, twin
+from tests.server.conftest import QUEUE, LiveServer, api_keys, run_server, twin
 
 
 def serves(live: LiveServer) -> bool:
@@ -256,7 +256,7 @@ def locked(random_tiny: Engine, gate: threading.Event) -> Iterator[LiveServer]:
         return twin(random_tiny)
 
     listening = ServerConfig(
-        port=0, drain=20, api_keys=("secret", "other"), cors=("http://page",), metrics=True
+        port=0, drain=20, api_keys=api_keys("secret", "other"), cors=("http://page",), metrics=True
     )
     live = run_server(lambda: twin(random_tiny), listening, others={"second": make})
     yield live

@@ -16,11 +16,11 @@ from dflash_jax.server.response_store import (
     MOST_BYTES,
     ConversationStore,
     ResponseStore,
-    response_stores,
+    ResponseStores,
 )
 from dflash_jax.server.responses import ResponsesWriter
 from dflash_jax.server.run import ServerConfig
-from tests.server.conftest import LiveServer, run_server, twin
+from tests.server.conftest import LiveServer, api_keys, run_server, twin
 
 CONVERSATIONS = "/v1/conversations"
 ASK: dict[str, Any] = {"input": "Hello", "max_output_tokens": 2}
@@ -31,7 +31,8 @@ USER = {"type": "message", "role": "user", "content": "Hello"}
 def keyed(random_tiny: Engine) -> Iterator[LiveServer]:
     """A server with two keys."""
     live = run_server(
-        lambda: twin(random_tiny), ServerConfig(port=0, drain=5, api_keys=("first", "second"))
+        lambda: twin(random_tiny),
+        ServerConfig(port=0, drain=5, api_keys=api_keys("first", "second")),
     )
     yield live
     live.stop()
@@ -54,7 +55,7 @@ def test_a_key_cannot_find_out_what_another_one_sent(
     with client(keyed, "first") as first, client(keyed, "second") as second:
         found = [cached_tokens(each, secret) for each in (first, second, first, second)]
     assert found == [0, 0, 192, 192]
-    config = ServerConfig(port=0, drain=5, api_keys=keys, share_prefixes=True)
+    config = ServerConfig(port=0, drain=5, api_keys=api_keys(*keys), share_prefixes=True)
     sharing = run_server(lambda: twin(random_tiny), config)
     with client(sharing, "first") as first, client(sharing, "second") as second:
         assert [cached_tokens(each, secret) for each in (first, second)] == [0, 192]
@@ -90,7 +91,9 @@ def test_a_key_cannot_see_continue_or_delete_what_another_one_stored(keyed: Live
 
 
 def test_a_key_that_stores_much_drops_only_what_is_its_own() -> None:
-    first, second, *_ = response_stores(100, lambda: MOST_BYTES)
+    stores = ResponseStores(lambda: MOST_BYTES)
+    stores.share([f"owner {number}" for number in range(100)])
+    first, second = (stores.of(f"owner {number}") for number in (1, 2))
     second.put({"id": "resp_b", "output": []}, [b'"b"'])
     large = b'"%s"' % (b"a" * 2**20)
     for number in range(40):
@@ -99,6 +102,20 @@ def test_a_key_that_stores_much_drops_only_what_is_its_own() -> None:
     with pytest.raises(Problem, match="not kept here"):
         first.get("resp_0")
     assert json.loads(second.get("resp_b"))["id"] == "resp_b"
+
+
+def test_owners_that_remain_keep_what_they_stored_and_others_lose_it() -> None:
+    stores = ResponseStores(lambda: MOST_BYTES)
+    for owner in ("a", "b"):
+        stores.of(owner).put({"id": "resp_1", "output": []}, [b'"b"'])
+    stores.share(["b", *(f"owner {number}" for number in range(100))])
+    assert stores.of("b").get("resp_1")
+    with pytest.raises(Problem, match="not kept here"):
+        stores.of("a").get("resp_1")
+    large = b'"%s"' % (b"a" * 2**20)
+    for number in range(4):
+        stores.of("b").put({"id": f"large_{number}", "output": []}, [large])
+    assert stores.of("b").size <= 2**28 / 101
 
 
 def test_what_is_larger_than_the_store_drops_nothing_else() -> None:

@@ -309,10 +309,9 @@ def main() -> None:
             for name in ATTACKS:
                 if options.only in name:
                     print(attacked(target, name), flush=True)
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if options.only in number.name:
-                with target_server(options.descriptors, log, "--drain", "0") as target:
-                    print(ended(target, number), flush=True)
+        if options.only in signal.SIGTERM.name:
+            with target_server(options.descriptors, log, "--drain", "0") as target:
+                print(ended(target, signal.SIGTERM), flush=True)
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
         print(f"{sum('Traceback' in line for line in lines)} tracebacks in the log")
 

@@ -1,0 +1,121 @@
+"""The keys that a running server accepts, and what their owners use of their limits."""
+
+import hashlib
+import math
+import time
+from collections.abc import Sequence
+
+from dflash_jax.server.keys import ApiKey, Limits
+from dflash_jax.server.protocol import Problem
+
+MINUTE = 60.0  # seconds
+
+
+class Allowance:
+    """A number of units a minute, of which those of a whole minute may be used at once."""
+
+    def __init__(self, per_minute: int):
+        self.per_minute = per_minute
+        self._left, self._at = float(per_minute), time.monotonic()
+
+    def wait_s(self, least: float) -> float:
+        """Return the seconds until this many units are left."""
+        now = time.monotonic()
+        refilled = self._left + (now - self._at) * self.per_minute / MINUTE
+        self._left, self._at = min(refilled, float(self.per_minute)), now
+        return max(least - self._left, 0.0) * MINUTE / self.per_minute
+
+    def take(self, units: int) -> None:
+        """Use units, also more than are left."""
+        self._left -= units
+
+
+class Usage:
+    """What the requests of one owner use at the moment."""
+
+    def __init__(self, limits: Limits):
+        self.limits, self.running = limits, 0
+        self._requests = Allowance(limits.rpm) if limits.rpm else None
+        self._tokens = Allowance(limits.tpm) if limits.tpm else None
+
+    def begin(self, label: str) -> None:
+        """Count a request that begins.
+
+        Raises:
+          Problem: 429, a limit is reached.
+        """
+        limits = self.limits
+        if limits.parallel and self.running >= limits.parallel:
+            raise _refusal(label, f"{limits.parallel} requests at a time", 1.0)
+        if self._tokens and (wait := self._tokens.wait_s(1.0)):
+            raise _refusal(label, f"{limits.tpm} tokens a minute", wait)
+        if self._requests:
+            if wait := self._requests.wait_s(1.0):
+                raise _refusal(label, f"{limits.rpm} requests a minute", wait)
+            self._requests.take(1)
+        self.running += 1
+
+    def end(self, tokens: int) -> None:
+        """Count the end of a request, and its tokens."""
+        self.running -= 1
+        if self._tokens:
+            self._tokens.take(tokens)
+
+
+def _refusal(label: str, limit: str, wait: float) -> Problem:
+    seconds = max(math.ceil(wait), 1)
+    return Problem(
+        f"the key {label!r} is limited to {limit}; try again in about {seconds} s",
+        status=429,
+        code="rate_limit_exceeded",
+        retry_s=seconds,
+    )
+
+
+class KeyRing:
+    """The keys that a server accepts now. For the event loop only."""
+
+    def __init__(self, keys: Sequence[ApiKey] = ()):
+        self._keys: dict[bytes, ApiKey] = {}
+        self._usage: dict[str, Usage] = {}
+        self.replace(keys)
+
+    def __bool__(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self._keys)
+
+    @property
+    def owners(self) -> list[str]:
+        """Whose the keys are, each once."""
+        return list(dict.fromkeys(key.owner for key in self._keys.values()))
+
+    @property
+    def labels(self) -> list[str]:
+        """What the log calls them, each once."""
+        return list(dict.fromkeys(key.label for key in self._keys.values()))
+
+    def replace(self, keys: Sequence[ApiKey]) -> None:
+        """Accept these keys from now on; who keeps the same limits keeps what was used of them."""
+        limits = {key.owner: key.limits for key in keys}
+        self._usage = {
+            owner: usage
+            for owner, usage in self._usage.items()
+            if limits.get(owner) == usage.limits
+        }
+        self._keys = {key.digest: key for key in keys}
+
+    def find(self, given: str) -> ApiKey | None:
+        """Return the key that a client sent; digests tell nothing by the time that this takes."""
+        return self._keys.get(hashlib.sha256(given.encode()).digest())
+
+    def begin(self, key: ApiKey) -> Usage:
+        """Count a request that generates; `Usage.end` has to follow.
+
+        Raises:
+          Problem: 429, a limit is reached.
+        """
+        if key.owner not in self._usage:
+            self._usage[key.owner] = Usage(key.limits)
+        usage = self._usage[key.owner]
+        usage.begin(key.label)
+        return usage
