@@ -6,12 +6,13 @@ module never imports JAX, so that a command can check options before JAX starts.
 
 import dataclasses
 import re
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from dflash_jax.declared import Field
-from dflash_jax.errors import RequestError
+from dflash_jax.declared import Field, unknown_names
+from dflash_jax.errors import CheckpointError, RequestError
 from dflash_jax.plan import FIELDS as PLAN_FIELDS
 from dflash_jax.plan import Plan
 from dflash_jax.utils.sources import check_exists
@@ -36,6 +37,12 @@ class ServeOptions:
     """
 
     plan: Plan = DEFAULT_PLAN
+    config: str | None = serve_field(
+        None,
+        "TOML file with options by the names of their flags, and tables of models, aliases and API"
+        " keys; other flags replace what it says",
+        metavar="FILE",
+    )
     report_drafts: bool | None = None  # of the plan; None where a page shows them
     target: str = serve_field(
         "tiny", "directory, .gguf file, hub id, 'smollm2', or 'tiny' (default)",
@@ -167,6 +174,7 @@ class ServeOptions:
                 continue
             if expected := info.mismatch(value, kind):
                 raise RequestError(f"{flag(name)} is {value!r}; expected {expected}")
+        _ = self.models
         _ = self.aliases
         one = self.max_body
         together = self.max_bodies
@@ -184,14 +192,16 @@ class ServeOptions:
         """
         own: dict[str, Any] = {}
         plan: dict[str, Any] = {"prefix_cache": PREFIX_CACHE}
-        for key, value in given.items():
-            name = key.replace("-", "_")
+        named = {key.replace("-", "_"): value for key, value in given.items()}
+        if file := named.get("config"):
+            named = config_options(file) | named
+        if wrong := unknown_names(named, OPTIONS, "option of `dflash-jax serve`"):
+            raise RequestError(wrong)
+        for name, value in named.items():
             if name in KINDS or name == "report_drafts":
                 own[name] = _converted(name, value, *KINDS.get(name, (bool, True)))
-            elif name in PLAN_FIELDS:
-                plan[name] = _converted(name, value, type(getattr(Plan, name)), False)
             else:
-                raise RequestError(f"{key!r} is no option of `dflash-jax serve`")
+                plan[name] = _converted(name, value, type(getattr(Plan, name)), False)
         return cls(plan=Plan(**plan), **own)
 
     @property
@@ -206,7 +216,7 @@ class ServeOptions:
         Raises:
           RequestError: an alias is malformed, is taken, or names no model.
         """
-        models = [self.first_name, *(text.partition("=")[0] for text in self.model)]
+        models = [self.first_name, *self.models]
         aliases: dict[str, str] = {}
         for text in self.alias:
             name, _, model = text.partition("=")
@@ -217,11 +227,33 @@ class ServeOptions:
             aliases[name] = model
         return tuple(aliases.items())
 
+    @property
+    def models(self) -> dict[str, tuple[str, str]]:
+        """Target and drafter of all models but the first, by name.
+
+        Raises:
+          RequestError: one is malformed, or two have one name.
+        """
+        found: dict[str, tuple[str, str]] = {}
+        for text in self.model:
+            name, _, pair = text.partition("=")
+            target, _, drafter = pair.partition(",")
+            if not name or not target or name in (self.first_name, *found):
+                raise RequestError(f"--model {text!r}: expected a new NAME=TARGET[,DRAFTER]")
+            found[name] = target, drafter or "own"
+        return found
+
     def check_files(self) -> None:
         """Raise CheckpointError if a model or tokenizer does not exist."""
         for name in ("target", "drafter", "tokenizer", "lora"):
             source = getattr(self, name)
             check_exists(source, "adapter" if name == "lora" else name)
+        for name, (target, drafter) in self.models.items():
+            try:
+                check_exists(target, "target")
+                check_exists(drafter, "drafter")
+            except CheckpointError as error:
+                raise CheckpointError(f"model {name}: {error}") from None
 
     def _check_hosts(self) -> None:
         """Check the options of several hosts."""
@@ -273,6 +305,68 @@ KINDS: Mapping[str, tuple[Any, bool]] = {
 }
 
 
+OPTIONS = tuple(dict.fromkeys([*FIELDS, "report_drafts", *PLAN_FIELDS]))
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Return the contents of a configuration file, with '_' for '-' in names.
+
+    Raises:
+      RequestError: it cannot be read, or is no TOML.
+    """
+    try:
+        table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:  # no text, and wrong TOML
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RequestError(f"{path} cannot be read: {reason}") from None
+    return {name.replace("-", "_"): value for name, value in table.items()}
+
+
+def config_options(path: str) -> dict[str, Any]:
+    """Return the options in a configuration file, by name; its keys are read by `server.keys`.
+
+    Tables of models and aliases become what their flags take. Without `target`, the first of the
+    models is the default one.
+
+    Raises:
+      RequestError: it cannot be read, or has a wrong model, alias or table.
+    """
+    found = read_config(path)
+    found.pop("keys", None)
+    models = found.get("model")
+    if isinstance(models, Mapping):
+        pairs = {name: _model(name, entry) for name, entry in models.items()}
+        if pairs and "target" not in found:
+            first = next(iter(pairs))
+            target, drafter = pairs.pop(first)
+            found |= {"name": first, "target": target, "drafter": drafter}
+        found["model"] = [f"{name}={','.join(pair)}" for name, pair in pairs.items()]
+    aliases = found.get("alias")
+    if isinstance(aliases, Mapping):
+        found["alias"] = [f"{name}={model}" for name, model in aliases.items()]
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            raise RequestError(
+                f"{path} has a table [{name}]; expected [model.NAME], [alias] or [keys], and"
+                " options before the first table"
+            )
+    return found
+
+
+def _model(name: str, entry: Any) -> tuple[str, str]:
+    """Return target and drafter of a table of a configuration file."""
+    pair = {"drafter": "own"} | (dict(entry) if isinstance(entry, Mapping) else {"target": entry})
+    if wrong := unknown_names(pair, ("target", "drafter"), f"field of [model.{name}]"):
+        raise RequestError(wrong)
+    target, drafter = pair.get("target"), pair["drafter"]
+    if not isinstance(target, str) or not isinstance(drafter, str) or "," in target:
+        raise RequestError(
+            f"[model.{name}] has target {target!r} and drafter {drafter!r}; expected texts, without"
+            " a comma in the target's"
+        )
+    return target, drafter
+
+
 def flag(name: str) -> str:
     """Return the flag of an option."""
     return "--" + name.replace("_", "-")
@@ -290,8 +384,12 @@ def _converted(name: str, value: Any, kind: Any, optional: bool) -> Any:
             return tuple(map(int, parts))
         if kind is bool:
             return {"true": True, "false": False}[str(value).lower()]
+        if isinstance(value, bool | list | dict):
+            raise TypeError
+        if kind is int and not isinstance(value, int | str):
+            raise TypeError
         return kind(value) if kind in (int, float) else str(value)
     except (ValueError, KeyError, TypeError):
         names = {int: "an integer", float: "a number", bool: "true or false"}
-        expected = names.get(kind, "two numbers like 1x4")
+        expected = names.get(kind, "two numbers like 1x4" if kind is tuple else "a text")
         raise RequestError(f"{name} is {value!r}; expected {expected}") from None

@@ -11,7 +11,8 @@ SHELLS = ("bash", "zsh", "tcsh")
 # Attributes set by options whose values are files or folders.
 PATHS = {
     *("target", "drafter", "lora", "tokenizer", "source", "destination", "path", "first", "second"),
-    *("out", "data", "start", "reuse", "plot", "trace", "prompts", "api_key_file", "prefix_folder"),
+    *("out", "data", "start", "reuse", "plot", "trace", "prompts"),
+    *("config", "api_key_file", "prefix_folder"),
 }
 
 

@@ -14,7 +14,7 @@ from dflash_jax.cli import options as shared
 from dflash_jax.errors import RequestError, install_hint
 from dflash_jax.plan import FIELDS as PLAN_FIELDS
 from dflash_jax.plan import Plan
-from dflash_jax.serve_options import FIELDS, PREFIX_CACHE, ServeOptions
+from dflash_jax.serve_options import FIELDS, PREFIX_CACHE, ServeOptions, config_options
 
 log = logging.getLogger("dflash_jax.server")
 
@@ -22,28 +22,78 @@ log = logging.getLogger("dflash_jax.server")
 def add_command(commands: Any) -> None:
     """Add `serve` to the command line."""
     text = "Serve the OpenAI and Anthropic APIs over HTTP."
-    command = shared.new_command(commands, "serve", run, text, check=check)
+    command: Any = shared.new_command(commands, "serve", run, text, check=check)
     server = command.add_argument_group("server")
     shared.add_flags(
         server, ServeOptions, FIELDS, [name for name in FIELDS if name not in shared.MODELS]
     )
     shared.add_flags(server, Plan, PLAN_FIELDS, ["prefix_folder", "prefix_disk"])
     shared.model_options(command)
+    server.add_argument(
+        "--check",
+        dest="only_check",
+        action="store_true",
+        help="check options, configuration, keys and models as a start does, and end",
+    )
     command.set_defaults(prefix_cache=PREFIX_CACHE, report_drafts=None)
+    command.defaults_by_file["--config"] = _config_defaults
+
+
+def _config_defaults(path: str) -> dict[str, Any]:
+    """Return the options that a configuration file sets, as flags would.
+
+    Raises:
+      RequestError, PlanError: the file cannot be read, or something in it is wrong.
+    """
+    names = config_options(path)
+    options = ServeOptions.of({"config": path})
+    found: dict[str, Any] = {}
+    for name in names:
+        own = name in FIELDS or name == "report_drafts"
+        value = getattr(options if own else options.plan, name)
+        if name == "devices":
+            found |= zip(("target_device", "drafter_device"), value, strict=True)
+        else:  # flags add to lists
+            found[name] = list(value) if own and isinstance(value, tuple) else value
+    return found
 
 
 def check(options: argparse.Namespace) -> None:
     """Check the options before JAX is imported or a model is opened, and put them together."""
-    from dflash_jax.server.configuration import normalized
+    from dflash_jax.server.configuration import normalized, to_stderr
+    from dflash_jax.server.listening import bind
 
     _survive_hangups()
     given: dict[str, Any] = {name: getattr(options, name) for name in (*FIELDS, "report_drafts")}
     given = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
-    options.serve = normalized(ServeOptions(plan=shared.chosen_plan(options), **given))
+    wanted = ServeOptions(plan=shared.chosen_plan(options), **given)
+    warned = to_stderr if options.only_check else (lambda message: None)
+    options.serve = normalized(wanted, warned)
     if options.ray is not None:
         from dflash_jax import ray
 
         ray.check_installed()
+    if not options.only_check:
+        for socket in bind(wanted.host, wanted.port):  # and again once models are open
+            socket.close()
+    else:
+        options.uses_jax = False
+        options.run = _say_checked
+
+
+def _say_checked(options: argparse.Namespace) -> int:
+    """Print what would be served."""
+    from dflash_jax.server.configuration import accepted_keys
+
+    given: ServeOptions = options.serve
+    labels = dict.fromkeys(key.label for key in accepted_keys(given, lambda message: None))
+    print(f"{given.config or 'the options'}: good")
+    print(f"address  {given.host}, port {given.port}")
+    print(f"models   {', '.join([given.first_name, *given.models])}")
+    if given.aliases:
+        print(f"aliases  {', '.join(f'{name} of {model}' for name, model in given.aliases)}")
+    print(f"keys     {', '.join(labels) or 'none'}")
+    return 0
 
 
 def run(options: argparse.Namespace) -> int:

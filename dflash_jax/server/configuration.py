@@ -5,31 +5,78 @@ import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from dflash_jax.errors import RequestError
-from dflash_jax.serve_options import ServeOptions
-from dflash_jax.server.keys import Report, read_keys
+from dflash_jax.errors import PlanError, RequestError
+from dflash_jax.serve_options import ServeOptions, read_config
+from dflash_jax.server.keys import ApiKey, Report, keys_of, read_keys, warn_of_readers
+from dflash_jax.utils.sources import DRAFTER_NAMES, find_local
 
 LONGEST = 4096  # default capacity of conversations; more would be slower on a CPU
 
 
-def normalized(options: ServeOptions) -> ServeOptions:
-    """Check names of hosts and models before JAX is imported or a model is opened.
+def normalized(options: ServeOptions, report: Report = lambda message: None) -> ServeOptions:
+    """Check all that can be checked before JAX is imported, and bring names of hosts to one form.
+
+    Args:
+      report: takes a warning about files with keys.
 
     Raises:
-      CheckpointError: a model or tokenizer does not exist.
+      ConfigError, CheckpointError: a model or tokenizer does not exist, or is not supported.
+      PlanError: a model has fewer positions than the plan.
       RequestError: a value is wrong.
     """
     from dflash_jax.server import access
 
     options.check_files()
+    accepted_keys(options, report)
+    _recovery(options)
+    _check_models(options)
     return dataclasses.replace(
         options,
         allowed_host=tuple(map(access.allowed_host, options.allowed_host)),
         cors_origin=tuple(map(access.cors_origin, options.cors_origin)),
     )
+
+
+def accepted_keys(options: ServeOptions, report: Report) -> tuple[ApiKey, ...]:
+    """Return the API keys of the environment and of the files that options name.
+
+    Raises:
+      RequestError: a file cannot be read, or has a wrong key.
+    """
+    more: list[ApiKey] = []
+    if options.config is not None:
+        table = read_config(options.config).get("keys", {})
+        if not isinstance(table, Mapping):
+            raise RequestError(f"{options.config}: keys is no table; write [keys] before them")
+        more = keys_of(table, options.config)
+        if more:
+            warn_of_readers(options.config, report)
+    return read_keys(options.api_key_file, more, report=report)
+
+
+def _check_models(options: ServeOptions) -> None:
+    """Check the headers of models on this machine against the plan; those of the hub come later."""
+    from dflash_jax.config import DrafterConfig, TargetConfig, wrong_role
+    from dflash_jax.converters.models import open_model
+
+    length = options.plan.max_length
+    pairs = [(options.target, options.drafter), *options.models.values()]
+    for target, drafter in pairs:
+        if path := find_local(target, "target"):
+            config = open_model(path).config
+            if not isinstance(config, TargetConfig):
+                raise wrong_role(path, "target")
+            if length > config.max_length:
+                raise PlanError(
+                    f"max_length is {length}, but {target} was made for {config.max_length}"
+                    f" positions; ask for at most {config.max_length}"
+                )
+        path = None if drafter in DRAFTER_NAMES else find_local(drafter, "drafter")
+        if path and not isinstance(open_model(path).config, DrafterConfig):
+            raise wrong_role(path, "drafter")
 
 
 def configuration(
@@ -51,7 +98,7 @@ def configuration(
     from dflash_jax.server.served_models import ServerConfig
 
     report = report or to_stderr
-    keys = functools.partial(read_keys, options.api_key_file, report=report)
+    keys = functools.partial(accepted_keys, options, report)
     pairs = _pairs(options, launcher, report)
     plain, with_tools = _recovery(options)
     config = ServerConfig(
@@ -133,13 +180,11 @@ def _pairs(
     options: ServeOptions, launcher: Callable[[], Any] | None, report: Report = to_stderr
 ) -> dict[str, Any]:
     pairs = {options.first_name: _first(options, launcher, report)}
-    for text in options.model:
-        name, _, paths = text.partition("=")
-        target, _, drafter = paths.partition(",")
-        if not name or not target or name in pairs:
-            raise RequestError(f"--model {text!r}: expected a new NAME=TARGET[,DRAFTER]")
-        own = {"target": target, "drafter": drafter or "own", "tokenizer": None, "lora": None}
-        other = dataclasses.replace(options, **own, name=options.first_name)
+    for name, (target, drafter) in options.models.items():
+        other = dataclasses.replace(
+            options, target=target, drafter=drafter, tokenizer=None, lora=None, name=None, model=(),
+            alias=(),
+        )  # fmt: skip
         pairs[name] = _opened(other, report)
     return pairs
 

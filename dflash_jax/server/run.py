@@ -3,10 +3,8 @@
 import asyncio
 import contextlib
 import dataclasses
-import errno
 import functools
 import logging
-import os
 import signal
 import socket
 import threading
@@ -16,19 +14,18 @@ from typing import Any
 import uvicorn
 
 from dflash_jax.engine.engine import Engine
-from dflash_jax.errors import RequestError
 from dflash_jax.graph.build import BackgroundCompiler
 from dflash_jax.server import http_connection
 from dflash_jax.server.app import Server
 from dflash_jax.server.engine_thread import Worker
 from dflash_jax.server.errors import shutting_down
+from dflash_jax.server.listening import bind
 from dflash_jax.server.served_models import ServedModel, ServerConfig
 
 log = logging.getLogger("dflash_jax.server")
 
 HANGUP = getattr(signal, "SIGHUP", None)  # not on Windows
 GRACE_S = 5  # seconds in which requests end after they were told to
-ABSENT = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # a resolved address family that is disabled
 
 
 class _DrainingServer(uvicorn.Server):
@@ -135,7 +132,7 @@ async def serve(
     """
     http_connection.limit_logs()
     asyncio.get_running_loop().set_exception_handler(http_connection.report_loop_error)
-    sockets = _bind(listening.host, listening.port)  # first, since loading takes long
+    sockets = bind(listening.host, listening.port)  # first, since loading takes long
     bound = [listening.host, *(each.getsockname()[0] for each in sockets)]
     server = new_server(engines, listening, bound, compiler or BackgroundCompiler())
     workers = [model.worker for model in server.models]
@@ -186,33 +183,6 @@ def new_server(
     }
     models = [ServedModel(name, worker, config) for name, worker in workers.items()]
     return Server(models, config, bound)
-
-
-def _bind(host: str, port: int) -> list[socket.socket]:
-    sockets: list[socket.socket] = []
-    failures: list[Exception] = []
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        addresses = []
-        failures.append(error)
-    for family, _, _, _, address in dict.fromkeys(addresses):
-        at = (address[0], sockets[0].getsockname()[1] if sockets else port, *address[2:])
-        try:
-            sockets.append(socket.create_server(at, family=family))
-        except OSError as error:
-            failures.append(error)
-    if sockets and all(getattr(error, "errno", 0) in ABSENT for error in failures):
-        return sockets
-    for bound in sockets:
-        bound.close()
-    error = failures[-1]
-    number = getattr(error, "errno", 0) or 0  # negative for errors of name resolution
-    why = os.strerror(number) if number > 0 else error
-    raise RequestError(
-        f"cannot listen on {host}, port {port}: {why}; give an address of this machine as --host,"
-        " and a free port (--port 0 takes one)"
-    ) from error
 
 
 async def _watch(runner: uvicorn.Server, workers: Sequence[Worker]) -> None:

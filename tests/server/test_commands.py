@@ -158,7 +158,7 @@ def test_no_command_of_ours_publishes_a_container_without_a_key() -> None:
 
 def served(*words: str) -> ServeOptions:
     """The checked options of a command line."""
-    options = parser().parse_args(["serve", *words])
+    options = parser().parse_args(["serve", "--port", "0", *words])
     options.check(options)
     return options.serve
 
@@ -179,7 +179,7 @@ def test_serve_sets_the_time_that_a_grammar_may_take(monkeypatch: pytest.MonkeyP
         opened.extend(make() for make in engines.values())
 
     monkeypatch.setattr("dflash_jax.server.run.serve", open_all)
-    asked = ["serve", "--grammar-timeout", "7", "--model", "second=tiny"]
+    asked = ["serve", "--port", "0", "--grammar-timeout", "7", "--model", "second=tiny"]
     options = parser().parse_args(asked)
     options.check(options)
     assert serve.run(options) == 0

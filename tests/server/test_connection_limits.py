@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from dflash_jax.server import http_connection, run
+from dflash_jax.server import http_connection
 from dflash_jax.server.http_connection import (
     MOST_CHUNKS,
     MOST_LINES,
@@ -23,6 +23,7 @@ from dflash_jax.server.http_connection import (
     most_connections,
     report_loop_error,
 )
+from dflash_jax.server.listening import bind
 
 HEALTH = b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: x\r\n"
@@ -52,7 +53,7 @@ async def listening(app: App, most: int = 100) -> AsyncIterator[Listening]:
     config.load()
     states = {"server_state": BoundedConnections(most), "app_state": {}}
     loop = asyncio.get_running_loop()
-    [bound] = run._bind("127.0.0.1", 0)
+    [bound] = bind("127.0.0.1", 0)
     server = await loop.create_server(lambda: Connection(config, **states), sock=bound)
     async with server:
         yield Listening(server.sockets[0].getsockname()[1], states["server_state"])
