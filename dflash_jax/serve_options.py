@@ -65,6 +65,12 @@ class ServeOptions:
         "127.0.0.1", "default: 127.0.0.1; 0.0.0.0 listens on every interface",
     )
     port: int = serve_field(8000, "default: 8000; 0 takes a free one", maximum=2**16 - 1)
+    metrics_port: int | None = serve_field(
+        None,
+        "another port of the same host for /metrics, /health and /ready, which need no key there;"
+        " the other one has no /metrics then (0 takes a free one)",
+        maximum=2**16 - 1, metavar="PORT",
+    )
     name: str | None = serve_field(None, "the first model's name; its target's by default")
     model: Texts = serve_field(
         (), "another pair to serve; requests choose models by name (repeatable)",
@@ -176,6 +182,8 @@ class ServeOptions:
                 raise RequestError(f"{flag(name)} is {value!r}; expected {expected}")
         _ = self.models
         _ = self.aliases
+        if self.metrics_port and self.metrics_port == self.port:
+            raise RequestError(f"--metrics-port is {self.port}, as --port is; give another one")
         one = self.max_body
         together = self.max_bodies
         if one is not None and together is not None and together < one:

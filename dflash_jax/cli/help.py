@@ -31,7 +31,8 @@ HIDDEN = {
     "serve": (
         *("queue", "timeout", "drain", "max_body", "max_bodies", "max_tokens", "temperature"),
         *("recovery", "share_prefixes", "allowed_host", "cors_origin", "metrics", "quiet"),
-        *("log_format", "warm", "compile_wait", "grammar_timeout", "hosts", "ray"),
+        *("serve_any_name", "log_format", "metrics_port", "warm", "compile_wait"),
+        *("grammar_timeout", "hosts", "ray"),
         *_rare_model_options("rows"),
     ),
     "explain": ("params", "stablehlo", "hlo", *_rare_model_options("rows", "dtype")),

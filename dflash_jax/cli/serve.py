@@ -11,10 +11,12 @@ import threading
 from typing import Any
 
 from dflash_jax.cli import options as shared
-from dflash_jax.errors import RequestError, install_hint
+from dflash_jax.config import DrafterConfig, TargetConfig, wrong_role
+from dflash_jax.errors import PlanError, RequestError, install_hint
 from dflash_jax.plan import FIELDS as PLAN_FIELDS
 from dflash_jax.plan import Plan
 from dflash_jax.serve_options import FIELDS, PREFIX_CACHE, ServeOptions, config_options
+from dflash_jax.utils.sources import DRAFTER_NAMES, find_local
 
 log = logging.getLogger("dflash_jax.server")
 
@@ -69,16 +71,39 @@ def check(options: argparse.Namespace) -> None:
     wanted = ServeOptions(plan=shared.chosen_plan(options), **given)
     warned = to_stderr if options.only_check else (lambda message: None)
     options.serve = normalized(wanted, warned)
+    _check_models(options.serve)
     if options.ray is not None:
         from dflash_jax import ray
 
         ray.check_installed()
     if not options.only_check:
-        for socket in bind(wanted.host, wanted.port):  # and again once models are open
-            socket.close()
+        for port in (wanted.port, wanted.metrics_port):  # and again once models are open
+            for socket in [] if port is None else bind(wanted.host, port):
+                socket.close()
     else:
         options.uses_jax = False
         options.run = _say_checked
+
+
+def _check_models(options: ServeOptions) -> None:
+    """Check the headers of models on this machine against the plan; those of the hub come later."""
+    from dflash_jax.converters.models import open_model
+
+    length = options.plan.max_length
+    pairs = [(options.target, options.drafter), *options.models.values()]
+    for target, drafter in pairs:
+        if path := find_local(target, "target"):
+            config = open_model(path).config
+            if not isinstance(config, TargetConfig):
+                raise wrong_role(path, "target")
+            if length > config.max_length:
+                raise PlanError(
+                    f"max_length is {length}, but {target} was made for {config.max_length}"
+                    f" positions; ask for at most {config.max_length}"
+                )
+        path = None if drafter in DRAFTER_NAMES else find_local(drafter, "drafter")
+        if path and not isinstance(open_model(path).config, DrafterConfig):
+            raise wrong_role(path, "drafter")
 
 
 def _say_checked(options: argparse.Namespace) -> int:

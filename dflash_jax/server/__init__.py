@@ -1,7 +1,7 @@
 """HTTP server with the OpenAI and Anthropic APIs. Needs the extra `serve`.
 
-`configuration` opens models, `run` starts the server, `served_models` has the loaded ones. A
-request passes the modules in this order:
+`configuration` opens models, `listening` sockets, `run` starts the server, `served_models` has the
+loaded models. A request passes the modules in this order:
 
 1. `http_connection`: HTTP, timeouts, disconnections, bounds on connections and on the log lines
    that clients cause. `access_log`: ids, and a line in the log for each. `middleware`: API keys

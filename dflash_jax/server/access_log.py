@@ -15,14 +15,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dflash_jax.server import writer
 from dflash_jax.server.generation import Generation
-from dflash_jax.server.key_ring import Usage
+from dflash_jax.server.key_ring import KeyUsage
 from dflash_jax.server.protocol import Problem, new_id
 
 log = logging.getLogger("dflash_jax.server.requests")
 LogFormat = Literal["text", "json"]
 RECORD = "access"  # key of the record in the state of a request
 PROBES = ("/health", "/ready")  # which are asked every few seconds, also before they succeed
-UNLOGGED = (*PROBES, "/metrics")  # unless they fail for another reason than that
+METRICS = "/metrics"
+UNLOGGED = (*PROBES, METRICS)  # unless they fail for another reason than that
 LONGEST = 200  # characters of a path
 PLAIN = re.compile(r"[\w./:@,+%\[\]-]+", re.ASCII)  # values that need no quotes
 HEADERS = (b"request-id", b"x-request-id")  # with the id, as Anthropic's and OpenAI's
@@ -57,7 +58,7 @@ class AccessRecord:
     problem: Problem | None = None
     status: int = 0
     size: int = 0
-    usage: Usage | None = None
+    usage: KeyUsage | None = None
     _started: float = dataclasses.field(default_factory=time.perf_counter)
     _closed: bool = False  # the connection has answered in place of the application
 

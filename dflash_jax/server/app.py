@@ -65,6 +65,7 @@ class Server:
     Args:
       models: the first is the default.
       bound: the host that the server listens on, and the addresses it resolves to.
+      metrics_port: the port that probes and metrics have for themselves, if any.
 
     Attributes:
       app: the ASGI application.
@@ -76,11 +77,12 @@ class Server:
         models: Sequence[ServedModel],
         config: ServerConfig,
         bound: Sequence[str] = ("127.0.0.1",),
+        metrics_port: int | None = None,
     ):
         self.models = ServedModels(models, config.aliases, any_name=config.any_name)
         self._config, self._metrics = config, Metrics()
         self._keys = KeyRing(config.api_keys)
-        self._middleware = Middleware(config, self._metrics, self.models, self._keys)
+        self._middleware = Middleware(config, self._metrics, self.models, self._keys, metrics_port)
         self._running: set[Generation] = set()
         self._stores = stores = ResponseStores(lambda: self._middleware.max_body)
         stores.share(self._keys.owners)
@@ -195,7 +197,7 @@ class Server:
                 end = functools.partial(generation.cancel, "disconnect")
                 return EventStreamResponse(chunks, end)
             await unless_disconnected(_drained(events), raw_request.receive)
-            self._metrics.ended(generation)
+            self._metrics.ended(generation, record.key)
             size = generation.answer_size
             text = await by_size(size, lambda: encode(writer.to_json()))
             return JsonPieces([text])
@@ -263,7 +265,7 @@ class Server:
                 elif chunk := await by_size(_size(generation, update), writer.events, *update):
                     yield chunk
             yield await by_size(generation.answer_size, writer.close)
-            self._metrics.ended(generation)
+            self._metrics.ended(generation, record.key)
         except Problem as problem:
             self._middleware.note_error(record, problem)
             yield writer.error(problem)

@@ -8,10 +8,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dflash_jax.errors import PlanError, RequestError
+from dflash_jax.errors import RequestError
+from dflash_jax.plan import Plan
 from dflash_jax.serve_options import ServeOptions, read_config
 from dflash_jax.server.keys import ApiKey, Report, keys_of, read_keys, warn_of_readers
-from dflash_jax.utils.sources import DRAFTER_NAMES, find_local
 
 LONGEST = 4096  # default capacity of conversations; more would be slower on a CPU
 
@@ -23,8 +23,7 @@ def normalized(options: ServeOptions, report: Report = lambda message: None) -> 
       report: takes a warning about files with keys.
 
     Raises:
-      ConfigError, CheckpointError: a model or tokenizer does not exist, or is not supported.
-      PlanError: a model has fewer positions than the plan.
+      CheckpointError: a model or tokenizer does not exist.
       RequestError: a value is wrong.
     """
     from dflash_jax.server import access
@@ -32,7 +31,6 @@ def normalized(options: ServeOptions, report: Report = lambda message: None) -> 
     options.check_files()
     accepted_keys(options, report)
     _recovery(options)
-    _check_models(options)
     return dataclasses.replace(
         options,
         allowed_host=tuple(map(access.allowed_host, options.allowed_host)),
@@ -55,28 +53,6 @@ def accepted_keys(options: ServeOptions, report: Report) -> tuple[ApiKey, ...]:
         if more:
             warn_of_readers(options.config, report)
     return read_keys(options.api_key_file, more, report=report)
-
-
-def _check_models(options: ServeOptions) -> None:
-    """Check the headers of models on this machine against the plan; those of the hub come later."""
-    from dflash_jax.config import DrafterConfig, TargetConfig, wrong_role
-    from dflash_jax.converters.models import open_model
-
-    length = options.plan.max_length
-    pairs = [(options.target, options.drafter), *options.models.values()]
-    for target, drafter in pairs:
-        if path := find_local(target, "target"):
-            config = open_model(path).config
-            if not isinstance(config, TargetConfig):
-                raise wrong_role(path, "target")
-            if length > config.max_length:
-                raise PlanError(
-                    f"max_length is {length}, but {target} was made for {config.max_length}"
-                    f" positions; ask for at most {config.max_length}"
-                )
-        path = None if drafter in DRAFTER_NAMES else find_local(drafter, "drafter")
-        if path and not isinstance(open_model(path).config, DrafterConfig):
-            raise wrong_role(path, "drafter")
 
 
 def configuration(
@@ -104,6 +80,7 @@ def configuration(
     config = ServerConfig(
         host=options.host,
         port=options.port,
+        metrics_port=options.metrics_port,
         drain=options.drain,
         warm=options.warm,
         api_keys=keys(),
@@ -165,12 +142,19 @@ def open_pair(options: Any, block: int, taps_at: str, report: Report = to_stderr
     return dataclasses.replace(pair, report=report)
 
 
+def served_plan(plan: Plan, target: Any) -> Plan:
+    """Return a plan with the capacity that a server gives to conversations by default."""
+    longest = getattr(target, "max_length", LONGEST)
+    return dataclasses.replace(plan, max_length=plan.max_length or min(LONGEST, longest))
+
+
 def _plan(options: ServeOptions, pair: Any) -> Any:
     """Return the plan of a model, by default with drafts reported for a page that shows them."""
     plan, reports = options.plan, options.report_drafts
+    if not plan.max_length:
+        plan = served_plan(plan, pair.configs[0])
     return dataclasses.replace(
         plan,
-        max_length=plan.max_length or min(LONGEST, pair.configs[0].max_length),
         queue=options.queue,
         report_drafts=not options.no_ui if reports is None else reports,
     )

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Sequence
 
-from dflash_jax.server.keys import ApiKey, Limits
+from dflash_jax.server.keys import ApiKey, KeyLimits
 from dflash_jax.server.protocol import Problem
 
 MINUTE = 60.0  # seconds
@@ -30,10 +30,10 @@ class Allowance:
         self._left -= units
 
 
-class Usage:
+class KeyUsage:
     """What the requests of one owner use at the moment."""
 
-    def __init__(self, limits: Limits):
+    def __init__(self, limits: KeyLimits):
         self.limits, self.running = limits, 0
         self._requests = Allowance(limits.rpm) if limits.rpm else None
         self._tokens = Allowance(limits.tpm) if limits.tpm else None
@@ -77,7 +77,7 @@ class KeyRing:
 
     def __init__(self, keys: Sequence[ApiKey] = ()):
         self._keys: dict[bytes, ApiKey] = {}
-        self._usage: dict[str, Usage] = {}
+        self._usage: dict[str, KeyUsage] = {}
         self.replace(keys)
 
     def __bool__(self) -> bool:
@@ -108,14 +108,14 @@ class KeyRing:
         """Return the key that a client sent; digests tell nothing by the time that this takes."""
         return self._keys.get(hashlib.sha256(given.encode()).digest())
 
-    def begin(self, key: ApiKey) -> Usage:
-        """Count a request that generates; `Usage.end` has to follow.
+    def begin(self, key: ApiKey) -> KeyUsage:
+        """Count a request that generates; `KeyUsage.end` has to follow.
 
         Raises:
           Problem: 429, a limit is reached.
         """
         if key.owner not in self._usage:
-            self._usage[key.owner] = Usage(key.limits)
+            self._usage[key.owner] = KeyUsage(key.limits)
         usage = self._usage[key.owner]
         usage.begin(key.label)
         return usage

@@ -31,7 +31,7 @@ Report = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
+class KeyLimits:
     """What the requests of one owner that generate may use; None for no limit.
 
     Attributes:
@@ -46,7 +46,7 @@ class Limits:
     tpm: int | None = None
 
 
-LIMITS = tuple(field.name for field in dataclasses.fields(Limits))
+LIMITS = tuple(field.name for field in dataclasses.fields(KeyLimits))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,10 +64,10 @@ class ApiKey:
     label: str
     owner: str
     cache_salt: str
-    limits: Limits = Limits()
+    limits: KeyLimits = KeyLimits()
 
     @classmethod
-    def of(cls, key: str, name: str = "", limits: Limits = Limits()) -> "ApiKey":
+    def of(cls, key: str, name: str = "", limits: KeyLimits = KeyLimits()) -> "ApiKey":
         """Return a key; `unique` labels those without a name."""
         encoded = key.encode()
         digest = hashlib.sha256(encoded).digest()
@@ -112,7 +112,7 @@ def parse_keys(lines: Iterable[str], source: str) -> list[ApiKey]:
     return keys
 
 
-def new_key(key: str, name: str, limits: Limits, where: str) -> ApiKey:
+def new_key(key: str, name: str, limits: KeyLimits, where: str) -> ApiKey:
     """Return a key whose parts are checked; arguments as for `ApiKey.of`.
 
     Raises:
@@ -131,7 +131,7 @@ def new_key(key: str, name: str, limits: Limits, where: str) -> ApiKey:
     return ApiKey.of(key, name, limits)
 
 
-def _limits(words: Sequence[str], where: str) -> Limits:
+def _limits(words: Sequence[str], where: str) -> KeyLimits:
     given: dict[str, int] = {}
     for word in words:
         match = LIMIT.fullmatch(word)
@@ -141,7 +141,7 @@ def _limits(words: Sequence[str], where: str) -> Limits:
                 " integers of at least 1; no key has spaces"
             )
         given[match["name"]] = int(match["number"])
-    return Limits(**given)
+    return KeyLimits(**given)
 
 
 def unique(keys: Iterable[ApiKey]) -> tuple[ApiKey, ...]:
@@ -158,7 +158,7 @@ def unique(keys: Iterable[ApiKey]) -> tuple[ApiKey, ...]:
             names = " and to ".join(x.label or "nobody by name" for x in (known, key))
             raise RequestError(f"one key belongs to {names}; give each a key of its own")
         other = owners.setdefault(key.owner, key)
-        if key.limits not in (other.limits, Limits()):
+        if key.limits not in (other.limits, KeyLimits()):
             raise RequestError(
                 f"the keys of {key.label} have different limits; write them after the first only"
             )
@@ -236,7 +236,7 @@ def keys_of(table: Mapping[str, Any], source: str) -> list[ApiKey]:
                     f"{where} has a wrong entry {limit!r}; expected {', '.join(LIMITS)} with"
                     " integers of at least 1"
                 )
-        limits = Limits(**entry)
+        limits = KeyLimits(**entry)
         keys += [new_key(key, name, limits, where) for key in secrets]
     return keys
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dflash_jax.server.access import ANY, AllowedHosts, is_json, is_own_page
-from dflash_jax.server.access_log import PROBES, AccessRecord
+from dflash_jax.server.access_log import METRICS, PROBES, AccessRecord
 from dflash_jax.server.background import POOLS
 from dflash_jax.server.body_budget import BodyBudget, HeldBody
 from dflash_jax.server.errors import shutting_down
@@ -45,8 +45,17 @@ class Middleware:
       draining: refuse new requests that generate.
     """
 
-    def __init__(self, config: ServerConfig, metrics: Metrics, models: ServedModels, keys: KeyRing):
-        self._config, self._metrics, self._models, self._keys = config, metrics, models, keys
+    def __init__(
+        self,
+        config: ServerConfig,
+        metrics: Metrics,
+        models: ServedModels,
+        keys: KeyRing | None = None,
+        metrics_port: int | None = None,
+    ):
+        self._config, self._metrics, self._models = config, metrics, models
+        self._keys = KeyRing() if keys is None else keys
+        self._metrics_port = metrics_port
         self._bodies = BodyBudget(lambda: self.max_bodies)
         self.draining = False
         self._trim_scheduled = False
@@ -75,6 +84,7 @@ class Middleware:
                     headers = Headers(scope=scope)
                     _check_framing(headers, scope["http_version"])
                     _check_hosts(headers, hosts)
+                    self._check_port(scope)
                 except Problem as problem:
                     refusal = self._refuse(problem, scope)
                     refusal.headers["connection"] = "close"
@@ -96,7 +106,8 @@ class Middleware:
                     > MOST_HEADERS
                 ):
                     raise Problem(f"the headers are larger than {MOST_HEADERS} bytes", status=431)
-                if needs_key and self._keys and record.path not in PROBES:
+                exempt = record.path in PROBES or self._is_metrics_port(request.scope)
+                if needs_key and self._keys and not exempt:
                     request.state.key = self._key(request)
                     record.key = request.state.key.label
                 return await handler(request)
@@ -184,12 +195,13 @@ class Middleware:
     def note_end(self, record: AccessRecord, reason: str, phase: str) -> None:
         """Note that a request ended early, and in which phase."""
         record.left = reason, phase
-        self._metrics.cancelled(reason, phase)
+        self._metrics.cancelled(reason, phase, record.model)
 
     def note_error(self, record: AccessRecord, problem: Problem) -> None:
-        """Note that a request is answered with an error."""
+        """Note that a request is answered with an error, which is no failure of a probe."""
         record.problem = problem
-        self._metrics.failed(problem.status)
+        if record.path not in PROBES:
+            self._metrics.failed(problem.status, record.model, record.key)
 
     def _refuse(self, problem: Problem, scope: Scope) -> Response:
         record = AccessRecord.of(scope)
@@ -199,6 +211,27 @@ class Middleware:
             headers["WWW-Authenticate"] = "Bearer"
         body = problem.to_json() | {"request_id": record.id}
         return json_response(body, problem.status, headers)
+
+    def _is_metrics_port(self, scope: Scope) -> bool:
+        """Return whether a request came to the port of probes and metrics."""
+        server = scope.get("server")
+        return self._metrics_port is not None and bool(server) and server[1] == self._metrics_port
+
+    def _check_port(self, scope: Scope) -> None:
+        """Refuse, with 404, metrics where they have another port, and all else on that port."""
+        own, path = self._is_metrics_port(scope), scope["path"]
+        if own and path not in (*PROBES, METRICS):
+            raise Problem(
+                f"this port has {', '.join((*PROBES, METRICS))} only; ask the server's other one",
+                status=404,
+                code="unknown_url",
+            )
+        if self._metrics_port is not None and not own and path == METRICS:
+            raise Problem(
+                "the metrics are on a port of their own, that of --metrics-port",
+                status=404,
+                code="unknown_url",
+            )
 
     def _check_origin(self, request: Request) -> None:
         """Refuse, with 415, requests that a page of another site can send without a preflight.

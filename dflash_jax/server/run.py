@@ -134,7 +134,13 @@ async def serve(
     asyncio.get_running_loop().set_exception_handler(http_connection.report_loop_error)
     sockets = bind(listening.host, listening.port)  # first, since loading takes long
     bound = [listening.host, *(each.getsockname()[0] for each in sockets)]
-    server = new_server(engines, listening, bound, compiler or BackgroundCompiler())
+    metrics_port = None
+    if listening.metrics_port is not None:
+        more = bind(listening.host, listening.metrics_port)
+        metrics_port = more[0].getsockname()[1]
+        sockets += more
+        log.info("metrics are on %s", f"{url_of(listening.host, metrics_port)}/metrics")
+    server = new_server(engines, listening, bound, compiler or BackgroundCompiler(), metrics_port)
     workers = [model.worker for model in server.models]
     config = uvicorn.Config(
         server.app,
@@ -170,19 +176,20 @@ def new_server(
     config: ServerConfig,
     bound: Sequence[str],
     compiler: BackgroundCompiler,
+    metrics_port: int | None = None,
 ) -> Server:
     """Return a server whose workers load their engines; called in a running event loop.
 
     Args:
       engines, compiler: as for `serve`.
-      bound: as for `Server`.
+      bound, metrics_port: as for `Server`.
     """
     workers = {
         name: Worker(make, name=name, warm=config.warm, compiler=compiler)
         for name, make in engines.items()
     }
     models = [ServedModel(name, worker, config) for name, worker in workers.items()]
-    return Server(models, config, bound)
+    return Server(models, config, bound, metrics_port)
 
 
 async def _watch(runner: uvicorn.Server, workers: Sequence[Worker]) -> None:

@@ -32,6 +32,7 @@ class ServerConfig:
 
     Attributes:
       port: 0 for a free one.
+      metrics_port: of probes and metrics, without keys; None for the same as all else.
       drain: seconds after SIGTERM in which running requests may finish.
       warm: programs to compile before the server is ready, see `Worker`.
       api_keys: accepted keys; if empty, no key is needed.
@@ -61,6 +62,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    metrics_port: int | None = None
     drain: float = 30.0
     warm: Warm = "none"
     api_keys: tuple[ApiKey, ...] = ()

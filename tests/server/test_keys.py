@@ -15,7 +15,7 @@ from dflash_jax.errors import RequestError
 from dflash_jax.server import key_ring
 from dflash_jax.server.app import Server
 from dflash_jax.server.key_ring import KeyRing
-from dflash_jax.server.keys import ApiKey, Limits, keys_of, read_keys, unique
+from dflash_jax.server.keys import ApiKey, KeyLimits, keys_of, read_keys, unique
 from dflash_jax.server.protocol import Problem
 from dflash_jax.server.served_models import ServerConfig
 from tests.server.conftest import api_keys, run_server, twin
@@ -64,7 +64,7 @@ def test_a_file_has_names_keys_limits_and_comments(file: Path) -> None:
     found = [ring.find(key) for key in ("sk-1", "sk-2#2", "a:b", "sk-3")]
     assert found == list(keys)
     assert [key.limits for key in keys] == [
-        Limits(), Limits(rpm=60, parallel=4), Limits(rpm=60, parallel=4), Limits(tpm=5)
+        KeyLimits(), KeyLimits(rpm=60, parallel=4), KeyLimits(rpm=60, parallel=4), KeyLimits(tpm=5)
     ]  # fmt: skip
     assert len({key.owner for key in keys}) == 3
     assert not any("sk-" in repr(key) for key in keys)

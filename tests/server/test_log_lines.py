@@ -244,7 +244,7 @@ def test_a_forwarded_address_is_quoted(live: LiveServer, records: list[logging.L
         (b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: x\r\n\r\n", "- - 400"),
         (
             b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-            b"1\r\n{\r\nZ",
+            b"1\r\n{\r\nZ\r\n",
             "POST /tokenize 400",
         ),
     ],

@@ -509,18 +509,21 @@ def scraped(live: LiveServer) -> dict[str, float]:
     """Return the samples of /metrics by name and labels, without the prefix."""
     lines = httpx.get(live.url + "/metrics").text.splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return {name.removeprefix("dflash_jax:"): float(value) for name, value in pairs}
+    found = {name.removeprefix("dflash_jax:"): float(value) for name, value in pairs}
+    return {name.replace('{model="tiny"}', ""): value for name, value in found.items()}
 
 
 def test_metrics_have_the_names_that_dashboards_look_for(live: LiveServer) -> None:
     assert serves(live)
     found = scraped(live)
     assert {
-        "num_requests_running", "num_requests_waiting", "prompt_tokens_total",
-        "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total",
+        "num_requests_running", "num_requests_waiting", 'prompt_tokens_total{key="",model="tiny"}',
+        'generation_tokens_total{key="",model="tiny"}', "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
         "time_to_first_token_seconds_count", "inter_token_latency_seconds_count",
         "e2e_request_latency_seconds_count", "request_queue_time_seconds_count",
-        'request_success_total{finished_reason="length"}', "kv_cache_usage_perc",
+        'request_success_total{finished_reason="length",key="",model="tiny"}',
+        "kv_cache_usage_perc",
         "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total",
         "spec_decode_num_accepted_tokens_total", "jit_compile_seconds_total",
         "jit_cache_misses_total", "prompt_seconds_total", "tokens_predicted_seconds_total",
@@ -547,8 +550,9 @@ def test_a_busy_model_does_not_run_in_the_rows_of_an_idle_one(random_tiny: Engin
     workers = [SimpleNamespace(active=n, **shared) for n in (rows + 2, 0)]
     models: Any = [SimpleNamespace(name=str(i), worker=w) for i, w in enumerate(workers)]
     lines = Metrics().text(models).decode().splitlines()
-    assert f"dflash_jax:num_requests_running {float(rows)}" in lines
-    assert "dflash_jax:num_requests_waiting 2.0" in lines
+    for name, running, waiting in (("0", rows, 2), ("1", 0, 0)):
+        assert f'dflash_jax:num_requests_running{{model="{name}"}} {float(running)}' in lines
+        assert f'dflash_jax:num_requests_waiting{{model="{name}"}} {float(waiting)}' in lines
 
 
 def test_time_that_compiling_took_is_no_time_in_the_queue() -> None:
@@ -556,9 +560,10 @@ def test_time_that_compiling_took_is_no_time_in_the_queue() -> None:
     assert writer.vllm_metrics(stats)["queue_time_ms"] == 1000.0
     reply = SimpleNamespace(finish_reason="stop", result=Result([], "", "stop", stats))
     metrics = Metrics()
-    ended: Any = SimpleNamespace(first_token=None, started=0.0, replies=[reply])
+    model = SimpleNamespace(name="a")
+    ended: Any = SimpleNamespace(first_token=None, started=0.0, replies=[reply], model=model)
     metrics.ended(ended)
-    assert "dflash_jax:request_queue_time_seconds_sum 1.0" in metrics.text([]).decode()
+    assert 'dflash_jax:request_queue_time_seconds_sum{model="a"} 1.0' in metrics.text([]).decode()
 
 
 def test_cache_usage_rises_while_a_request_runs(live: LiveServer) -> None:

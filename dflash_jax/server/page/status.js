@@ -111,6 +111,15 @@ function shown(value) {
   return value !== null && typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 
+/** Add the samples of a metric that have one value of a label; return values and sums. */
+function sums(metrics, name, label) {
+  const found = new Map();
+  for (const { labels, value } of metrics.get(name) ?? []) {
+    if (value) found.set(labels[label], (found.get(labels[label]) ?? 0) + value);
+  }
+  return [...found];
+}
+
 /** Shows the monitor's findings in the header, the banner and the status view. */
 export class Status {
   constructor() {
@@ -157,9 +166,10 @@ export class Status {
     this.#showRequests(monitor.props, metrics, total);
     this.#showSpeculation(metrics, total);
     const looked = total("prefix_cache_queries_total");
+    const usage = metrics.get("kv_cache_usage_perc") ?? []; // of each model
     this.caches.show({
       "Host memory": total("resident_memory_bytes") ? size(total("resident_memory_bytes")) : null,
-      "KV cache in use": `${Math.round(total("kv_cache_usage_perc") * 100)} %`,
+      "KV cache in use": `${Math.round(Math.max(0, ...usage.map((each) => each.value)) * 100)} %`,
       "Prompt tokens from the cache": looked
         ? `${Math.round((total("prefix_cache_hits_total") / looked) * 100)} % of ${count(looked, "token")}`
         : "none yet",
@@ -186,8 +196,8 @@ export class Status {
   }
 
   #showRequests(props, metrics, total) {
-    const ends = (metrics.get("request_success_total") ?? []).filter((each) => each.value);
-    const failures = (metrics.get("request_failure_total") ?? []).filter((each) => each.value);
+    const ends = sums(metrics, "request_success_total", "finished_reason");
+    const failures = sums(metrics, "request_failure_total", "status");
     const first = total("time_to_first_token_seconds_count");
     const spent = total("tokens_predicted_seconds_total");
     const queues = props.models.map((model) => model.plan?.queue).filter(Boolean);
@@ -195,11 +205,8 @@ export class Status {
       Running: total("num_requests_running"),
       Waiting: `${total("num_requests_waiting")}, at most ${queues.join(" and ") || "unknown"} in all`,
       Finished:
-        ends
-          .map((each) => `${each.value} ${each.labels.finished_reason.replace("_", " ")}`)
-          .join(", ") || "none",
-      Failed:
-        failures.map((each) => `${each.value} with ${each.labels.status}`).join(", ") || "none",
+        ends.map(([end, value]) => `${value} ${end.replace("_", " ")}`).join(", ") || "none",
+      Failed: failures.map(([status, value]) => `${value} with ${status}`).join(", ") || "none",
       Cancelled: total("request_cancelled_total"),
       "Output tokens": total("generation_tokens_total").toLocaleString("en"),
       "Time to first token": first
@@ -215,7 +222,7 @@ export class Status {
     const rounds = total("spec_decode_num_drafts_total");
     const drafted = total("spec_decode_num_draft_tokens_total");
     const accepted = total("spec_decode_num_accepted_tokens_total");
-    const plain = (metrics.get("spec_decode_disabled_total") ?? []).filter((each) => each.value);
+    const plain = sums(metrics, "spec_decode_disabled_total", "reason");
     this.speculation.show({
       Rounds: rounds.toLocaleString("en"),
       "Acceptance length": rounds
@@ -223,9 +230,8 @@ export class Status {
         : "none yet",
       "Drafts accepted": drafted ? `${Math.round((accepted / drafted) * 100)} %` : "none yet",
       "Plain rounds":
-        plain
-          .map((each) => `${each.value} ${each.labels.reason.replaceAll("_", " ")}`)
-          .join(", ") || "none",
+        plain.map(([reason, value]) => `${value} ${reason.replaceAll("_", " ")}`).join(", ") ||
+        "none",
     });
   }
 }
