@@ -66,7 +66,7 @@ class BoundedConnections(ServerState):
                 if oldest is not new:
                     oldest.evict()
                     return
-        new.refuse(too_busy())
+        new.refuse(too_busy(), logged=False)  # a flood of them has the warnings above
 
     def move(self, connection: "Connection", to: str = "") -> None:
         """Put a connection into the group of this name, as its newest one, and out of others."""
@@ -347,15 +347,19 @@ class Connection(H11Protocol):
         self._all.move(self)
         self.transport.abort()
 
-    def refuse(self, problem: Problem) -> None:
-        """Answer with an error object unless a response has started, and read nothing more."""
+    def refuse(self, problem: Problem, *, logged: bool = True) -> None:
+        """Answer with an error object unless a response has started, and read nothing more.
+
+        Args:
+          logged: whether what was refused has a line in the log, as requests do.
+        """
         self._refused = True
         self._unparsed.clear()
         if self.cycle is not None and not self.cycle.response_complete:
             AccessRecord.of(self.cycle.scope).refuse(problem)  # which its application logs
             self.cycle.disconnected = True  # so that it does not answer, too
             self.cycle.message_event.set()
-        else:
+        elif logged:
             record = AccessRecord(client=str(self.client[0]) if self.client else "")
             record.refuse(problem)
             record.end()
