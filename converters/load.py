@@ -20,7 +20,7 @@ from dflash_jax.converters.canonical import Canonical, check
 from dflash_jax.converters.names.slots import Slot, TensorPart, same
 from dflash_jax.converters.quants.encode import encode
 from dflash_jax.converters.quants.types import GgmlType
-from dflash_jax.converters.source import TensorSource
+from dflash_jax.converters.source import TensorSource, release_read
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.quant.layouts import Spec
 from dflash_jax.utils.progress import ShownCount
@@ -67,6 +67,7 @@ def load(
     def run(job: "_ReadJob") -> None:
         job.place(found)
         progress(job.part.name, job.view.size)
+        release_read(job.view.nbytes)
         count(job.view.size)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
@@ -85,6 +86,7 @@ def load(
     leaves: dict[tuple[str, ...], Any] = dict(
         packed.read(found, packing, specs, fill, native=native)
     )
+    release_read()
     return tree(leaves | {slot.path: a for slot, a in zip(slots, arrays, strict=True)})
 
 

@@ -17,6 +17,7 @@ from dflash_jax.converters.hf_grouped import GroupedSource
 from dflash_jax.converters.names.slots import Keys, Slot, TensorPart
 from dflash_jax.converters.quants.stored import FORMATS, format_of, unpack_blocks
 from dflash_jax.converters.quants.types import BY_NAME
+from dflash_jax.converters.source import release_read
 from dflash_jax.errors import CheckpointError
 from dflash_jax.kernels.native.interleaved import (
     MOVED,
@@ -101,6 +102,7 @@ def read(
     """
 
     def one(slot: Slot) -> Packed | Interleaved | Joined:
+        release_read(math.prod(slot.shape))  # about, of those before
         how = specs["/".join(slot.path)]
         kinds = [kind for kind, _ in how[1]]
         if slot.stack:

@@ -1,8 +1,11 @@
 """The interface of weight files: named tensors that are read lazily."""
 
 import abc
+import contextlib
 import math
 import mmap
+import threading
+import weakref
 from pathlib import Path
 from typing import Protocol
 
@@ -90,7 +93,31 @@ def map_file(path: Path) -> mmap.mmap:
             f"{path} cannot be read ({error.strerror}); give a weight file that exists"
         ) from None
     check_content(path, found[: len(LFS_START)])
+    with _counting:
+        _mapped.add(found)
     return found
+
+
+RESIDENT = 2**28  # bytes of mapped files that may be in memory while they are read
+_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_counting = threading.Lock()
+_read = [0]  # bytes since pages were released
+
+
+def release_read(size: int = RESIDENT) -> None:
+    """Count bytes that were read from mapped files, and release their pages after `RESIDENT`.
+
+    Otherwise all that was read counts as memory of this process. The system keeps it in its cache
+    while there is room, and arrays that are views of a file stay valid.
+    """
+    with _counting:
+        _read[0] += size
+        if _read[0] < RESIDENT or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        _read[0] = 0
+        for buffer in _mapped:
+            with contextlib.suppress(ValueError):  # it was closed
+                buffer.madvise(mmap.MADV_DONTNEED)
 
 
 # A source with some tensors decoded on reading.

@@ -1,4 +1,5 @@
 import json
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -9,6 +10,7 @@ from weight_files import entry, raw_safetensors
 
 from dflash_jax.converters.hf import open_directory
 from dflash_jax.converters.safetensors import DTYPES, open_safetensors
+from dflash_jax.converters.source import map_file, release_read
 from dflash_jax.errors import CheckpointError
 
 
@@ -174,3 +176,25 @@ def test_the_error_for_a_folder_without_weights_lists_its_files(tmp_path):
         open_directory(tmp_path)
     with pytest.raises(CheckpointError, match="is not a folder"):
         open_directory(tmp_path / "nothing")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system tells what a mapping holds there")
+def test_pages_of_a_mapped_file_that_were_read_are_released(tmp_path: Path) -> None:
+    path = tmp_path / "mapped.bin"
+    path.write_bytes(bytes(range(256)) * 2**15)
+    buffer = map_file(path)
+
+    def resident() -> int:
+        """Bytes of the file that count as memory of this process."""
+        mapping = Path("/proc/self/smaps").read_text(encoding="utf-8").partition(str(path))[2]
+        return int(mapping.partition("\nRss:")[2].split()[0]) * 1024
+
+    release_read()  # what other tests have read
+    view = np.frombuffer(buffer, np.uint8)
+    total = int(view.sum())
+    assert resident() == len(buffer)
+    release_read(1)
+    assert resident() == len(buffer)
+    release_read()
+    assert resident() == 0
+    assert int(view.sum()) == total
