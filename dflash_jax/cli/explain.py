@@ -1,11 +1,13 @@
 """`dflash-jax explain`: memory, programs and rooflines of a plan, without weights."""
 
 import argparse
+import dataclasses
 import json
 from typing import Any
 
 from dflash_jax.cli import options as shared
 from dflash_jax.errors import RequestError
+from dflash_jax.serve_options import PREFIX_CACHE
 from dflash_jax.utils.progress import announced, is_shown
 
 
@@ -19,6 +21,12 @@ def add_command(commands: Any) -> None:
         "--compile",
         action="store_true",
         help="compile the programs, and also show their scratch memory and costs",
+    )
+    command.add_argument(
+        "--server",
+        action="store_true",
+        help="with the defaults of `serve`: a prefix cache of 256 MiB, and contexts of 4096 tokens"
+        " where the model has as many",
     )
     command.add_argument("--params", action="store_true", help="list every parameter")
     command.add_argument(
@@ -83,6 +91,7 @@ def _graph(options: argparse.Namespace) -> Any:
     from dflash_jax.cli.describe import describe, have_weights
     from dflash_jax.graph import Graph
     from dflash_jax.graph.memory import DEVICES
+    from dflash_jax.server.configuration import served_plan
 
     if options.device and options.device not in DEVICES:
         raise RequestError(f"device {options.device!r} is unknown; known: {', '.join(DEVICES)}")
@@ -90,11 +99,15 @@ def _graph(options: argparse.Namespace) -> Any:
         shared.chosen_plan(options),
         None if options.drafter == "none" else options.drafter,
     )
+    if options.server:
+        plan = dataclasses.replace(plan, prefix_cache=plan.prefix_cache or PREFIX_CACHE)
     if plan.weights == "packed" or have_weights(options.target, drafts):
         opened = shared.open_pair(options)
         pair, plan = opened.pair, opened.with_stored(plan)
     else:
         pair = describe(options.target, drafts, taps_at=options.taps_at)
+    if options.server:
+        plan = served_plan(plan, pair.target.config)
     return Graph(pair, plan, device=options.device or "")
 
 

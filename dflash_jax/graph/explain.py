@@ -24,6 +24,7 @@ from dflash_jax.graph.memory import (
     budget,
     find_device,
     gibi,
+    process_rest,
     roofline,
     work,
 )
@@ -83,13 +84,20 @@ class Explanation:
             "drafter": None if drafter is None else _config_json(getattr(drafter, "config", None)),
             "plan": dataclasses.asdict(self.planned.plan),
             "device": dataclasses.asdict(self.device),
-            "budget": dataclasses.asdict(self.budget),
+            "budget": dataclasses.asdict(self.budget) | {"process": self.process},
             "programs": tuple(map(dataclasses.asdict, self.programs)),
             "parameters": self.parameters,
             "forms": self.forms,
             "notes": self.notes,
             "versions": {"jax": jax.__version__},
         }
+
+    @property
+    def process(self) -> int | None:
+        """Resident memory of a process that has used its whole budget; None with a GPU or TPU."""
+        if self.device.platform != "cpu":
+            return None
+        return self.budget.total + process_rest(self.planned)
 
     def __str__(self) -> str:
         head = [part for line in self._head() for part in _wrapped(line)]
@@ -139,6 +147,9 @@ class Explanation:
         )
         yield f"memory   {self.budget}"
         yield "weights  " + "  ".join(f"{name} {gibi(size)}" for name, size in self.forms.items())
+        if self.process:
+            rest = f"{gibi(process_rest(self.planned))} for Python, JAX, programs and tokenizer"
+            yield f"process  {gibi(self.process)}: that total, and {rest}"
         yield (
             f"device   {self.device.name}: {self.device.bytes_per_s / 1e9:,.0f} GB/s,"
             f" {self.device.flops_per_s[p.dtype] / 1e12:,.1f} TFLOP/s {p.dtype}"

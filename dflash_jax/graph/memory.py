@@ -80,6 +80,18 @@ def budget(planned: PlannedPair) -> Budget:
     return Budget(weights, tree_bytes(state), temporaries + row, plan.prefix_cache)
 
 
+# Bytes of a process on a CPU besides its budget: Python, JAX, libraries and what malloc keeps; the
+# programs of a layer; an entry of the tokenizer. Fitted to the servers in docs/operating.md.
+LIBRARIES, PER_LAYER, PER_TOKEN = 400 * 2**20, 4 * 2**20, 512
+
+
+def process_rest(planned: PlannedPair) -> int:
+    """Return the bytes of a process on a CPU besides the budget of its plan."""
+    models = [planned.config, getattr(planned.pair.drafter, "config", None)]
+    layers = sum(getattr(config, "num_layers", 0) for config in models)
+    return LIBRARIES + PER_LAYER * layers + PER_TOKEN * sizes_of(planned.config).vocab_size
+
+
 @dataclasses.dataclass(frozen=True)
 class _Sizes:
     """Sizes of a target that estimates use; those that its config lacks are guessed."""
