@@ -227,6 +227,10 @@ class Lines(logging.Formatter):
         """Return the line before a traceback."""
         return one_line(super().formatMessage(record))
 
+    def formatException(self, ei: Any) -> str:
+        """Return a traceback, whose lines cannot be taken for records."""
+        return "\n".join(f"  | {one_line(x)}" for x in super().formatException(ei).splitlines())
+
 
 class JsonLines(logging.Formatter):
     """Log records as JSON objects, one a line. Those of requests have the request's fields."""

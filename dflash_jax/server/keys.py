@@ -60,10 +60,10 @@ class ApiKey:
       cache_salt: separates its prefixes from those of others, also on disk and later.
     """
 
-    digest: bytes
+    digest: bytes = dataclasses.field(repr=False)
     label: str
-    owner: str
-    cache_salt: str
+    owner: str = dataclasses.field(repr=False)
+    cache_salt: str = dataclasses.field(repr=False)
     limits: KeyLimits = KeyLimits()
 
     @classmethod

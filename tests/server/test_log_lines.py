@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -162,6 +163,14 @@ def test_what_a_client_sends_forges_neither_a_line_nor_a_field() -> None:
     for form in (Lines(), JsonLines()):
         other = logging.LogRecord("a", logging.WARNING, "", 0, "said %s", (FORGED,), None)
         assert len(form.format(other).splitlines()) == 1
+    try:
+        raise ValueError(FORGED)
+    except ValueError:
+        failed = logging.LogRecord("a", logging.ERROR, "", 0, "failed", (), sys.exc_info())
+    first, *rest = Lines().format(failed).splitlines()
+    assert first.endswith(" E failed")
+    assert all(line.startswith("  | ") for line in rest)
+    assert len(JsonLines().format(failed).splitlines()) == 1
 
 
 def test_a_log_in_json_has_an_object_a_line_tracebacks_and_events_too() -> None:
