@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.audit.server import CHAT, COMPLETIONS
+from benchmarks.audit.server import COMPLETIONS
 from dflash_jax.engine.engine import Engine
 from dflash_jax.server import access_log
 from dflash_jax.server.access_log import AccessRecord, JsonLines, Lines, log_to_stderr, text_of
@@ -290,9 +290,8 @@ def test_lines_of_recovery_have_the_id_of_the_request(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("dflash_jax"), "propagate", True)
     caplog.set_level(logging.INFO, logger="dflash_jax.recovery")
-    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "min_tokens": 8}
-    ask = body | {"logit_bias": {"2040": 100}}  # the end token, which is not taken
-    answer = httpx.post(live.url + CHAT, json=ask, timeout=60)
+    ask = {"prompt": "Hi", "max_tokens": 300, "ignore_eos": True, "recovery": {"deadline_s": 0.001}}
+    answer = httpx.post(live.url + COMPLETIONS, json=ask, timeout=60)
     assert answer.status_code == 200
     lines = [x for x in caplog.records if x.name == "dflash_jax.recovery"]
     assert lines
