@@ -1,39 +1,28 @@
-"""The commands about weight files: inspect, convert, compare, export.
+"""The commands about weight files: inspect, convert, compare, export, edit, split, merge.
 
 `python -m converters` runs them, and `add_commands` adds them to another command line. Modules that
 read and write files are imported inside functions, so that `--help` and errors stay fast.
 """
 
 import argparse
-import importlib.resources
-import json
-import math
-import os
-import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from dflash_jax.converters import forms
-from dflash_jax.converters.taps import AUTO, CHOICES
+from dflash_jax.converters import cli_gguf, forms
+from dflash_jax.converters.command_parts import (
+    NAMED,
+    ProgressBar,
+    add_command,
+    count_of,
+    layer_ids_option,
+    model_path,
+    path_of,
+    print_report,
+)
 from dflash_jax.errors import ConfigError
 from dflash_jax.utils.command import exit_code
-from dflash_jax.utils.progress import time_left
-from dflash_jax.utils.sources import SMOLLM2, find_smollm2
-
-if TYPE_CHECKING:
-    from dflash_jax.converters.models import StoredModel
 
 CHECK_FAILED = 1
-# Shipped models by name, as folders below dflash_jax/data.
-SHIPPED = {
-    "tiny": "tiny/target",
-    "tiny/target": "tiny/target",
-    "tiny/drafter": "tiny/drafter",
-}
-NAMED = "'tiny' is the shipped target, 'tiny/drafter' its drafter; 'smollm2' is SmolLM2-135M"
 ZLAB = "zlab"  # the authors' name for a drafter in the Hugging Face layout
 
 
@@ -55,59 +44,18 @@ def add_commands(commands: Any) -> None:
     _convert_command(commands)
     _compare_command(commands)
     _export_command(commands)
-
-
-def _command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str
-) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=text, description=text)
-    command.set_defaults(run=run)
-    command.add_argument("--json", action="store_true", help="print one JSON object")
-    command.add_argument(
-        "--layer-ids",
-        choices=CHOICES,
-        default=AUTO,
-        help="how a drafter file numbers target layers: as its layout defines (auto), from 0"
-        " (zero-based), or from 1 (one-based)",
-    )
-    return command
-
-
-def _path(text: str) -> Path:
-    """Return a path with ~ expanded, which some shells do not do in --option=~/x."""
-    if not text:
-        raise argparse.ArgumentTypeError("is empty; give a path")
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:  # no such user
-        return Path(text)
-
-
-def _model(text: str) -> Path:
-    """Return a model's path: an existing one, else that of the model of that name."""
-    path = _path(text)
-    if text == SMOLLM2 and not path.exists():
-        return find_smollm2()
-    if text in SHIPPED and not path.exists():
-        return Path(str(importlib.resources.files("dflash_jax"))) / "data" / SHIPPED[text]
-    return path
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"is {text!r}; expected a whole number from 0")
-    return int(text)
+    cli_gguf.add_commands(commands)
 
 
 def _output_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "source",
-        type=_model,
+        type=model_path,
         metavar="SRC",
         help=f"folder, checkpoint or .gguf file; {NAMED}",
     )
     command.add_argument(
-        "destination", type=_path, metavar="DST", help="what is written: a new name"
+        "destination", type=path_of, metavar="DST", help="what is written: a new name"
     )
     command.add_argument(
         "--dtype",
@@ -123,9 +71,13 @@ def _output_options(command: argparse.ArgumentParser) -> None:
 
 
 def _inspect_command(commands: Any) -> None:
-    command = _command(commands, "inspect", _inspect, "Show what a weight file or folder holds.")
+    command = add_command(commands, "inspect", _inspect, "Show what a weight file or folder holds.")
+    layer_ids_option(command)
     command.add_argument(
-        "path", type=_model, metavar="FILE|DIR", help=f"folder, checkpoint or weight file; {NAMED}"
+        "path",
+        type=model_path,
+        metavar="FILE|DIR",
+        help=f"folder, checkpoint or weight file; {NAMED}",
     )
     command.add_argument(
         "--check-instruct",
@@ -141,17 +93,18 @@ def _inspect(options: argparse.Namespace) -> int:
     if options.check_instruct:
         verdict = inspect.instruct(options.path)
         found = {"outcome": verdict.outcome, "reasons": list(verdict.reasons)}
-        _print(options, found, [f"{verdict.outcome}: {'; '.join(verdict.reasons)}"])
+        print_report(options, found, [f"{verdict.outcome}: {'; '.join(verdict.reasons)}"])
         return CHECK_FAILED if verdict.outcome == REFUSE else 0
     report = inspect.inspect(options.path, taps=options.layer_ids)
-    _print(options, report, inspect.lines(report))
+    print_report(options, report, inspect.lines(report))
     return 0
 
 
 def _convert_command(commands: Any) -> None:
-    command = _command(
+    command = add_command(
         commands, "convert", _convert, "Turn any model into plain weights or a GGUF file."
     )
+    layer_ids_option(command)
     _output_options(command)
     command.add_argument(
         "--to",
@@ -162,12 +115,12 @@ def _convert_command(commands: Any) -> None:
     )
     command.add_argument(
         "--tokenizer",
-        type=_model,
+        type=model_path,
         metavar="DIR|FILE",
         help="folder, or for GGUF also .gguf file, whose tokenizer is copied",
     )
     command.add_argument(
-        "--lora", type=_path, metavar="DIR", help="PEFT adapter that is added to the weights"
+        "--lora", type=path_of, metavar="DIR", help="PEFT adapter that is added to the weights"
     )
     command.add_argument(
         "--output-type",
@@ -206,9 +159,9 @@ def _convert(options: argparse.Namespace) -> int:
     if options.dry_run:
         kind = convert.chosen_dtype(model, options.dtype, gguf=to == forms.GGUF)
         report = convert.inventory(model, kind)
-        _print(options, report, convert.lines(report))
+        print_report(options, report, convert.lines(report))
         return 0
-    with ProgressBar(model) as progress:
+    with ProgressBar(model.tensors) as progress:
         report = convert.convert(
             model,
             options.destination,
@@ -219,17 +172,18 @@ def _convert(options: argparse.Namespace) -> int:
             gguf=convert.GgufOptions(options.output_type, options.embedding_type, options.imatrix),
             progress=progress,
         )
-    _print(options, report, [*convert.lines(report), f"written to {options.destination}"])
+    print_report(options, report, [*convert.lines(report), f"written to {options.destination}"])
     return 0
 
 
 def _compare_command(commands: Any) -> None:
-    command = _command(
+    command = add_command(
         commands, "compare", _compare, "Compare two renderings of a model, tensor by tensor."
     )
-    command.add_argument("first", type=_model, metavar="A", help=f"the more exact one; {NAMED}")
-    command.add_argument("second", type=_model, metavar="B", help="the other one")
-    command.add_argument("--worst", type=_count, default=20, help="tensors listed (default 20)")
+    layer_ids_option(command)
+    command.add_argument("first", type=model_path, metavar="A", help=f"the more exact one; {NAMED}")
+    command.add_argument("second", type=model_path, metavar="B", help="the other one")
+    command.add_argument("--worst", type=count_of, default=20, help="tensors listed (default 20)")
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -239,14 +193,17 @@ def _compare(options: argparse.Namespace) -> int:
     first, second = (
         open_model(path, taps=options.layer_ids) for path in (options.first, options.second)
     )
-    with ProgressBar(first) as progress:
+    with ProgressBar(first.tensors) as progress:
         found = compare.compare(first, second, progress=progress)
-    _print(options, found.to_json(), compare.lines(found, options.worst))
+    print_report(options, found.to_json(), compare.lines(found, options.worst))
     return 0 if found.agree else CHECK_FAILED
 
 
 def _export_command(commands: Any) -> None:
-    command = _command(commands, "export", _export, "Write a model in a layout that others read.")
+    command = add_command(
+        commands, "export", _export, "Write a model in a layout that others read."
+    )
+    layer_ids_option(command)
     _output_options(command)
     command.add_argument(
         "--format",
@@ -259,7 +216,7 @@ def _export_command(commands: Any) -> None:
     )
     command.add_argument(
         "--tokenizer",
-        type=_model,
+        type=model_path,
         metavar="TARGET",
         help="for --format gguf: the target, folder or .gguf file, whose tokenizer is copied"
         " (llama.cpp needs one)",
@@ -294,7 +251,7 @@ def _export(options: argparse.Namespace) -> int:
         companions={} if gguf else model.companions(),
         tokenizer=metadata,
     )
-    with ProgressBar(model) as progress:
+    with ProgressBar(model.tensors) as progress:
         export.export(
             weights,
             options.destination,
@@ -305,55 +262,5 @@ def _export(options: argparse.Namespace) -> int:
         )
     found = {"destination": str(options.destination), "layout": options.layout, "dtype": dtype}
     line = f"written to {options.destination} ({options.layout}, {dtype})"
-    _print(options, found | ({"notes": notes} if notes else {}), [*notes, line])
+    print_report(options, found | ({"notes": notes} if notes else {}), [*notes, line])
     return 0
-
-
-def _print(options: argparse.Namespace, report: dict[str, Any], lines: list[str]) -> None:
-    print(json.dumps(_plain(report), indent=1) if options.json else "\n".join(lines))
-
-
-def _plain(value: Any) -> Any:
-    """Replace non-finite numbers, which damaged files hold and JSON lacks, by text."""
-    if isinstance(value, dict):
-        return {key: _plain(child) for key, child in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(child) for child in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class ProgressBar:
-    """The share of a model's weights that is done, shown on standard error if it is a terminal."""
-
-    def __init__(self, model: "StoredModel"):
-        shapes = (model.tensors.shape(name) for name in model.tensors.names())
-        self._total = max(1, sum(math.prod(shape) for shape in shapes))
-        self._done = 0
-        self._started, self._shown = time.monotonic(), 0.0
-        self._lock = threading.Lock()
-        self._live = sys.stderr is not None and sys.stderr.isatty()
-
-    def __enter__(self) -> "ProgressBar":
-        return self
-
-    def __call__(self, name: str, weights: int) -> None:
-        with self._lock:
-            self._done += weights
-            now = time.monotonic()
-            if self._live and now - self._shown > 0.1:
-                self._shown = now
-                share = min(1.0, self._done / self._total)
-                bar = "#" * int(30 * share)
-                left = time_left((now - self._started) * (1 - share) / max(share, 1e-9))
-                self._show(f"[{bar:30}] {share:4.0%} {left}  {name[:40]}")
-
-    def __exit__(self, *exception: object) -> None:
-        if self._live and self._shown:
-            self._show("")
-            print(end="\r", file=sys.stderr)
-
-    def _show(self, line: str) -> None:
-        """Fill at most one terminal line, because a longer one could not be overwritten."""
-        width = os.get_terminal_size(sys.stderr.fileno()).columns - 1
-        width = min(width, 78) if width > 0 else 78
-        print(f"\r{line[:width]:{width}}", end="", file=sys.stderr)

@@ -151,7 +151,7 @@ def open_model(
     if is_checkpoint(path):
         model = _from_checkpoint(path)
     elif is_gguf(path):
-        model = _from_gguf(open_gguf(path), taps)
+        model = of_gguf(open_gguf(path), taps)
     else:
         model = replace(_from_folder(path, taps), warning=ignored_index(path))
     if role is not None and role != model.role:
@@ -162,7 +162,12 @@ def open_model(
     return replace(model, tensors=tensors, notes=(*model.notes, note))
 
 
-def _from_gguf(source: GgufFile, taps: str) -> StoredModel:
+def of_gguf(source: GgufFile, taps: str = AUTO) -> StoredModel:
+    """Return the model of an open GGUF file.
+
+    Raises:
+      ConfigError: it is not supported.
+    """
     architecture = source.metadata.get("general.architecture")
     layout = f"GGUF, architecture {architecture}"
     if architecture in drafter.DRAFTER_ARCHITECTURES:

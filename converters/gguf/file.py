@@ -106,11 +106,28 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
+class KeyPlace:
+    """Where a key of the metadata lies in its file, with its value, and the type of that."""
+
+    kind: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class GgufHeader:
-    """A checked header. `notes` are oddities for a report."""
+    """A checked header. `notes` are oddities for a report.
+
+    Attributes:
+      places: of the keys of the metadata.
+      keys_stop, stop: the ends of the metadata, and of the list of tensors after it.
+    """
 
     version: int
     metadata: dict[str, Any]
+    places: dict[str, KeyPlace]
+    keys_stop: int
+    stop: int
     tensors: tuple[TensorInfo, ...]
     alignment: int
     data_start: int
@@ -163,7 +180,8 @@ def parse(buffer: mmap.mmap | bytes, where: str) -> GgufHeader:
     """
     cursor = _Cursor(buffer, where)
     version, tensor_count, key_count = _preamble(cursor)
-    metadata = _metadata(cursor, key_count)
+    metadata, places = _metadata(cursor, key_count)
+    keys_stop = cursor.position
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT:
         raise cursor.fail(f"general.alignment is {alignment!r}; expected a power of two")
@@ -174,8 +192,24 @@ def parse(buffer: mmap.mmap | bytes, where: str) -> GgufHeader:
     tensors = tuple(_tensor(cursor, alignment) for _ in range(tensor_count))
     _check_names(cursor, tensors)
     data_start = round_up(cursor.position, alignment)
-    notes = _check_extents(cursor, tensors, data_start, alignment)
-    return GgufHeader(version, metadata, tensors, alignment, data_start, notes)
+    return GgufHeader(
+        version=version,
+        metadata=metadata,
+        places=places,
+        keys_stop=keys_stop,
+        stop=cursor.position,
+        tensors=tensors,
+        alignment=alignment,
+        data_start=data_start,
+        notes=_check_extents(cursor, tensors, data_start, alignment),
+    )
+
+
+def parse_metadata(raw: bytes, where: str) -> dict[str, Any]:
+    """Return the metadata of a header without its tensors."""
+    cursor = _Cursor(raw, where)
+    _, _, count = _preamble(cursor)
+    return _metadata(cursor, count)[0]
 
 
 def round_up(position: int, alignment: int) -> int:
@@ -212,20 +246,24 @@ def _preamble(cursor: _Cursor) -> tuple[int, int, int]:
     return version, tensor_count, key_count
 
 
-def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
+def _metadata(cursor: _Cursor, count: int) -> tuple[dict[str, Any], dict[str, KeyPlace]]:
+    """Return the values of all keys, and the places of these."""
     found: dict[str, Any] = {}
+    places: dict[str, KeyPlace] = {}
     for _ in range(count):
+        start = cursor.position
         key = cursor.text(MAX_KEY, "a metadata key")
         if not key or not key.isprintable():
             raise cursor.fail(f"the metadata key {key!r} is empty or unprintable")
         if key in found:
             raise cursor.fail(f"the metadata key {key!r} appears twice")
-        found[key] = _value(cursor, key)
-    return found
+        kind = cursor.number("<I", f"the type of {key}")
+        found[key] = _value(cursor, key, kind)
+        places[key] = KeyPlace(kind, start, cursor.position)
+    return found, places
 
 
-def _value(cursor: _Cursor, key: str) -> Any:
-    kind = cursor.number("<I", f"the type of {key}")
+def _value(cursor: _Cursor, key: str, kind: int) -> Any:
     if kind in SCALARS:
         return cursor.number(SCALARS[kind], key)
     if kind == STRING:
@@ -427,6 +465,12 @@ class GgufFile:
         row = info.shape[-1] // info.kind.block_size * info.kind.block_bytes
         start = shard.header.data_start + info.offset
         return np.frombuffer(shard.buffer, np.uint8, info.nbytes, start).reshape(-1, row)
+
+    def forget(self) -> None:
+        """Let the system take the memory of what was read, which it can read again."""
+        for shard in self.shards:
+            if hasattr(mmap, "MADV_DONTNEED"):
+                shard.buffer.madvise(mmap.MADV_DONTNEED)
 
     def read(self, name: str) -> np.ndarray:
         """Return a whole tensor."""

@@ -8,17 +8,17 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from dflash_jax.converters.gguf.file import ARRAY, SCALARS, STRING, GgufArray, round_up
+from dflash_jax.converters.gguf.file import ARRAY, SCALARS, STRING, GgufArray, GgufHeader, round_up
 from dflash_jax.converters.quants.types import GgmlType
 from dflash_jax.converters.safetensors import flat_bytes
 
-ALIGNMENT = 32
-U32, I32, F32, BOOL, I64 = 4, 5, 6, 7, 11
+ALIGNMENT, VERSION = 32, 3
+U16, U32, I32, F32, BOOL, U64, I64 = 2, 4, 5, 6, 7, 10, 11
 
 
 @dataclass(frozen=True)
 class Typed:
-    """A metadata value with its GGUF type; lists become arrays of that type."""
+    """A metadata value with its GGUF type; lists and arrays of files become arrays of that type."""
 
     kind: int
     value: Any
@@ -49,11 +49,21 @@ def typed(value: Any) -> Typed:
     return Typed(kinds[type(value)], value)
 
 
+def stored_keys(header: GgufHeader) -> dict[str, Typed]:
+    """Return the metadata of a file with the types that it has there."""
+    return {
+        key: Typed(value.kind if isinstance(value, GgufArray) else header.places[key].kind, value)
+        for key, value in header.metadata.items()
+    }
+
+
 def write_gguf(
     file: BinaryIO,
     metadata: Mapping[str, Typed],
     tensors: Sequence[PlannedBlocks],
     read: Callable[[PlannedBlocks], np.ndarray],
+    *,
+    alignment: int = ALIGNMENT,
 ) -> None:
     """Write metadata, then the tensors in order.
 
@@ -61,22 +71,33 @@ def write_gguf(
       read: returns the values or blocks of a tensor; called for each in turn, so that one is in
         memory.
     """
-    head = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(metadata))]
+    head = head_bytes(metadata, tensors, alignment)
+    _padded(file, np.frombuffer(head, np.uint8), alignment)
+    for tensor in tensors:
+        _padded(file, flat_bytes(read(tensor)), alignment)
+
+
+def head_bytes(
+    metadata: Mapping[str, Typed],
+    tensors: Sequence[PlannedBlocks],
+    alignment: int = ALIGNMENT,
+    version: int = VERSION,
+) -> bytes:
+    """Return all that comes before the tensors, without the padding at its end."""
+    head = [b"GGUF", struct.pack("<IQQ", version, len(tensors), len(metadata))]
     head += [_text(key) + _typed(value) for key, value in metadata.items()]
     offset = 0
     for tensor in tensors:
         dims = tensor.shape[::-1]
         head.append(_text(tensor.name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims))
         head.append(struct.pack("<IQ", tensor.kind.number, offset))
-        offset = round_up(offset + tensor.nbytes, ALIGNMENT)
-    _padded(file, np.frombuffer(b"".join(head), np.uint8))
-    for tensor in tensors:
-        _padded(file, flat_bytes(read(tensor)))
+        offset = round_up(offset + tensor.nbytes, alignment)
+    return b"".join(head)
 
 
-def _padded(file: BinaryIO, data: np.ndarray) -> None:
+def _padded(file: BinaryIO, data: np.ndarray, alignment: int) -> None:
     file.write(data.data)
-    file.write(b"\0" * (round_up(data.nbytes, ALIGNMENT) - data.nbytes))
+    file.write(b"\0" * (round_up(data.nbytes, alignment) - data.nbytes))
 
 
 def _text(value: str) -> bytes:
@@ -85,6 +106,8 @@ def _text(value: str) -> bytes:
 
 
 def _typed(item: Typed) -> bytes:
+    if isinstance(item.value, GgufArray):
+        return struct.pack("<IIQ", ARRAY, item.kind, len(item.value)) + item.value.raw
     if isinstance(item.value, list):
         body = b"".join(_scalar(item.kind, v) for v in item.value)
         return struct.pack("<IIQ", ARRAY, item.kind, len(item.value)) + body

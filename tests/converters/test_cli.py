@@ -20,7 +20,8 @@ import safetensors.numpy
 from gguf_models import Q, finish, interleave, write_drafter, write_target
 from weight_files import ORACLE, key, raw_gguf, tensor, text
 
-from dflash_jax.converters.cli import ProgressBar, main
+from dflash_jax.converters.cli import main
+from dflash_jax.converters.command_parts import ProgressBar
 from dflash_jax.converters.convert import keep_apart
 from dflash_jax.converters.gguf import open_gguf
 from dflash_jax.converters.inspect import check_instruct
@@ -419,7 +420,7 @@ def test_progress_fits_into_the_terminals_line(monkeypatch, columns, longest):
     with os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr("sys.stderr", terminal)
         model = open_model(TARGET)
-        with ProgressBar(model) as progress:
+        with ProgressBar(model.tensors) as progress:
             progress("layers.0.self_attn.q_proj.weight", 10**9)
     raw = b""
     with contextlib.suppress(OSError), os.fdopen(ours, "rb", 0) as reader:  # an error is the end
