@@ -18,6 +18,7 @@ from dflash_jax.converters.command_parts import (
     model_path,
     path_of,
     print_report,
+    size_of,
 )
 from dflash_jax.errors import ConfigError
 from dflash_jax.utils.command import exit_code
@@ -64,6 +65,13 @@ def _output_options(command: argparse.ArgumentParser) -> None:
         metavar="TYPE",
         help="float32, bfloat16 or float16; for a .gguf file also "
         f"{', '.join(forms.GGUF_TYPES)}; auto (default) is that of the published weights",
+    )
+    command.add_argument(
+        "--shard-size",
+        type=size_of,
+        default=0,
+        metavar="SIZE",
+        help="most bytes of a safetensors file, as 5GB or 500M; without, there is one file",
     )
     command.add_argument(
         "--overwrite", action="store_true", help="replace the file or model that is at DST"
@@ -170,6 +178,7 @@ def _convert(options: argparse.Namespace) -> int:
             overwrite=options.overwrite,
             tokenizer=options.tokenizer,
             gguf=convert.GgufOptions(options.output_type, options.embedding_type, options.imatrix),
+            shard_size=options.shard_size,
             progress=progress,
         )
     print_report(options, report, [*convert.lines(report), f"written to {options.destination}"])
@@ -234,6 +243,7 @@ def _export(options: argparse.Namespace) -> int:
             f"{options.source} is a target; the format zlab is for drafters, write it as"
             f" {forms.HUGGING_FACE}"
         )
+    convert.check_shard_size(options.shard_size, options.layout)
     gguf = options.layout == forms.GGUF
     if options.tokenizer and not gguf:
         raise ConfigError(
@@ -250,6 +260,7 @@ def _export(options: argparse.Namespace) -> int:
         model.tensors,
         companions={} if gguf else model.companions(),
         tokenizer=metadata,
+        shard_size=options.shard_size,
     )
     with ProgressBar(model.tensors) as progress:
         export.export(

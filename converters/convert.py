@@ -114,6 +114,7 @@ def convert(
     overwrite: bool = False,
     tokenizer: Path | None = None,
     gguf: GgufOptions = PLAIN,
+    shard_size: int = 0,
     progress: Progress = lambda name, weights: None,
 ) -> dict[str, Any]:
     """Write the model and return its inventory, which is also stored with it.
@@ -126,6 +127,7 @@ def convert(
       tokenizer: a folder, or for GGUF also a .gguf file, whose tokenizer is copied instead of the
         model's. A tokenizer that is missing or has no form there is noted in the inventory.
       gguf: further choices for a GGUF file.
+      shard_size: most bytes of a safetensors file; 0 for one file.
 
     Raises:
       CheckpointError: the weights do not fit their configuration, or cannot be written there.
@@ -136,6 +138,7 @@ def convert(
     for source in filter(None, (model.path, tokenizer)):
         keep_apart(source, path)
     check_name(path, folder=to != GGUF)
+    check_shard_size(shard_size, to)
     kind = chosen_dtype(model, dtype, gguf=to == GGUF)
     choice = Choice(kind, gguf.output_type, gguf.embedding_type)
     importance = _importance(choice, gguf.imatrix, to)
@@ -166,7 +169,7 @@ def convert(
         with new_path(path, overwrite=overwrite, needed=needed * float_dtype(kind).itemsize) as at:
             write(at, config, model.load(kind, progress), files)
         return report
-    weights = Weights(model.config, model.tensors, files)
+    weights = Weights(model.config, model.tensors, files, shard_size=shard_size)
     export(weights, path, layout=HUGGING_FACE, dtype=kind, overwrite=overwrite, progress=progress)
     return report
 
@@ -208,6 +211,18 @@ def _importance(choice: Choice, imatrix: Path | None, to: str) -> Importance | N
             " out, or choose a quantised --type"
         )
     return read_importance(imatrix)
+
+
+def check_shard_size(shard_size: int, to: str) -> None:
+    """Check that a layout can have its weights in files of some size.
+
+    Raises:
+      ConfigError: it cannot.
+    """
+    if shard_size and to == GGUF:
+        raise ConfigError("--shard-size is for safetensors; `split` divides a GGUF file")
+    if shard_size and to in (ORBAX, *FLAX):
+        raise ConfigError(f"--shard-size is for safetensors; orbax divides {to} as it does")
 
 
 def _check_flax(model: StoredModel, naming: str) -> list[str]:

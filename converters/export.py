@@ -23,7 +23,7 @@ from dflash_jax.converters.gguf.export import GgufForm, as_gguf
 from dflash_jax.converters.gguf.writer import PlannedBlocks, write_gguf
 from dflash_jax.converters.load import Progress, float_dtype, kept_as, read_as, read_blocks
 from dflash_jax.converters.names import published
-from dflash_jax.converters.safetensors import Planned, write_safetensors
+from dflash_jax.converters.safetensors import Planned, write_shards
 from dflash_jax.converters.source import TensorSource
 from dflash_jax.errors import ConfigError
 from dflash_jax.utils.atomic import copy_companions, new_path
@@ -45,6 +45,7 @@ class Weights:
     companions: Mapping[str, str | Path] = field(default_factory=dict)
     tokenizer: Mapping[str, Any] = field(default_factory=dict)  # GGUF metadata
     fields: Mapping[str, Any] = field(default_factory=dict)  # added to config.json
+    shard_size: int = 0  # bytes of a safetensors file; 0 for one file
 
 
 def export(
@@ -207,9 +208,9 @@ def _write_folder(
     """Write weights first and config.json last, so that an incomplete folder does not load."""
     output.place.mkdir(exist_ok=True)
     copy_companions(output.weights.companions, output.place)
-    weights = output.place / "model.safetensors"
+    most = output.weights.shard_size
     output.write_tensors(
-        rename, lambda planned, read: write_safetensors(weights, planned, read), made
+        rename, lambda planned, read: write_shards(output.place, planned, read, most), made
     )
     text = json.dumps(fields | dict(output.weights.fields), indent=2, sort_keys=True) + "\n"
     (output.place / "config.json").write_text(text, encoding="utf-8")

@@ -19,12 +19,10 @@ from dflash_jax.config.fields import (
 from dflash_jax.converters import hf_grouped
 from dflash_jax.converters.hf_grouped import WIDTHS, GroupedSource
 from dflash_jax.converters.quants.decoders import E2M1_TABLES, halved_power
-from dflash_jax.converters.safetensors import SafetensorsFile, open_safetensors
+from dflash_jax.converters.safetensors import INDEX, SINGLE, SafetensorsFile, open_safetensors
 from dflash_jax.converters.source import DecodedSource, Rows, TensorSource
 from dflash_jax.errors import CheckpointError, ConfigError
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"  # a low-rank adapter, to be added to another model
 ADAPTER_ADVICE = "it holds an adapter: give its base model, and this folder as --lora or lora="
 

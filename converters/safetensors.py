@@ -32,6 +32,8 @@ DTYPES: dict[str, np.dtype] = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100_000_000
 MAX_DIMS = 8
 
@@ -270,6 +272,39 @@ def write_safetensors(
         file.write(text)
         for tensor in tensors:
             file.write(flat_bytes(read(tensor)).data)
+
+
+def write_shards(
+    folder: Path,
+    tensors: Sequence[Planned],
+    read: Callable[[Planned], np.ndarray],
+    most_bytes: int = 0,
+) -> None:
+    """Write the weights of a folder, in files of at most `most_bytes`, with their index last.
+
+    Args:
+      most_bytes: 0 for one file; a larger tensor has a file of its own.
+    """
+    shards: list[list[Planned]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if most_bytes and shards[-1] and size + tensor.nbytes > most_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.nbytes
+    if len(shards) == 1:
+        write_safetensors(folder / SINGLE, tensors, read)
+        return
+    weight_map = {}
+    for number, shard in enumerate(shards):
+        name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(folder / name, shard, read)
+        weight_map |= dict.fromkeys((tensor.name for tensor in shard), name)
+    total = sum(tensor.nbytes for tensor in tensors)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (folder / INDEX).write_text(text, encoding="utf-8")
 
 
 def flat_bytes(array: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 import dataclasses
 import errno
+import json
 import resource
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from dflash_jax.config import (
     target_config,
 )
 from dflash_jax.converters import export
+from dflash_jax.converters.cli import main
 from dflash_jax.converters.convert import convert
 from dflash_jax.converters.export import Weights
 from dflash_jax.converters.models import open_model
@@ -238,13 +240,13 @@ def test_an_existing_destination_is_kept_without_overwrite(tmp_path):
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
-    def full(path, tensors, read):
-        path.write_bytes(b"half")
+    def full(folder, tensors, read, most_bytes):
+        (folder / "half.safetensors").write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
     path = write(DRAFTER, tmp_path / "x")
     before = contents(path)
-    monkeypatch.setattr(export, "write_safetensors", full)
+    monkeypatch.setattr(export, "write_shards", full)
     with pytest.raises(CheckpointError, match="disk is full; nothing was left"):
         write(ORACLE / "drafters" / "v1_full", path, overwrite=True)
     assert contents(path) == before
@@ -287,3 +289,34 @@ def test_a_write_cut_short_leaves_nothing_that_loads(tmp_path, monkeypatch):
     (left,) = tmp_path.iterdir()
     with pytest.raises(CheckpointError):
         open_model(left)
+
+
+def test_weights_are_divided_into_files_with_an_index_where_a_size_is_given(capsys, tmp_path):
+    command = ["convert", "tiny", str(tmp_path / "s"), "--shard-size"]
+    assert main([*command, "1MB"]) == 0
+    index = json.loads((tmp_path / "s" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "s").glob("*.safetensors"))
+    count = len(files)
+    assert count > 2
+    assert files == [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    assert sorted({*index["weight_map"].values()}) == files
+    tensors = {}
+    for file in files:
+        own = safetensors.numpy.load_file(tmp_path / "s" / file)
+        assert len(own) == 1 or sum(a.nbytes for a in own.values()) <= 1_000_000
+        assert {index["weight_map"][name] for name in own} == {file}
+        tensors |= own
+    assert index["metadata"]["total_size"] == sum(a.nbytes for a in tensors.values())
+    assert main(["compare", "tiny", str(tmp_path / "s")]) == 0
+    assert main(["export", str(tmp_path / "s"), str(tmp_path / "one"), "--shard-size", "1G"]) == 0
+    whole = safetensors.numpy.load_file(tmp_path / "one" / "model.safetensors")
+    assert whole.keys() == tensors.keys()
+    assert all((whole[name] == tensors[name]).all() for name in whole)
+    capsys.readouterr()
+    for options, message in {
+        ("x.gguf",): "`split` divides a GGUF file",
+        ("x", "--to", "orbax"): "--shard-size is for safetensors",
+    }.items():
+        wrong = ["convert", "tiny", str(tmp_path / options[0]), *options[1:]]
+        assert main([*wrong, "--shard-size", "1G"]) == 1
+        assert message in capsys.readouterr().err
