@@ -6,6 +6,7 @@ read and write files are imported inside functions, so that `--help` and errors 
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from dflash_jax.converters import cli_gguf, forms
@@ -67,6 +68,12 @@ def _output_options(command: argparse.ArgumentParser) -> None:
         f"{', '.join(forms.GGUF_TYPES)}; auto (default) is that of the published weights",
     )
     command.add_argument(
+        "--name", metavar="TEXT", help="name of the model (general.name of GGUF files)"
+    )
+    command.add_argument(
+        "--license", metavar="ID", help="licence, as apache-2.0 (general.license of GGUF files)"
+    )
+    command.add_argument(
         "--shard-size",
         type=size_of,
         default=0,
@@ -118,8 +125,8 @@ def _convert_command(commands: Any) -> None:
         "--to",
         choices=forms.FORMS,
         help="a Hugging Face folder (safetensors, the default), a checkpoint of ours (orbax), a"
-        " GGUF file (the default if DST ends in .gguf), or a checkpoint of MaxText, with single or"
-        " scanned layers, or of Tunix",
+        " GGUF file (the default if DST ends in .gguf), or a"
+        " checkpoint of MaxText, with single or scanned layers, or of Tunix",
     )
     command.add_argument(
         "--tokenizer",
@@ -156,7 +163,7 @@ def _convert_command(commands: Any) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from dflash_jax.converters import convert
+    from dflash_jax.converters import convert, kept_metadata
     from dflash_jax.converters.models import open_model
 
     model = open_model(options.source, taps=options.layer_ids, lora=options.lora)
@@ -179,6 +186,7 @@ def _convert(options: argparse.Namespace) -> int:
             tokenizer=options.tokenizer,
             gguf=convert.GgufOptions(options.output_type, options.embedding_type, options.imatrix),
             shard_size=options.shard_size,
+            given=kept_metadata.labels(name=options.name, license=options.license),
             progress=progress,
         )
     print_report(options, report, [*convert.lines(report), f"written to {options.destination}"])
@@ -234,7 +242,7 @@ def _export_command(commands: Any) -> None:
 
 def _export(options: argparse.Namespace) -> int:
     from dflash_jax.config import DrafterConfig
-    from dflash_jax.converters import convert, export
+    from dflash_jax.converters import convert, export, kept_metadata
     from dflash_jax.converters.models import open_model
 
     model = open_model(options.source, taps=options.layer_ids)
@@ -254,11 +262,19 @@ def _export(options: argparse.Namespace) -> int:
     dtype = convert.chosen_dtype(model, options.dtype, gguf=gguf)
     for source in filter(None, (model.path, options.tokenizer)):
         convert.keep_apart(source, options.destination)
-    metadata, notes = convert.gguf_tokenizer(model, options.tokenizer) if gguf else ({}, [])
+    given = kept_metadata.labels(name=options.name, license=options.license)
+    metadata: dict[str, Any] = {}
+    files: dict[str, str | Path] = {}
+    notes: list[str] = []
+    if gguf:
+        metadata, notes = convert.gguf_metadata(model, options.tokenizer, given)
+    else:
+        files = model.companions()
+        files |= kept_metadata.beside(model, files, given)
     weights = export.Weights(
         model.config,
         model.tensors,
-        companions={} if gguf else model.companions(),
+        companions=files,
         tokenizer=metadata,
         shard_size=options.shard_size,
     )

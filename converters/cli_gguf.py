@@ -14,9 +14,6 @@ from dflash_jax.converters.command_parts import (
 )
 from dflash_jax.errors import ConfigError
 
-# Options that set one key.
-KEYS = {"name": "general.name", "license": "general.license"}
-
 
 def add_commands(commands: Any) -> None:
     """Add the commands to the result of `add_subparsers`."""
@@ -77,10 +74,8 @@ def _edit(options: argparse.Namespace) -> int:
     from dflash_jax.converters import edit
     from dflash_jax.converters.gguf.tokenizer_export import TEMPLATE
 
-    values: dict[str, str] = {}
-    for option, key in KEYS.items():
-        if (text := getattr(options, option)) is not None:
-            values[key] = f"str:{text}"
+    given = {"general.name": options.name, "general.license": options.license}
+    values = {key: f"str:{text}" for key, text in given.items() if text is not None}
     if options.chat_template is not None and options.chat_template_file is not None:
         raise ConfigError("--chat-template and --chat-template-file both give one; leave one out")
     template = options.chat_template

@@ -5,7 +5,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,14 @@ import numpy as np
 
 from dflash_jax.checkpoint import write
 from dflash_jax.config import TargetConfig, is_gguf
-from dflash_jax.converters import families, orbax_folder, target_tokenizer
+from dflash_jax.converters import families, kept_metadata, orbax_folder, target_tokenizer
 from dflash_jax.converters.export import Weights, check_name, export, plan, write_form
 from dflash_jax.converters.forms import AUTO, FLAX, GGUF, HUGGING_FACE, ORBAX, SAFETENSORS
 from dflash_jax.converters.gguf.export import as_gguf
 from dflash_jax.converters.gguf.file import SHARD
 from dflash_jax.converters.gguf.importance import Importance, read_importance
 from dflash_jax.converters.gguf.mixtures import Choice, by_reason
+from dflash_jax.converters.gguf.writer import Typed
 from dflash_jax.converters.load import Progress, float_dtype, read_as
 from dflash_jax.converters.models import StoredModel, companions, open_model
 from dflash_jax.converters.names import flax, published
@@ -115,6 +116,7 @@ def convert(
     tokenizer: Path | None = None,
     gguf: GgufOptions = PLAIN,
     shard_size: int = 0,
+    given: Mapping[str, Typed] | None = None,
     progress: Progress = lambda name, weights: None,
 ) -> dict[str, Any]:
     """Write the model and return its inventory, which is also stored with it.
@@ -128,6 +130,7 @@ def convert(
         model's. A tokenizer that is missing or has no form there is noted in the inventory.
       gguf: further choices for a GGUF file.
       shard_size: most bytes of a safetensors file; 0 for one file.
+      given: GGUF metadata that replace the model's own, see `kept_metadata.labels`.
 
     Raises:
       CheckpointError: the weights do not fit their configuration, or cannot be written there.
@@ -146,7 +149,7 @@ def convert(
     report = inventory(model, kind)
     report["notes"] += notes
     if to == GGUF:
-        metadata, notes = gguf_tokenizer(model, tokenizer)
+        metadata, notes = gguf_metadata(model, tokenizer, given or {})
         form = as_gguf(model.config, model.tensors, choice, metadata, importance)
         report["notes"] += notes + _quantised_twice(report["types"], choice)
         report["written"] = dict(Counter(tensor.kind.name for tensor in form.planned))
@@ -156,6 +159,7 @@ def convert(
     files, missing = _companions(model, tokenizer)
     if model.role == "target" and "tokenizer.json" not in files:
         report["notes"].append(missing)
+    files |= kept_metadata.beside(model, files, given or {})
     files |= {REPORT: json.dumps(report, indent=1) + "\n"}
     if to in FLAX:
         weights = Weights(model.config, model.tensors, files)
@@ -169,7 +173,12 @@ def convert(
         with new_path(path, overwrite=overwrite, needed=needed * float_dtype(kind).itemsize) as at:
             write(at, config, model.load(kind, progress), files)
         return report
-    weights = Weights(model.config, model.tensors, files, shard_size=shard_size)
+    weights = Weights(
+        model.config,
+        model.tensors,
+        files,
+        shard_size=shard_size,
+    )
     export(weights, path, layout=HUGGING_FACE, dtype=kind, overwrite=overwrite, progress=progress)
     return report
 
@@ -281,7 +290,23 @@ def _companions(model: StoredModel, tokenizer: Path | None) -> tuple[dict[str, s
     return found, ""
 
 
-def gguf_tokenizer(model: StoredModel, tokenizer: Path | None) -> tuple[dict[str, Any], list[str]]:
+def gguf_metadata(
+    model: StoredModel, tokenizer: Path | None, given: Mapping[str, Typed]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the metadata that a GGUF file keeps, and notes if there is no tokenizer.
+
+    Args:
+      tokenizer: where it is copied from, see `_gguf_tokenizer`.
+      given: keys that replace the model's own.
+
+    Raises:
+      CheckpointError, ConfigError, TokenizerError: see `_gguf_tokenizer`.
+    """
+    found, notes = _gguf_tokenizer(model, tokenizer)
+    return {**kept_metadata.of_model(model), **found, **given}, notes
+
+
+def _gguf_tokenizer(model: StoredModel, tokenizer: Path | None) -> tuple[dict[str, Any], list[str]]:
     """Return the tokenizer's metadata for a GGUF file, and notes if there is none.
 
     Args:

@@ -38,6 +38,8 @@ from dflash_jax.converters.gguf.writer import (
     F32,
     I32,
     I64,
+    KIND_NAMES,
+    KINDS,
     U32,
     U64,
     PlannedBlocks,
@@ -46,6 +48,7 @@ from dflash_jax.converters.gguf.writer import (
     stored_keys,
     write_gguf,
 )
+from dflash_jax.converters.kept_metadata import VOCABULARY
 from dflash_jax.converters.models import of_gguf
 from dflash_jax.errors import CheckpointError, ConfigError, DFlashError
 from dflash_jax.tokenizer import Tokenizer
@@ -53,7 +56,6 @@ from dflash_jax.utils.atomic import flush, lock, new_path
 
 PAGE = 4096  # bytes that a write changes as a whole, or not at all
 BLOBS = "blobs"  # folders of download caches, whose files are named by their digests
-VOCABULARY = tuple(f"tokenizer.ggml.{x}" for x in ("tokens", "token_type", "scores", "merges"))
 LAYOUT = ("general.alignment", "split.")  # beginnings of keys that say how files are laid out
 TOKEN_ID = "tokenizer.ggml.{}_token_id"
 # Special tokens by the names that llama.cpp's tools give them, and others in use.
@@ -67,24 +69,9 @@ SPECIAL |= {
     "sep": SPECIAL["seperator"],
     "separator": SPECIAL["seperator"],
 }
-# Names of types before a value, as in llama.cpp's KEY=TYPE:VALUE; "int" and "float" have any width.
-NAMED = {
-    "str": STRING,
-    "bool": BOOL,
-    "u8": 0,
-    "i8": 1,
-    "u16": 2,
-    "i16": 3,
-    "u32": U32,
-    "i32": I32,
-    "f32": F32,
-    "u64": U64,
-    "i64": I64,
-    "f64": 12,
-}
-NAMES = {kind: name for name, kind in NAMED.items()}
-PREFIX = re.compile(rf"({'|'.join((*NAMED, 'int', 'float'))}):(.*)", re.DOTALL)
-FLOAT_KINDS = (F32, NAMED["f64"])
+# Types before a value, as in llama.cpp's KEY=TYPE:VALUE; "int" and "float" have any width.
+PREFIX = re.compile(rf"({'|'.join((*KINDS, 'int', 'float'))}):(.*)", re.DOTALL)
+FLOAT_KINDS = (F32, KINDS["f64"])
 SHOWN = 60  # characters of a value
 HELLO = [{"role": "user", "content": "Hello"}]
 # A tokenizer of one word, for a template whose model's own would take seconds to read.
@@ -248,8 +235,8 @@ def parsed(key: str, text: str, before: Typed | None) -> Typed:
     named, body = (match[1], match[2]) if match else ("", text)
     if before is not None:
         return _of_kind(key, body, named, before)
-    if named in NAMED:
-        return Typed(NAMED[named], _scalar(key, body, NAMED[named]))
+    if named in KINDS:
+        return Typed(KINDS[named], _scalar(key, body, KINDS[named]))
     value = _json(body)
     if named == "float":
         return Typed(F32, _scalar(key, body, F32))
@@ -267,8 +254,8 @@ def _of_kind(key: str, body: str, named: str, before: Typed) -> Typed:
     kind = before.kind
     many = isinstance(before.value, GgufArray | list)
     fits = {"int": kind not in (STRING, BOOL, *FLOAT_KINDS), "float": kind in FLOAT_KINDS}
-    if named and (many or not fits.get(named, NAMED.get(named) == kind)):
-        stored = f"an array of {NAMES[kind]}" if many else NAMES[kind]
+    if named and (many or not fits.get(named, KINDS.get(named) == kind)):
+        stored = f"an array of {KIND_NAMES[kind]}" if many else KIND_NAMES[kind]
         raise ConfigError(
             f"{key} is {stored} in this file and not {named}; to give it another type, add"
             f" --remove {key}"
@@ -329,7 +316,9 @@ def _scalar(key: str, text: str, kind: int) -> Any:
         except UnicodeEncodeError:
             raise ConfigError(f"the value of {key} is not UTF-8") from None
         return text
-    wrong = ConfigError(f"{key} is {text[:SHOWN]!r}; expected a value of the type {NAMES[kind]}")
+    wrong = ConfigError(
+        f"{key} is {text[:SHOWN]!r}; expected a value of the type {KIND_NAMES[kind]}"
+    )
     if kind == BOOL:
         if text.lower() not in ("true", "false", "0", "1"):
             raise wrong

@@ -6,12 +6,13 @@ from typing import Any
 
 from dflash_jax.config import AttentionConfig, TargetConfig, is_gguf
 from dflash_jax.config.family import family_of
-from dflash_jax.converters import families
+from dflash_jax.converters import families, kept_metadata
 from dflash_jax.converters.gguf import GgufFile, open_gguf
 from dflash_jax.converters.gguf.export import SECTIONS
 from dflash_jax.converters.gguf.file import GgufArray
 from dflash_jax.converters.gguf.tokenizer import SPACE
 from dflash_jax.converters.gguf.tokenizer_export import tokenizer_metadata
+from dflash_jax.converters.gguf.writer import stored_keys
 from dflash_jax.converters.models import StoredModel, companions
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.tokenizer import Tokenizer
@@ -20,7 +21,7 @@ GEMMA4 = "gemma4"  # the family whose tokenizer merges characters in its own way
 
 
 def of_model(model: StoredModel) -> dict[str, Any]:
-    """Return tokenizer, chat template and general metadata of a target; empty without any.
+    """Return the metadata of tokenizer and chat template of a target; empty without any.
 
     Raises:
       ConfigError: the model is no target.
@@ -30,9 +31,10 @@ def of_model(model: StoredModel) -> dict[str, Any]:
     if not isinstance(config, TargetConfig):
         raise ConfigError(f"{model.path} is a drafter; its target has the tokenizer")
     if isinstance(source, GgufFile):
-        return {key: v for key, v in source.metadata.items() if _kept(key)}
+        stored = stored_keys(source.shards[0].header)
+        return {key: value for key, value in stored.items() if _kept(key)}
     files = companions(model.path)
-    found: dict[str, Any] = dict(_of_files(files, config)) if "tokenizer.json" in files else {}
+    found = _of_files(files, config, model.path) if "tokenizer.json" in files else {}
     if sections := families.provided(family_of(config.model_type), "mrope_sections"):
         found[f"{config.model_type}{SECTIONS}"] = sections(config)
     return found
@@ -66,18 +68,19 @@ def of_path(path: Path, config: TargetConfig) -> dict[str, Any]:
       TokenizerError: it has no form in GGUF.
     """
     if is_gguf(path):
-        found = open_gguf(path).metadata
-        if "tokenizer.ggml.model" in found:
-            tokens = found.get("tokenizer.ggml.tokens")
+        source = open_gguf(path)
+        if "tokenizer.ggml.model" in source.metadata:
+            tokens = source.metadata.get("tokenizer.ggml.tokens")
             count = len(tokens) if isinstance(tokens, GgufArray) else 0
             if count != config.vocab_size:
                 raise ConfigError(
                     f"{path} has {count} tokens, and the model {config.vocab_size}; give the"
                     " tokenizer that belongs to it"
                 )
-            return {key: value for key, value in found.items() if key.startswith("tokenizer.")}
+            stored = stored_keys(source.shards[0].header)
+            return {key: value for key, value in stored.items() if key.startswith("tokenizer.")}
     elif "tokenizer.json" in (files := companions(path)):
-        return dict(_of_files(files, config))
+        return _of_files(files, config, path)
     raise CheckpointError(f"{path} holds no tokenizer; give a folder or .gguf file that does")
 
 
@@ -142,10 +145,13 @@ def spelt(token: str) -> str:
     return token.replace(SPACE, " ")
 
 
-def _of_files(files: Mapping[str, str | Path], config: TargetConfig) -> Mapping[str, Any]:
+def _of_files(
+    files: Mapping[str, str | Path], config: TargetConfig, folder: Path
+) -> dict[str, Any]:
     gemma4 = family_of(config.model_type) == GEMMA4
-    return tokenizer_metadata(files, config.vocab_size, gemma4=gemma4)
+    fresh = tokenizer_metadata(files, config.vocab_size, gemma4=gemma4)
+    return kept_metadata.with_flags(fresh, folder, files)
 
 
 def _kept(key: str) -> bool:
-    return key.startswith(("tokenizer.", "general.")) or key.endswith(SECTIONS)
+    return key.startswith("tokenizer.") or key.endswith(SECTIONS)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig
-from dflash_jax.config.family import family_of, target_families
+from dflash_jax.config.family import family_of, gguf_architectures, target_families
 from dflash_jax.converters import families
 from dflash_jax.converters.canonical import Canonical, Computed, Origin
 from dflash_jax.converters.forms import FILE_TYPES
@@ -48,7 +48,7 @@ def as_gguf(
     config: AttentionConfig,
     tensors: TensorSource,
     kind: str | Choice,
-    tokenizer: Mapping[str, Any] | None = None,
+    kept: Mapping[str, Any] | None = None,
     importance: Importance | None = None,
 ) -> GgufForm:
     """Return a target or drafter in the form of llama.cpp's files.
@@ -56,8 +56,8 @@ def as_gguf(
     Args:
       tensors: its tensors under canonical names.
       kind: a type of `GGUF_TYPES`, a dtype, or more choices.
-      tokenizer: metadata with the tokenizer. A drafter's is its target's; of a target's own
-        file, general information is kept.
+      kept: metadata of the tokenizer, which for a drafter is its target's, and of the model's own
+        file, of which those are kept that are not written anew.
       importance: what steers the errors of quantised matrices.
 
     Raises:
@@ -65,22 +65,28 @@ def as_gguf(
       ConfigError: the model has no form in GGUF, or the type is unknown.
     """
     choice = kind if isinstance(kind, Choice) else Choice(kind)
-    choice = dataclasses.replace(choice, steered=importance is not None)
-    name = choice.name
+    choice, kept = dataclasses.replace(choice, steered=importance is not None), kept or {}
+    own: Mapping[str, Typed | None]
     if isinstance(config, DrafterConfig):
-        mrope = any(key.endswith(SECTIONS) for key in tokenizer or {})
+        mrope = any(key.endswith(SECTIONS) for key in kept)
         architecture, own = UPSTREAM, drafter.metadata(config, mrope=mrope)
-        origins, kept = drafter.origins(config), {}
+        origins = drafter.origins(config)
     else:
         architecture, own = _target_keys(config)
-        origins, kept = _target_origins(config), tokenizer or {}
+        origins = _target_origins(config)
     stored = Canonical(tensors, origins, {})
     shapes = {name: stored.shape(name) for name in stored.names()}
     chosen = choose(shapes, config, choice)
     quantised = any(each.kind.dtype is None for each in chosen.values())
-    found = _general(architecture, FILE_TYPES[name], kept, quantised=quantised)
-    found |= {f"{architecture}.{key}": value for key, value in own.items()}
-    found |= _tokenizer(config, architecture, tokenizer or {})
+    stated = {f"{architecture}.{key}": value for key, value in own.items()}
+    found = _general(architecture, FILE_TYPES[choice.name], kept, quantised=quantised)
+    found |= {key: value for key, value in stated.items() if value is not None}
+    found |= _tokenizer(config, architecture, kept)
+    found |= {
+        key: typed(value)
+        for key, value in kept.items()
+        if key not in found and key not in stated and _is_other(key, architecture)
+    }
     return GgufForm(
         found,
         stored,
@@ -105,6 +111,15 @@ def _general(
     return own | about
 
 
+def _is_other(key: str, architecture: str) -> bool:
+    """Return whether a key is of no other architecture, and is not written by `as_gguf`."""
+    namespace = key.partition(".")[0]
+    others = {*gguf_architectures(), *drafter.DRAFTER_ARCHITECTURES} - {architecture}
+    sections = key.endswith(SECTIONS) and namespace != architecture  # of a drafter's target
+    written = namespace in ("general", "tokenizer", "split")
+    return not (written or sections or namespace in others)
+
+
 def _tokenizer(
     config: AttentionConfig, architecture: str, kept: Mapping[str, Any]
 ) -> dict[str, Typed]:
@@ -122,8 +137,8 @@ def _tokenizer(
     return found | {key: Typed(U32, i) for key, i in zip(free, rest, strict=False)}
 
 
-def _target_keys(config: AttentionConfig) -> tuple[str, dict[str, Typed]]:
-    """Return the architecture of a target, and its keys below that prefix."""
+def _target_keys(config: AttentionConfig) -> tuple[str, dict[str, Typed | None]]:
+    """Return the architecture of a target, and its keys below that prefix; None is left out."""
     if not isinstance(config, TargetConfig):
         raise ConfigError(f"{type(config).__name__} has no form in GGUF; targets and drafters do")
     family = family_of(config.model_type)
@@ -139,8 +154,7 @@ def _target_keys(config: AttentionConfig) -> tuple[str, dict[str, Typed]]:
         "context_length": Typed(U32, config.max_length),
         "vocab_size": Typed(U32, config.vocab_size),
     }
-    changed = own | to_gguf(config)
-    return architecture, {key: value for key, value in changed.items() if value is not None}
+    return architecture, own | to_gguf(config)
 
 
 def _target_origins(config: AttentionConfig) -> dict[str, Origin]:

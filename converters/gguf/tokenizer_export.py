@@ -114,19 +114,26 @@ def _merges(core: dict[str, Any]) -> list[tuple[str, str]]:
     found = []
     for merge in core["model"].get("merges") or ():
         parts = merge.split(" ") if isinstance(merge, str) else merge
-        if not isinstance(parts, list) or len(parts) != 2 or any(" " in str(x)[1:] for x in parts):
-            raise TokenizerError(
-                f"the merge {merge!r} has no form in GGUF, where a space divides two"
-            )
-        found.append((parts[0], parts[1]))
+        if not isinstance(parts, list) or len(parts) != 2:
+            raise TokenizerError(f"the merge {merge!r} is no pair of tokens; fetch the file again")
+        found.append((str(parts[0]), str(parts[1])))
     return found
+
+
+def _listed(merges: list[tuple[str, str]]) -> Typed:
+    """Return merges as files list them."""
+    if wrong := [pair for pair in merges if any(" " in part[1:] for part in pair)]:
+        raise TokenizerError(
+            f"the merge {list(wrong[0])!r} has no form in GGUF, where a space divides two"
+        )
+    return Typed(STRING, [" ".join(pair) for pair in merges])
 
 
 def _of_bytes(core: dict[str, Any]) -> dict[str, Typed]:
     return {
         "tokenizer.ggml.model": Typed(STRING, "gpt2"),
         "tokenizer.ggml.pre": Typed(STRING, _named(core)),
-        "tokenizer.ggml.merges": Typed(STRING, [" ".join(pair) for pair in _merges(core)]),
+        "tokenizer.ggml.merges": _listed(_merges(core)),
     }
 
 
@@ -194,7 +201,7 @@ def _of_characters(core: dict[str, Any], tokens: list[str], *, gemma4: bool) -> 
         "tokenizer.ggml.add_space_prefix": Typed(BOOL, before),
     }
     if gemma4:
-        found["tokenizer.ggml.merges"] = Typed(STRING, [" ".join(pair) for pair in merges])
+        found["tokenizer.ggml.merges"] = _listed(merges)
     return found
 
 

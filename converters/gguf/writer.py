@@ -14,6 +14,22 @@ from dflash_jax.converters.safetensors import flat_bytes
 
 ALIGNMENT, VERSION = 32, 3
 U16, U32, I32, F32, BOOL, U64, I64 = 2, 4, 5, 6, 7, 10, 11
+# Names of the types of values.
+KINDS = {
+    "str": STRING,
+    "bool": BOOL,
+    "u8": 0,
+    "i8": 1,
+    "u16": U16,
+    "i16": 3,
+    "u32": U32,
+    "i32": I32,
+    "f32": F32,
+    "u64": U64,
+    "i64": I64,
+    "f64": 12,
+}
+KIND_NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 @dataclass(frozen=True)
@@ -41,7 +57,7 @@ class PlannedBlocks:
 def typed(value: Any) -> Typed:
     """Return a value read from a file in the form that `write_gguf` takes."""
     if isinstance(value, Typed):
-        return value
+        return typed(value.value) if isinstance(value.value, GgufArray) else value
     if isinstance(value, GgufArray):
         return Typed(value.kind, value.tolist())
     small = type(value) is int and 0 <= value < 1 << 32

@@ -17,6 +17,7 @@ from weight_files import ORACLE
 
 from dflash_jax.config import RopeConfig
 from dflash_jax.converters import families
+from dflash_jax.converters.cli import main
 from dflash_jax.converters.compare import compare
 from dflash_jax.converters.convert import convert, lines
 from dflash_jax.converters.export import Weights, export, write_form
@@ -180,9 +181,8 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path, kind):
 
 def test_metadata_of_a_file_goes_with_it(tmp_path):
     source = write_target(TARGETS / "qwen3", tmp_path / "x.gguf")
-    model = open_model(source)
-    model.tensors.source.metadata |= {"general.name": "Some Model", "general.file_type": 32}
-    convert(model, tmp_path / "y.gguf", to="gguf", dtype="q8_0")
+    assert main(["edit", str(source), "--name", "Some Model", "--set", "general.file_type=32"]) == 0
+    convert(open_model(source), tmp_path / "y.gguf", to="gguf", dtype="q8_0")
     found = open_gguf(tmp_path / "y.gguf").metadata
     assert (found["general.name"], found["general.file_type"]) == ("Some Model", 7)
 
