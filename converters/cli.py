@@ -125,7 +125,7 @@ def _convert_command(commands: Any) -> None:
         "--to",
         choices=forms.FORMS,
         help="a Hugging Face folder (safetensors, the default), a checkpoint of ours (orbax), a"
-        " GGUF file (the default if DST ends in .gguf), or a"
+        " GGUF file (the default if DST ends in .gguf), a folder that MLX quantises (mlx), or a"
         " checkpoint of MaxText, with single or scanned layers, or of Tunix",
     )
     command.add_argument(
@@ -154,23 +154,45 @@ def _convert_command(commands: Any) -> None:
     )
     command.add_argument(
         "--imatrix",
-        type=_path,
+        type=path_of,
         metavar="FILE",
         help="importance matrix of the model (dflash-jax imatrix, or llama.cpp's): quantised"
         " matrices err less where inputs are large",
+    )
+    command.add_argument(
+        "--max-context",
+        type=count_of,
+        metavar="N",
+        help="write the model for contexts of at most N tokens, so that sliding windows of N or"
+        " more tokens need no place in the file",
+    )
+    command.add_argument(
+        "--q-bits", type=count_of, metavar="N", help="bits of MLX's codes: 4 (default) or 8"
+    )
+    command.add_argument(
+        "--q-group-size",
+        type=count_of,
+        metavar="N",
+        help="weights of a group of MLX's: 32, 64 (default) or 128",
     )
     command.add_argument("--dry-run", action="store_true", help="only account for every tensor")
 
 
 def _convert(options: argparse.Namespace) -> int:
     from dflash_jax.converters import convert, kept_metadata
+    from dflash_jax.converters.mlx import MlxForm
     from dflash_jax.converters.models import open_model
 
     model = open_model(options.source, taps=options.layer_ids, lora=options.lora)
+    if options.max_context is not None:
+        model = convert.limited(model, options.max_context)
     if options.lora:
         convert.keep_apart(options.lora, options.destination)
     named = forms.GGUF if options.destination.suffix.lower() == ".gguf" else forms.SAFETENSORS
     to = options.to or named
+    form = MlxForm(options.q_bits or 4, options.q_group_size or 64)
+    if to != forms.MLX and (options.q_bits, options.q_group_size) != (None, None):
+        raise ConfigError(f"--q-bits and --q-group-size are for --to mlx, not for {to}")
     if options.dry_run:
         kind = convert.chosen_dtype(model, options.dtype, gguf=to == forms.GGUF)
         report = convert.inventory(model, kind)
@@ -187,6 +209,7 @@ def _convert(options: argparse.Namespace) -> int:
             gguf=convert.GgufOptions(options.output_type, options.embedding_type, options.imatrix),
             shard_size=options.shard_size,
             given=kept_metadata.labels(name=options.name, license=options.license),
+            mlx=form,
             progress=progress,
         )
     print_report(options, report, [*convert.lines(report), f"written to {options.destination}"])

@@ -97,6 +97,8 @@ LIMITS = {
     "I8": Limits(0.024, 0.04),
     "INT8": Limits(0.024, 0.04),
     "F8_E5M2": Limits(0.06, 0.08),
+    "INT6": Limits(0.045, 0.065),  # of MLX, for groups of 128
+    "INT5": Limits(0.09, 0.13),
     "Q5_K": Limits(0.048, 0.065),
     "Q5_1": Limits(0.05, 0.07),
     "Q5_0": Limits(0.062, 0.085),

@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.checkpoint import write
-from dflash_jax.config import TargetConfig, is_gguf
+from dflash_jax.config import TargetConfig, family_of, is_gguf
 from dflash_jax.converters import families, kept_metadata, orbax_folder, target_tokenizer
 from dflash_jax.converters.export import Weights, check_name, export, plan, write_form
-from dflash_jax.converters.forms import AUTO, FLAX, GGUF, HUGGING_FACE, ORBAX, SAFETENSORS
+from dflash_jax.converters.forms import AUTO, FLAX, GGUF, HUGGING_FACE, MLX, ORBAX, SAFETENSORS
 from dflash_jax.converters.gguf.export import as_gguf
 from dflash_jax.converters.gguf.file import SHARD
 from dflash_jax.converters.gguf.importance import Importance, read_importance
 from dflash_jax.converters.gguf.mixtures import Choice, by_reason
 from dflash_jax.converters.gguf.writer import Typed
 from dflash_jax.converters.load import Progress, float_dtype, read_as
+from dflash_jax.converters.mlx import MlxForm
 from dflash_jax.converters.models import StoredModel, companions, open_model
 from dflash_jax.converters.names import flax, published
 from dflash_jax.converters.quants.types import BY_NAME
@@ -30,7 +31,15 @@ from dflash_jax.errors import CheckpointError, ConfigError, TokenizerError
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.atomic import copy_companions, new_path
 
+# Families whose weights have the names of Hugging Face's folders in mlx-lm, too.
+MLX_FAMILIES = str.split("""
+    llama qwen2 qwen3 mistral gemma3 olmo2 granite smollm3 glm4
+""")
 REPORT = "conversion.json"
+# Families whose GGUF files have no place for sliding windows.
+WITHOUT_WINDOWS = str.split("""
+    glm4 granite llama ministral3 mistral olmo2 qwen2 qwen3 qwen3_moe smollm3
+""")
 NO_TOKENIZER = (
     "there is no tokenizer.json: what is written takes token ids only (--tokenizer DIR brings one)"
 )
@@ -117,6 +126,7 @@ def convert(
     gguf: GgufOptions = PLAIN,
     shard_size: int = 0,
     given: Mapping[str, Typed] | None = None,
+    mlx: MlxForm | None = None,
     progress: Progress = lambda name, weights: None,
 ) -> dict[str, Any]:
     """Write the model and return its inventory, which is also stored with it.
@@ -131,6 +141,7 @@ def convert(
       gguf: further choices for a GGUF file.
       shard_size: most bytes of a safetensors file; 0 for one file.
       given: GGUF metadata that replace the model's own, see `kept_metadata.labels`.
+      mlx: how matrices are quantised for "mlx".
 
     Raises:
       CheckpointError: the weights do not fit their configuration, or cannot be written there.
@@ -146,6 +157,7 @@ def convert(
     choice = Choice(kind, gguf.output_type, gguf.embedding_type)
     importance = _importance(choice, gguf.imatrix, to)
     notes = _check_flax(model, to) if to in FLAX else []
+    form = _mlx_form(model, mlx) if to == MLX else None
     report = inventory(model, kind)
     report["notes"] += notes
     if to == GGUF:
@@ -177,7 +189,9 @@ def convert(
         model.config,
         model.tensors,
         files,
+        fields=_mlx_fields(model, form) if form else {},
         shard_size=shard_size,
+        mlx=form,
     )
     export(weights, path, layout=HUGGING_FACE, dtype=kind, overwrite=overwrite, progress=progress)
     return report
@@ -220,6 +234,58 @@ def _importance(choice: Choice, imatrix: Path | None, to: str) -> Importance | N
             " out, or choose a quantised --type"
         )
     return read_importance(imatrix)
+
+
+def limited(model: StoredModel, length: int) -> StoredModel:
+    """Return a target for contexts of at most `length` tokens.
+
+    Windows of families whose GGUF files have no place for them are opened, since they cut nothing
+    then. Those of others stay: they may decide more than what a layer sees.
+
+    Raises:
+      ConfigError: it is a drafter, has a shorter context, or such a window is shorter than that.
+    """
+    config = model.config
+    if not isinstance(config, TargetConfig):
+        raise ConfigError(f"{model.path} is a drafter; --max-context is for targets")
+    if not 0 < length <= config.max_length:
+        raise ConfigError(
+            f"--max-context {length}: {model.path} has contexts of 1 to {config.max_length} tokens"
+        )
+    narrow = min((window for window in config.windows if window is not None), default=length)
+    config = dataclasses.replace(config, max_length=length)
+    if family_of(config.model_type) not in WITHOUT_WINDOWS:
+        return dataclasses.replace(model, config=config)
+    if narrow < length:
+        raise ConfigError(
+            f"--max-context {length}: {model.path} has layers that see {narrow} tokens, so contexts"
+            f" above that need its windows; give at most {narrow}"
+        )
+    open_windows = (None,) * len(config.windows)
+    return dataclasses.replace(model, config=dataclasses.replace(config, windows=open_windows))
+
+
+def _mlx_form(model: StoredModel, form: MlxForm | None) -> MlxForm:
+    """Return how MLX quantises a model.
+
+    Raises:
+      ConfigError: it has no such form, or MLX has other names for the family's weights.
+    """
+    family = family_of(model.config.model_type) if isinstance(model.config, TargetConfig) else ""
+    if family not in MLX_FAMILIES:
+        raise ConfigError(
+            f"{model.path} is {f'a {family} target' if family else 'a drafter'}; written for MLX"
+            f" are {', '.join(MLX_FAMILIES)}. mlx_lm.convert reads the Hugging Face folder"
+        )
+    form = form or MlxForm()
+    form.check()
+    return form
+
+
+def _mlx_fields(model: StoredModel, form: MlxForm) -> dict[str, Any]:
+    """Return what mlx-lm reads in config.json besides the usual fields."""
+    assert isinstance(model.config, TargetConfig), "checked before"
+    return form.fields | {"mlp_bias": model.config.mlp_bias}
 
 
 def check_shard_size(shard_size: int, to: str) -> None:

@@ -18,10 +18,11 @@ import numpy as np
 from dflash_jax.config import AttentionConfig, DrafterConfig, TargetConfig, family_of
 from dflash_jax.converters import families
 from dflash_jax.converters.canonical import Canonical, Origin
-from dflash_jax.converters.forms import GGUF, HUGGING_FACE, LAYOUTS, SPECULATORS
+from dflash_jax.converters.forms import GGUF, HUGGING_FACE, LAYOUTS, MLX, SPECULATORS
 from dflash_jax.converters.gguf.export import GgufForm, as_gguf
 from dflash_jax.converters.gguf.writer import PlannedBlocks, write_gguf
 from dflash_jax.converters.load import Progress, float_dtype, kept_as, read_as, read_blocks
+from dflash_jax.converters.mlx import MlxForm, quantise
 from dflash_jax.converters.names import published
 from dflash_jax.converters.safetensors import Planned, write_shards
 from dflash_jax.converters.source import TensorSource
@@ -43,9 +44,10 @@ class Weights:
     config: AttentionConfig
     tensors: TensorSource
     companions: Mapping[str, str | Path] = field(default_factory=dict)
-    tokenizer: Mapping[str, Any] = field(default_factory=dict)  # GGUF metadata
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)  # and other GGUF metadata
     fields: Mapping[str, Any] = field(default_factory=dict)  # added to config.json
     shard_size: int = 0  # bytes of a safetensors file; 0 for one file
+    mlx: MlxForm | None = None  # how MLX quantises the matrices, if it does
 
 
 def export(
@@ -78,7 +80,8 @@ def export(
         write_form(form, path, overwrite=overwrite, progress=progress)
         return
     kind = float_dtype(dtype)
-    needed = sum(planned.nbytes for planned in plan(weights, kind))
+    listed = plan(weights, kind)
+    needed = sum(x.nbytes for planned in listed for x in _parts(planned, weights.mlx))
     with new_path(path, overwrite=overwrite, needed=needed) as place:
         writers[layout](_Output(weights, place, dtype, kind, progress))
 
@@ -105,6 +108,11 @@ def plan(weights: Weights, dtype: np.dtype) -> list[Planned]:
         for slot in families.slots(weights.config)
         for part in slot.parts
     ]
+
+
+def _parts(planned: Planned, form: MlxForm | None) -> list[Planned]:
+    """Return the tensors that are written for one, which are several if MLX quantises it."""
+    return form.planned(planned) if form and form.takes(planned) else [planned]
 
 
 @dataclass(frozen=True)
@@ -134,17 +142,26 @@ class _Output:
         canonical = {rename(planned.name): planned.name for planned in listed}
         renamed = [Planned(rename(p.name), p.dtype, p.shape) for p in listed]
         renamed += [Planned(n, a.dtype, a.shape) for n, a in made.items() if n not in canonical]
+        wholes = {planned.name: planned for planned in renamed}
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+            beside: dict[str, np.ndarray] = {}  # scales and biases of the last matrix
 
             def read(planned: Planned) -> np.ndarray:
                 if planned.name in made:
                     return made[planned.name]
+                if planned.name in beside:
+                    return beside[planned.name]
                 name = canonical[planned.name]
-                array = read_as(tensors, name, planned.dtype, pool)
-                self.progress(planned.name, array.size)
-                return array
+                self.progress(planned.name, math.prod(tensors.shape(name)))
+                form, whole = self.weights.mlx, wholes[planned.name]
+                if form is None or not form.takes(whole):
+                    return read_as(tensors, name, planned.dtype, pool)
+                words, *groups = quantise(tensors, name, form, whole.dtype, pool)
+                beside.clear()
+                beside.update(zip((x.name for x in form.planned(whole)[1:]), groups, strict=True))
+                return words
 
-            write(renamed, read)
+            write([x for planned in renamed for x in _parts(planned, self.weights.mlx)], read)
 
 
 def _joined(config: AttentionConfig) -> dict[str, Origin]:
@@ -208,9 +225,11 @@ def _write_folder(
     """Write weights first and config.json last, so that an incomplete folder does not load."""
     output.place.mkdir(exist_ok=True)
     copy_companions(output.weights.companions, output.place)
-    most = output.weights.shard_size
+    most, library = output.weights.shard_size, MLX if output.weights.mlx else "pt"
     output.write_tensors(
-        rename, lambda planned, read: write_shards(output.place, planned, read, most), made
+        rename,
+        lambda planned, read: write_shards(output.place, planned, read, most, library),
+        made,
     )
     text = json.dumps(fields | dict(output.weights.fields), indent=2, sort_keys=True) + "\n"
     (output.place / "config.json").write_text(text, encoding="utf-8")

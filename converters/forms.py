@@ -3,8 +3,9 @@
 AUTO = "auto"  # the dtype of the published weights
 SAFETENSORS, ORBAX = "safetensors", "orbax"  # what `convert` writes
 FLAX = ("maxtext", "maxtext_scanned", "tunix")  # checkpoints of other Flax libraries
+MLX = "mlx"  # a folder with weights as MLX quantises them
 HUGGING_FACE, SPECULATORS, GGUF = "huggingface", "speculators", "gguf"  # what `export` writes
-FORMS = (SAFETENSORS, ORBAX, GGUF, *FLAX)
+FORMS = (SAFETENSORS, ORBAX, GGUF, MLX, *FLAX)
 LAYOUTS = (HUGGING_FACE, SPECULATORS, GGUF)
 # Types of a GGUF file, and the value of general.file_type for each. Those that end in a size are
 # mixtures; MXFP4 has llama.cpp's number of experts in that type.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.config.fields import (
+    MLX,
     Fields,
     gguf_advice,
     has_file,
@@ -18,6 +19,7 @@ from dflash_jax.config.fields import (
 )
 from dflash_jax.converters import hf_grouped
 from dflash_jax.converters.hf_grouped import WIDTHS, GroupedSource
+from dflash_jax.converters.mlx import AffineSource
 from dflash_jax.converters.quants.decoders import E2M1_TABLES, halved_power
 from dflash_jax.converters.safetensors import INDEX, SINGLE, SafetensorsFile, open_safetensors
 from dflash_jax.converters.source import DecodedSource, Rows, TensorSource
@@ -235,7 +237,8 @@ def dequantised(source: TensorSource, settings: Any, *, where: str) -> TensorSou
         formats = ", ".join(sorted({*COMPRESSED_FORMATS, PACK_QUANTIZED}))
         raise ConfigError(
             f"{where}: weights quantised by {method!r} (format {form!r}) are not supported; fp8,"
-            f" mxfp4, awq, gptq and compressed-tensors {formats} are. Use the original weights"
+            f" mxfp4, awq, gptq, MLX's and compressed-tensors {formats} are. Use the original"
+            " weights"
         )
     _check_rest(fields)
     return decoded
@@ -274,6 +277,9 @@ def _decoded(source: TensorSource, method: Any, form: Any, fields: Fields) -> Te
         return MicroScaled(source)
     if method == "fp8":
         return Scaled(source, _blocks(fields.get("weight_block_size"), fields, "weight_block_size"))
+    if method == MLX:
+        fields.used.update(fields.values)
+        return AffineSource(source, fields.values)
     if method == "awq":
         return _awq(source, fields)
     if method == "gptq":

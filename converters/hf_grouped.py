@@ -1,5 +1,6 @@
 """Hugging Face weights packed by AWQ, GPTQ and compressed-tensors, decoded or rearranged."""
 
+import abc
 import dataclasses
 import math
 from collections.abc import Collection, Mapping
@@ -231,7 +232,19 @@ SYMMETRIC = {4: "Q4_0", 8: "Q8_0"}  # packed formats by bits
 WITH_ZEROS = {4: "int4z"}
 
 
-class GroupedSource(DecodedSource):
+class PackedSource(DecodedSource):
+    """A source with codes that products can use as they are, rearranged."""
+
+    @abc.abstractmethod
+    def packed_kind(self, name: str) -> str:
+        """Return the packed format that holds exactly a matrix, or ""."""
+
+    @abc.abstractmethod
+    def packed(self, name: str) -> Arrays:
+        """Return the packed arrays [rows along in, out] of a matrix that has a packed kind."""
+
+
+class GroupedSource(PackedSource):
     """Integers with a scale for each group of inputs, decoded to `.weight`.
 
     Args:
@@ -370,6 +383,11 @@ def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
     parts = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
         return parts
+    if bits in (5, 6):  # eight values in as many bytes
+        eights = np.zeros((len(parts), parts.shape[1] // bits, 8), np.uint8)
+        eights[:, :, :bits] = parts.reshape(len(parts), -1, bits)
+        values = eights.view("<u8") >> np.arange(0, 8 * bits, bits).astype(np.uint64)
+        return (values & np.uint64((1 << bits) - 1)).astype(np.uint8).reshape(len(parts), -1)
     if bits == 3:  # eight values in three bytes, looked up by half of their bits
         parts = np.pad(parts, ((0, 0), (0, -parts.shape[1] % 3))).astype(np.uint16)
         first, second, third = parts[:, ::3], parts[:, 1::3], parts[:, 2::3]

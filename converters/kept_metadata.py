@@ -137,7 +137,7 @@ def _keys(fields: Mapping[str, Any], folder: Path) -> dict[str, Typed]:
     """Return the keys in the content of a folder's file."""
     found = {}
     for key, entry in fields.get("keys", {}).items():
-        kind = KINDS.get(entry.get("type")) if isinstance(entry, dict) else None
+        kind = KINDS.get(str(entry.get("type"))) if isinstance(entry, dict) else None
         value = entry.get("value") if kind is not None else None
         listed = value if isinstance(value, list) else [value]
         if kind is None or not all(_fits(kind, each) for each in listed):

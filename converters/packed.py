@@ -13,7 +13,7 @@ from dflash_jax.config import AttentionConfig
 from dflash_jax.converters import families
 from dflash_jax.converters.canonical import Canonical, StoredRows
 from dflash_jax.converters.gguf.file import GgufFile
-from dflash_jax.converters.hf_grouped import GroupedSource
+from dflash_jax.converters.hf_grouped import PackedSource
 from dflash_jax.converters.names.slots import Keys, Slot, TensorPart
 from dflash_jax.converters.quants.stored import FORMATS, format_of, unpack_blocks
 from dflash_jax.converters.quants.types import BY_NAME
@@ -39,7 +39,7 @@ from dflash_jax.quant.layouts import (
     pack,
 )
 
-PACKED_SOURCES = (GgufFile, GroupedSource)  # sources with codes that products can use
+PACKED_SOURCES = (GgufFile, PackedSource)  # sources with codes that products can use
 UNQUANTISED = frozenset({"F64", "F32", "F16", "BF16", "float64", "float32", "float16", "bfloat16"})
 BETTER_NAMES = {"U8": "MXFP4"}  # types of safetensors that say nothing
 CHUNK = 1 << 22  # weights that NumPy moves at a time
@@ -137,7 +137,7 @@ def _kinds(found: Canonical, slot: Slot) -> list[str]:
 
 
 def _kind_of_piece(found: Canonical, piece: StoredRows, depth: int) -> str:
-    if isinstance(found.source, GroupedSource):
+    if isinstance(found.source, PackedSource):
         return found.source.packed_kind(piece.name) if piece.rows is None else FLOAT
     return _format(found.source, piece.name, depth)
 
@@ -154,7 +154,7 @@ def _kind(found: Canonical, part: TensorPart) -> str:
     origin = found.origins[part.name]
     if not origin.as_stored:
         return FLOAT
-    if isinstance(found.source, GroupedSource):
+    if isinstance(found.source, PackedSource):
         return found.source.packed_kind(origin.name) if origin.whole else FLOAT
     kind, columns = found.kind(part.name), origin.columns
     if columns is not None and kind in FORMATS and _moved(columns, kind) is None:
@@ -264,7 +264,7 @@ def _move_experts(
             blocks = _chosen(source.raw(piece.name), piece.rows)[rows]
             _move(one, blocks, own, source.kind(piece.name))
         else:
-            assert isinstance(source, GroupedSource)
+            assert isinstance(source, PackedSource)
             arrays = {name: a[:, rows] for name, a in source.packed(piece.name).items()}
             put_packed(one, Packed(arrays, made.kind, (one.shape[0], len(own))), own)
 
@@ -300,7 +300,7 @@ def _stored_arrays(found: Canonical, part: TensorPart, kind: str) -> Arrays:
       CheckpointError: a scale is not finite.
     """
     origin, source = found.origins[part.name], found.source
-    if isinstance(source, GroupedSource):
+    if isinstance(source, PackedSource):
         arrays = source.packed(origin.name)
     else:
         arrays = unpack_blocks(_blocks(found, part), found.kind(part.name), kind)

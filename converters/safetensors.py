@@ -254,9 +254,16 @@ class Planned:
 
 
 def write_safetensors(
-    path: Path, tensors: Sequence[Planned], read: Callable[[Planned], np.ndarray]
+    path: Path,
+    tensors: Sequence[Planned],
+    read: Callable[[Planned], np.ndarray],
+    library: str = "pt",
 ) -> None:
-    """Write one file; `read` is called for each tensor in turn, so that one is in memory."""
+    """Write one file; `read` is called for each tensor in turn, so that one is in memory.
+
+    Args:
+      library: whose layout the tensors have, as readers look it up: "pt" or "mlx".
+    """
     entries, position = {}, 0
     for tensor in tensors:
         entries[tensor.name] = {
@@ -265,7 +272,9 @@ def write_safetensors(
             "data_offsets": [position, position + tensor.nbytes],
         }
         position += tensor.nbytes
-    text = json.dumps({"__metadata__": {"format": "pt"}} | entries, separators=(",", ":")).encode()
+    text = json.dumps(
+        {"__metadata__": {"format": library}} | entries, separators=(",", ":")
+    ).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
@@ -279,11 +288,13 @@ def write_shards(
     tensors: Sequence[Planned],
     read: Callable[[Planned], np.ndarray],
     most_bytes: int = 0,
+    library: str = "pt",
 ) -> None:
     """Write the weights of a folder, in files of at most `most_bytes`, with their index last.
 
     Args:
       most_bytes: 0 for one file; a larger tensor has a file of its own.
+      library: see `write_safetensors`.
     """
     shards: list[list[Planned]] = [[]]
     size = 0
@@ -294,12 +305,12 @@ def write_shards(
         shards[-1].append(tensor)
         size += tensor.nbytes
     if len(shards) == 1:
-        write_safetensors(folder / SINGLE, tensors, read)
+        write_safetensors(folder / SINGLE, tensors, read, library)
         return
     weight_map = {}
     for number, shard in enumerate(shards):
         name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(folder / name, shard, read)
+        write_safetensors(folder / name, shard, read, library)
         weight_map |= dict.fromkeys((tensor.name for tensor in shard), name)
     total = sum(tensor.nbytes for tensor in tensors)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -191,13 +191,22 @@ class Fields:
             )
 
 
+MLX = "mlx"  # our name for a method that its files do not name
+
+
 def take_quantization(fields: dict[str, Any]) -> Any:
-    """Take the quantisation settings, which are read with the weights, out of a config."""
+    """Take the quantisation settings, which are read with the weights, out of a config.
+
+    MLX has them as `quantization`, and repeats them under the usual name, without a method.
+    """
     text = fields.get("text_config")  # where some multimodal files have them
     places = [fields, *([text] if isinstance(text, dict) else [])]
     keys = ("quantization_config", "compression_config")
-    found = [place.pop(key, None) for place in places for key in keys]
-    return next((value for value in found if value is not None), None)
+    found = [place.pop(key, None) for place in places for key in (*keys, "quantization")]
+    settings = next((value for value in found if value is not None), None)
+    if isinstance(settings, dict) and "quant_method" not in settings and "group_size" in settings:
+        return settings | {"quant_method": MLX}
+    return settings
 
 
 def is_gguf(path: Path) -> bool:
