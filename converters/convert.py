@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from dflash_jax.converters.mlx import MlxForm
 from dflash_jax.converters.models import StoredModel, companions, open_model
 from dflash_jax.converters.names import flax, published
 from dflash_jax.converters.quants.types import BY_NAME
+from dflash_jax.converters.source import forget
 from dflash_jax.errors import CheckpointError, ConfigError, TokenizerError
 from dflash_jax.tokenizer import Tokenizer
 from dflash_jax.utils.atomic import copy_companions, new_path
@@ -35,11 +37,11 @@ from dflash_jax.utils.atomic import copy_companions, new_path
 MLX_FAMILIES = str.split("""
     llama qwen2 qwen3 mistral gemma3 olmo2 granite smollm3 glm4
 """)
-REPORT = "conversion.json"
 # Families whose GGUF files have no place for sliding windows.
 WITHOUT_WINDOWS = str.split("""
     glm4 granite llama ministral3 mistral olmo2 qwen2 qwen3 qwen3_moe smollm3
 """)
+REPORT = "conversion.json"
 NO_TOKENIZER = (
     "there is no tokenizer.json: what is written takes token ids only (--tokenizer DIR brings one)"
 )
@@ -134,7 +136,7 @@ def convert(
     Args:
       to: "safetensors", a Hugging Face folder; "gguf", a file; "orbax", a checkpoint of
         dflash_jax; or one of `FLAX`, a checkpoint of that library with the config.json that
-        `open_model` needs. For checkpoints the whole model must fit into memory.
+        `open_model` needs.
       dtype: of the weights; for GGUF, also one of `GGUF_TYPES`.
       tokenizer: a folder, or for GGUF also a .gguf file, whose tokenizer is copied instead of the
         model's. A tokenizer that is missing or has no form there is noted in the inventory.
@@ -183,7 +185,7 @@ def convert(
         config = dataclasses.replace(model.config, dtype=kind)
         needed = sum(math.prod(slot.shape) for slot in families.slots(config))
         with new_path(path, overwrite=overwrite, needed=needed * float_dtype(kind).itemsize) as at:
-            write(at, config, model.load(kind, progress), files)
+            write(at, config, model.lazily(kind, progress), files)
         return report
     weights = Weights(
         model.config,
@@ -252,10 +254,10 @@ def limited(model: StoredModel, length: int) -> StoredModel:
         raise ConfigError(
             f"--max-context {length}: {model.path} has contexts of 1 to {config.max_length} tokens"
         )
-    narrow = min((window for window in config.windows if window is not None), default=length)
     config = dataclasses.replace(config, max_length=length)
     if family_of(config.model_type) not in WITHOUT_WINDOWS:
         return dataclasses.replace(model, config=config)
+    narrow = min((window for window in config.windows if window is not None), default=length)
     if narrow < length:
         raise ConfigError(
             f"--max-context {length}: {model.path} has layers that see {narrow} tokens, so contexts"
@@ -328,16 +330,25 @@ def _write_flax(weights: Weights, place: Path, naming: str, dtype: str, progress
             progress(name, array.size)
             return array
 
-        arrays = flax.arrays_of(read, weights.config, naming)
-    for name, array in arrays.items():
-        if not np.isfinite(array).all():
-            raise CheckpointError(
-                f"{name} has weights that are too large for {array.dtype}; choose bfloat16 or"
-                " float32"
-            )
-    place.mkdir()
-    copy_companions(weights.companions, place)
-    orbax_folder.write(place, naming, arrays)
+        lazy = flax.arrays_of(read, kinds, weights.config, naming)
+
+        def finite(path: str) -> np.ndarray:
+            array = lazy[path].make()
+            forget(getattr(weights.tensors, "source", None))
+            if not all(np.isfinite(part).all() for part in array):
+                raise CheckpointError(
+                    f"{path} has weights that are too large for {array.dtype}; choose bfloat16 or"
+                    " float32"
+                )
+            return array
+
+        arrays = {
+            path: dataclasses.replace(array, make=partial(finite, path))
+            for path, array in lazy.items()
+        }
+        place.mkdir()
+        copy_companions(weights.companions, place)
+        orbax_folder.write(place, naming, arrays)
     text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
     (place / "config.json").write_text(text, encoding="utf-8")
 

@@ -57,6 +57,11 @@ class ShardedSafetensors:
         """Return the number of bytes in the file."""
         return self._shard(name).nbytes(name)
 
+    def forget(self) -> None:
+        """Let the system take the memory of what was read, which it can read again."""
+        for shard in set(self._home.values()):
+            shard.forget()
+
     def read(self, name: str) -> np.ndarray:
         """Return a whole tensor."""
         return self._shard(name).read(name)

@@ -133,7 +133,9 @@ def to_arrays(params: Params, config: TargetConfig, *, naming: Naming) -> dict[s
     if naming == "huggingface":
         outside = ("lm_head.weight",)
         return {x if x in outside else f"model.{x}": source.read(x) for x in source.names()}
-    root = nested(flax.arrays_of(source.read, config, naming))
+    dtypes = {name: source.dtype(name) for name in source.names()}
+    arrays = flax.arrays_of(source.read, dtypes, config, naming)
+    root = nested({path: array.make() for path, array in arrays.items()})
     return {"params": root} if naming.startswith("maxtext") else root
 
 

@@ -1,5 +1,6 @@
 """Read weight files into parameter trees: check first, then fill tensors in parallel."""
 
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.checkpoint import FLOATS
+from dflash_jax.checkpoint import FLOATS, LazyArray
 from dflash_jax.config import (
     ALWAYS_FLOAT32,
     AttentionConfig,
@@ -20,7 +21,7 @@ from dflash_jax.converters.canonical import Canonical, check
 from dflash_jax.converters.names.slots import Slot, TensorPart, same
 from dflash_jax.converters.quants.encode import encode
 from dflash_jax.converters.quants.types import GgmlType
-from dflash_jax.converters.source import TensorSource, release_read
+from dflash_jax.converters.source import TensorSource, forget, release_read
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.quant.layouts import Spec
 from dflash_jax.utils.progress import ShownCount
@@ -88,6 +89,44 @@ def load(
     )
     release_read()
     return tree(leaves | {slot.path: a for slot, a in zip(slots, arrays, strict=True)})
+
+
+def lazily(
+    found: Canonical,
+    config: AttentionConfig,
+    dtype: str,
+    *,
+    where: str,
+    progress: Progress = lambda name, weights: None,
+) -> Params:
+    """Return the parameter tree of `config` as arrays that are read when they are needed.
+
+    Raises:
+      CheckpointError: the tensors do not fit the configuration; `make` raises it for values.
+      ConfigError: the dtype is unknown.
+    """
+    slots, kind = families.slots(config), float_dtype(dtype)
+    check(slots, found, where=where)
+
+    def make(slot: Slot) -> np.ndarray:
+        array = np.empty(slot.shape, kept_as(slot, kind))
+
+        def run(job: "_ReadJob") -> None:
+            job.place(found)
+            progress(job.part.name, job.view.size)
+
+        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+            for _ in pool.map(run, _jobs(slot, array)):
+                pass
+        if slot.integer and isinstance(config, DrafterConfig):
+            _check_ids(array, config, where)
+        forget(found.source)
+        return array
+
+    return tree({
+        slot.path: LazyArray(slot.shape, kept_as(slot, kind), functools.partial(make, slot))
+        for slot in slots
+    })  # fmt: skip
 
 
 def _check_ids(offsets: np.ndarray, config: DrafterConfig, where: str) -> None:

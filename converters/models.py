@@ -32,7 +32,7 @@ from dflash_jax.converters.hf import (
     quantization,
     unused_scales,
 )
-from dflash_jax.converters.load import Params, Progress, load
+from dflash_jax.converters.load import Params, Progress, lazily, load
 from dflash_jax.converters.names import flax, huggingface, published
 from dflash_jax.converters.packed import stored_specs, unpacked_kinds
 from dflash_jax.converters.taps import AUTO
@@ -99,6 +99,15 @@ class StoredModel:
         options: dict[str, Any] = {"specs": specs, "native": native, "progress": progress}
         with self._explained():
             return load(self.tensors, self.config, dtype, where=str(self.path), **options)
+
+    def lazily(self, dtype: str, progress: Progress = lambda name, weights: None) -> Params:
+        """Return the parameter tree as arrays of `dtype` that are read when they are needed.
+
+        Raises:
+          CheckpointError: the tensors do not fit the configuration.
+        """
+        with self._explained():
+            return lazily(self.tensors, self.config, dtype, where=str(self.path), progress=progress)
 
     def stored(self, paths: Collection[str]) -> dict[str, Spec]:
         """Return how the file packs those of the given parameters that can be used so, by path."""

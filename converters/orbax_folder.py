@@ -5,17 +5,17 @@ the checkpoint: these libraries keep neither with the weights.
 """
 
 import math
-import threading
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dflash_jax.checkpoint import Keys, Leaf, read_arrays, read_leaves, write_arrays
+from dflash_jax.checkpoint import Keys, LazyArray, Leaf, read_arrays, read_leaves, write_arrays
 from dflash_jax.converters.names import flax
 from dflash_jax.converters.source import Rows, as_rows
-from dflash_jax.converters.tree_source import KINDS, leaf
+from dflash_jax.converters.tree_source import KINDS, RecentArrays, leaf
 from dflash_jax.errors import CheckpointError
 
 METADATA = "_METADATA"  # in every folder of arrays that orbax wrote
@@ -50,14 +50,12 @@ def steps(path: Path) -> list[int]:
 class OrbaxSource:
     """A `TensorSource` over the arrays of a folder, by path.
 
-    Reading the first parameter reads all of them; the state of an optimizer is left out.
+    Parameters are read in batches when they are needed, see `RecentArrays`.
     """
 
     def __init__(self, path: Path, folder: Path):
         self.path = path
         self._folder = folder
-        self._lock = threading.Lock()
-        self._arrays: dict[str, np.ndarray] = {}
         try:
             leaves = read_leaves(folder)
         except Exception as error:  # orbax and tensorstore raise many kinds
@@ -72,7 +70,11 @@ class OrbaxSource:
             raise CheckpointError(
                 f"{path} is an orbax checkpoint of none of {names}: it holds {held}, ..."
             )
-        self.written_by, self._prefix = known
+        self.written_by, prefix = known
+        own = {name: leaf for name, leaf in self._leaves.items() if name.startswith(prefix)}
+        # Each layer is in all arrays of stacked layers.
+        stacked = any("layers/" in name and not re.search(r"layers_?/?\d", name) for name in own)
+        self._arrays = RecentArrays(own, self._read, keep_all=stacked)
 
     def names(self) -> tuple[str, ...]:
         """Return all tensor names, in file order."""
@@ -100,13 +102,9 @@ class OrbaxSource:
         Raises:
           CheckpointError: the files are damaged.
         """
-        with self._lock:
-            if name not in self._arrays:
-                alike = name.startswith(self._prefix)
-                self._arrays |= self._read(
-                    [x for x in self._keys if x.startswith(self._prefix) == alike]
-                )
-        return self._arrays[name]
+        if name in self._arrays:
+            return self._arrays[name]
+        return self._read([name])[name]  # of an optimizer's state
 
     def read_rows(self, name: str, rows: Rows) -> np.ndarray:
         """Return chosen rows as [rows, last axis]."""
@@ -121,7 +119,7 @@ class OrbaxSource:
         return {name: np.asarray(leaf(tree, self._keys[name])) for name in names}
 
 
-def write(place: Path, naming: str, arrays: Mapping[str, np.ndarray]) -> None:
+def write(place: Path, naming: str, arrays: Mapping[str, LazyArray]) -> None:
     """Write arrays by path into a new folder, where the library of that naming reads them."""
     where, spelt = PLACES[naming.removesuffix("_scanned")]
     (place / where).parent.mkdir(parents=True)

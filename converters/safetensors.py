@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from dflash_jax.converters.source import Rows, as_rows, map_file
+from dflash_jax.converters.source import Rows, as_rows, forget_pages, map_file
 from dflash_jax.errors import CheckpointError
 
 DTYPES: dict[str, np.dtype] = {
@@ -79,6 +79,10 @@ class SafetensorsFile:
         """Return the number of bytes in the file."""
         entry = self._entry(name)
         return entry.end - entry.begin
+
+    def forget(self) -> None:
+        """Let the system take the memory of what was read, which it can read again."""
+        forget_pages(self._buffer)
 
     def read(self, name: str) -> np.ndarray:
         """Return a whole tensor."""

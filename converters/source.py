@@ -75,6 +75,18 @@ def rows_of_view(view: np.ndarray, shape: tuple[int, ...], rows: Rows) -> np.nda
     return part[start : start + max(last - first, 0)]
 
 
+def forget(source: object) -> None:
+    """Let the system take the memory of what was read from mapped files; it can read them again."""
+    if (drop := getattr(source, "forget", None)) is not None:
+        drop()
+
+
+def forget_pages(buffer: mmap.mmap) -> None:
+    """Let the system take the memory of a mapped file."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        buffer.madvise(mmap.MADV_DONTNEED)
+
+
 def map_file(path: Path) -> mmap.mmap:
     """Map a file read-only.
 

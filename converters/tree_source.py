@@ -1,13 +1,14 @@
 """A parameter tree as canonical tensors, for export and comparison."""
 
-import functools
+import collections
 import math
-from collections.abc import Mapping
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from dflash_jax.checkpoint import Checkpoint, Keys, Leaf, Params
+from dflash_jax.checkpoint import BATCH, Checkpoint, Keys, Leaf, Params, batches
 from dflash_jax.config import AttentionConfig
 from dflash_jax.converters import families
 from dflash_jax.converters.names.slots import TensorPart
@@ -79,22 +80,74 @@ class TreeSource:
 
     def _view(self, name: str) -> np.ndarray:
         part, path = self._parts[name]
-        return part.view(np.asarray(leaf(self._tree(), path)))
+        return part.view(self._leaf(path))
 
-    def _tree(self) -> Params:
-        return self._params
+    def _leaf(self, path: Keys) -> np.ndarray:
+        return np.asarray(leaf(self._params, path))
 
 
 class CheckpointSource(TreeSource):
-    """A checkpoint of dflash_jax; reading the first tensor reads all of it."""
+    """A checkpoint of dflash_jax, whose arrays are read when they are needed."""
 
     def __init__(self, checkpoint: Checkpoint):
         self.checkpoint = checkpoint
         self._describe(checkpoint.leaves, checkpoint.config)
-        self._read = functools.cache(checkpoint.load)
+        self._arrays = RecentArrays(checkpoint.leaves, self._read)
+        self._verified = False
 
-    def _tree(self) -> Params:
-        return self._read()
+    def _leaf(self, path: Keys) -> np.ndarray:
+        return self._arrays[path]
+
+    def _read(self, paths: list[Keys]) -> dict[Keys, np.ndarray]:
+        if not self._verified:
+            self.checkpoint.verify()
+            self._verified = True
+        return self.checkpoint.read(paths)
+
+
+K = TypeVar("K")
+
+
+class RecentArrays(Generic[K]):
+    """Arrays of files that are read in batches of neighbours; those used last are in memory.
+
+    Args:
+      leaves: all arrays, in the order in which they are likely to be used.
+      read: returns arrays by name.
+      keep_all: whether none is dropped.
+    """
+
+    def __init__(
+        self,
+        leaves: Mapping[K, Leaf],
+        read: Callable[[list[K]], Mapping[K, np.ndarray]],
+        *,
+        keep_all: bool = False,
+    ):
+        self._batches = {name: batch for batch in batches(leaves) for name in batch}
+        self._read = read
+        self._keep_all = keep_all
+        self._recent: collections.OrderedDict[K, np.ndarray] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def __contains__(self, name: K) -> bool:
+        return name in self._batches
+
+    def __getitem__(self, name: K) -> np.ndarray:
+        with self._lock:
+            if name not in self._recent:
+                batch = self._batches[name]
+                missing = [each for each in batch if each not in self._recent]
+                self._make_room()
+                self._recent.update(self._read(missing))
+            self._recent.move_to_end(name)
+            return self._recent[name]
+
+    def _make_room(self) -> None:
+        size = sum(array.nbytes for array in self._recent.values())
+        while not self._keep_all and size > BATCH:
+            _, array = self._recent.popitem(last=False)
+            size -= array.nbytes
 
 
 def leaf(params: Any, path: Keys) -> Any:

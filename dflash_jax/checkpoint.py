@@ -14,13 +14,14 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -44,6 +45,7 @@ FLOATS = {
 }
 DTYPES = FLOATS | {"int32": np.dtype(np.int32)}
 BLOCK = 1 << 24  # bytes read at a time for a checksum
+BATCH = 1 << 26  # bytes of arrays that orbax reads at a time: it holds them twice meanwhile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,25 @@ class Leaf:
 
     shape: tuple[int, ...]
     dtype: np.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyArray:
+    """An array to be written, which is made only then."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    make: Callable[[], np.ndarray]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.size * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,26 +93,39 @@ class Checkpoint:
           CheckpointError: a file is damaged, or does not hold the parameters of the manifest.
           ConfigError: the dtype is unknown.
         """
-        self._verify()
-        wanted = {keys: _read_dtype(keys, leaf, dtype) for keys, leaf in self.leaves.items()}
+        self.verify()
+        found: dict[Keys, np.ndarray] = {}
+        for batch in batches(self.leaves):
+            found |= self.read(batch, dtype)
+        return _nested(found)
+
+    def read(self, chosen: Iterable[Keys], dtype: str | None = None) -> dict[Keys, np.ndarray]:
+        """Return some parameters by path, after `verify`; see `load`."""
+        wanted = {keys: _read_dtype(keys, self.leaves[keys], dtype) for keys in chosen}
         try:
-            params = read_arrays(self.path / WEIGHTS, wanted)
+            leaves = dict(_flat(read_arrays(self.path / WEIGHTS, wanted, partial=True)))
         except Exception as error:  # orbax and tensorstore raise many kinds
             reason = str(error).partition("\n")[0][:200]
             raise CheckpointError(
                 f"{self.path / WEIGHTS} cannot be read ({reason}); convert the model again"
             ) from error
-        leaves = dict(_flat(params))
-        for keys, leaf in self.leaves.items():
-            if leaves[keys].shape != leaf.shape or leaves[keys].dtype != wanted[keys]:
+        for keys, kind in wanted.items():
+            array, leaf = leaves.get(keys), self.leaves[keys]
+            there = isinstance(array, np.ndarray)  # orbax leaves numbers for missing ones
+            if not there or array.shape != leaf.shape or array.dtype != kind:
+                said = f"{array.dtype} {list(array.shape)}" if there else "missing"
                 raise CheckpointError(
-                    f"{self.path}: {'/'.join(keys)} is {leaves[keys].dtype}"
-                    f" {list(leaves[keys].shape)}, its manifest says {list(leaf.shape)}; convert"
-                    " the model again"
+                    f"{self.path}: {'/'.join(keys)} is {said}, its manifest says"
+                    f" {list(leaf.shape)}; convert the model again"
                 )
-        return params
+        return leaves
 
-    def _verify(self) -> None:
+    def verify(self) -> None:
+        """Check the files by their checksums.
+
+        Raises:
+          CheckpointError: one is damaged.
+        """
         files = list(self.checksums)
         with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
             sums = pool.map(checksum, [self.path / WEIGHTS / name for name in files])
@@ -101,6 +135,24 @@ class Checkpoint:
                         f"{self.path / WEIGHTS / name} is damaged (its checksum is wrong); copy"
                         " the checkpoint again or convert the model again"
                     )
+
+
+K = TypeVar("K")
+
+
+def batches(leaves: Mapping[K, Leaf]) -> Iterator[list[K]]:
+    """Yield the names of arrays, those of about `BATCH` bytes together."""
+    batch: list[K] = []
+    size = 0
+    for name, leaf in leaves.items():
+        nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+        if batch and size + nbytes > BATCH:
+            yield batch
+            batch, size = [], 0
+        batch.append(name)
+        size += nbytes
+    if batch:
+        yield batch
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -194,10 +246,17 @@ def _check_files(folder: Path, sizes: Mapping[str, int]) -> None:
 def write(
     place: Path, config: AttentionConfig, params: Params, companions: Mapping[str, str | Path]
 ) -> None:
-    """Write the folder, the manifest last: an incomplete folder is not a checkpoint."""
+    """Write the folder, the manifest last: an incomplete folder is not a checkpoint.
+
+    Args:
+      params: arrays, or `LazyArray`s, of which one at a time is in memory.
+    """
     place.mkdir()
     copy_companions(companions, place)
-    arrays = {keys: np.asarray(leaf) for keys, leaf in _flat(params)}
+    arrays = {
+        keys: leaf if isinstance(leaf, LazyArray) else np.asarray(leaf)
+        for keys, leaf in _flat(params)
+    }
     unknown = sorted({str(a.dtype) for a in arrays.values()} - set(DTYPES))
     if unknown:
         raise CheckpointError(
@@ -218,15 +277,17 @@ def write(
     (place / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
-def write_arrays(folder: Path, arrays: Mapping[Keys, np.ndarray]) -> dict[str, dict[str, int]]:
-    """Write arrays with orbax, and return the sizes and checksums of its files by name.
+def write_arrays(
+    folder: Path, arrays: Mapping[Keys, np.ndarray | LazyArray]
+) -> dict[str, dict[str, int]]:
+    """Write arrays with orbax, one at a time, and return its files' sizes and checksums by name.
 
-    Of several processes of JAX, only the one that calls this takes part. Ctrl-C takes effect after
-    everything is written: orbax cannot be stopped, and its threads would continue in the
-    background. orbax runs in a thread without an event loop, unlike a notebook's.
+    Of several processes of JAX, only the one that calls this takes part. Ctrl-C takes effect
+    between two arrays: orbax cannot be stopped, and its threads would continue in the background.
+    orbax runs in a thread without an event loop, unlike a notebook's.
     """
-    with uninterrupted(), ThreadPoolExecutor(1, "checkpoint") as pool:
-        pool.submit(_save, folder, arrays).result()
+    with uninterrupted() as arrived, ThreadPoolExecutor(1, "checkpoint") as pool:
+        pool.submit(_save, folder, arrays, arrived).result()
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     return {
         file.relative_to(folder).as_posix(): {
@@ -237,16 +298,19 @@ def write_arrays(folder: Path, arrays: Mapping[Keys, np.ndarray]) -> dict[str, d
     }
 
 
-def _save(folder: Path, arrays: Mapping[Keys, np.ndarray]) -> None:
+def _save(
+    folder: Path, arrays: Mapping[Keys, np.ndarray | LazyArray], arrived: Sequence[int]
+) -> None:
     import orbax.checkpoint as ocp
 
     alone = _this_process()
     # Compressing weights takes longer than writing them, and saves little.
     options: dict[str, Any] = {"multiprocessing_options": alone, "use_compression": False}
-    tree = _nested({keys: np.asarray(array) for keys, array in arrays.items()})
+    tree = _nested({keys: _lazy(array) for keys, array in arrays.items()})
+    registry = ocp.type_handlers.create_type_handler_registry((LazyArray, _handler()(arrived)))
     try:
         with _quiet():
-            handler = ocp.PyTreeCheckpointHandler(type_handler_registry=_waiting(), **options)
+            handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, **options)
             with ocp.Checkpointer(handler, multiprocessing_options=alone) as writer:
                 writer.save(folder.resolve(), args=ocp.args.PyTreeSave(tree))
     except ValueError as error:  # from tensorstore, with the error code of the system
@@ -256,24 +320,46 @@ def _save(folder: Path, arrays: Mapping[Keys, np.ndarray]) -> None:
         raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
 
 
-@functools.cache
-def _waiting() -> Any:
-    """Return orbax's registry for arrays of NumPy, which fails only after every write has ended.
+def _lazy(array: np.ndarray | LazyArray) -> LazyArray:
+    if isinstance(array, LazyArray):
+        return array
+    return LazyArray(array.shape, array.dtype, lambda: array)
 
-    orbax itself closes its event loop at the first error. Writes that go on would then fill the
-    folder while it is removed, and each would show a traceback.
+
+@functools.cache
+def _handler() -> Any:
+    """Return a class of orbax's handlers, which writes one array at a time.
+
+    orbax itself copies all arrays first, and closes its event loop at the first error. Writes that
+    go on would then fill the folder while it is removed, and each would show a traceback.
     """
     import orbax.checkpoint as ocp
 
-    class WaitingHandler(ocp.type_handlers.NumpyHandler):
+    class StreamingHandler(ocp.type_handlers.NumpyHandler):
+        def __init__(self, arrived: Sequence[int]):
+            super().__init__(deepcopy_host_arrays=False)
+            self._arrived = arrived  # signals
+            self._ended = False  # by an error
+
+        async def _open_and_write(self, value: Any, tspec: Any, ts_context: Any) -> None:
+            async with self._turn:
+                if self._ended or self._arrived:
+                    raise InterruptedError("the checkpoint is not written to its end")
+                try:
+                    await super()._open_and_write(value.make(), tspec, ts_context)
+                except BaseException:
+                    self._ended = True
+                    raise
+
         async def _background_serialize(self, *arguments: Any, **options: Any) -> None:
+            self._turn = asyncio.Semaphore(1)
             try:
                 await super()._background_serialize(*arguments, **options)
             finally:
                 others = asyncio.all_tasks() - {asyncio.current_task()}
                 await asyncio.gather(*others, return_exceptions=True)
 
-    return ocp.type_handlers.create_type_handler_registry((np.ndarray, WaitingHandler()))
+    return StreamingHandler
 
 
 def read_arrays(

@@ -13,7 +13,7 @@ import numpy as np
 
 from dflash_jax.converters import quants
 from dflash_jax.converters.quants.types import REMOVED, TYPES, GgmlType
-from dflash_jax.converters.source import Rows, map_file
+from dflash_jax.converters.source import Rows, forget_pages, map_file
 from dflash_jax.errors import CheckpointError
 
 # GGUF headers, versions 2 and 3, little-endian: every length is checked before use.
@@ -469,8 +469,7 @@ class GgufFile:
     def forget(self) -> None:
         """Let the system take the memory of what was read, which it can read again."""
         for shard in self.shards:
-            if hasattr(mmap, "MADV_DONTNEED"):
-                shard.buffer.madvise(mmap.MADV_DONTNEED)
+            forget_pages(shard.buffer)
 
     def read(self, name: str) -> np.ndarray:
         """Return a whole tensor."""

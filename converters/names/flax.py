@@ -5,14 +5,16 @@ the tables say was read from maxtext 0.2.3, google-tunix 0.1.7 and gemma 3.3.0.
 """
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 
+from dflash_jax.checkpoint import LazyArray
 from dflash_jax.config import TargetConfig, family_of
 from dflash_jax.converters import families
 from dflash_jax.converters.canonical import MOST_LINES, Canonical, Origin
@@ -238,19 +240,35 @@ def places(config: TargetConfig, naming: str) -> dict[str, Place]:
 
 
 def arrays_of(
-    read: Callable[[str], np.ndarray], config: TargetConfig, naming: str
-) -> dict[str, np.ndarray]:
+    read: Callable[[str], np.ndarray],
+    dtypes: Mapping[str, np.dtype],
+    config: TargetConfig,
+    naming: str,
+) -> dict[str, LazyArray]:
     """Return a target's parameters by the paths of a library; the inverse of `target`.
 
     Args:
       read: returns a canonical tensor by name.
+      dtypes: of the canonical tensors by name.
       naming: as for `places`, with its errors.
     """
-    arrays: dict[str, np.ndarray] = {}
     parts = tensor_parts(config)
+    members: dict[str, list[tuple[str, Place]]] = {}
     for name, place in places(config, naming).items():
-        place.place(read(name), with_heads(parts[name], config), arrays)
-    return arrays
+        members.setdefault(place.path, []).append((name, place))
+
+    def make(path: str) -> np.ndarray:
+        arrays: dict[str, np.ndarray] = {}
+        for name, place in members[path]:
+            place.place(read(name), with_heads(parts[name], config), arrays)
+        return arrays[path]
+
+    def lazy(path: str) -> LazyArray:
+        name, place = members[path][0]
+        shape = place.stored_shape(with_heads(parts[name], config))
+        return LazyArray(shape, dtypes[name], functools.partial(make, path))
+
+    return {path: lazy(path) for path in members}
 
 
 def tensor_parts(config: TargetConfig) -> dict[str, TensorPart]:

@@ -107,18 +107,22 @@ def exit_quietly() -> None:
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM until the end of the block, which should be short."""
+def uninterrupted() -> Iterator[list[int]]:
+    """Delay Ctrl-C and SIGTERM until the end of the block, which should be short.
+
+    Yields:
+      The numbers of the signals that arrived, so that a long block can end early.
+    """
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in numbers}
-    if threading.current_thread() is not threading.main_thread() or None in before.values():
-        yield
-        return
     arrived: list[int] = []
+    if threading.current_thread() is not threading.main_thread() or None in before.values():
+        yield arrived
+        return
     for number in numbers:
         signal.signal(number, lambda number, frame: arrived.append(number))
     try:
-        yield
+        yield arrived
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
