@@ -227,6 +227,13 @@ def _compare_command(commands: Any) -> None:
 
 
 def _compare(options: argparse.Namespace) -> int:
+    report, lines = comparison(options)
+    print_report(options, report, lines)
+    return 0 if report["agree"] else CHECK_FAILED
+
+
+def comparison(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Return what `compare` reports, as JSON values and as lines."""
     from dflash_jax.converters import compare
     from dflash_jax.converters.models import open_model
 
@@ -235,8 +242,7 @@ def _compare(options: argparse.Namespace) -> int:
     )
     with ProgressBar(first.tensors) as progress:
         found = compare.compare(first, second, progress=progress)
-    print_report(options, found.to_json(), compare.lines(found, options.worst))
-    return 0 if found.agree else CHECK_FAILED
+    return found.to_json(), compare.lines(found, options.worst)
 
 
 def _export_command(commands: Any) -> None:

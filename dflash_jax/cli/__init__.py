@@ -44,6 +44,7 @@ def parser() -> "argparse.ArgumentParser":
     from dflash_jax.cli import (
         bench,
         chat,
+        compare_logits,
         explain,
         generate,
         imatrix,
@@ -73,6 +74,7 @@ def parser() -> "argparse.ArgumentParser":
     installation.add_native(commands)
     add_commands(commands)
     imatrix.add_command(commands)
+    compare_logits.extend(commands.choices["compare"])
     installation.add_completion(commands)
     for name, command in commands.choices.items():
         if hidden := HIDDEN.get(name):
