@@ -198,6 +198,12 @@ def _convert(options: argparse.Namespace) -> int:
         report = convert.inventory(model, kind)
         print_report(options, report, convert.lines(report))
         return 0
+    details = convert.Details(
+        gguf=convert.GgufOptions(options.output_type, options.embedding_type, options.imatrix),
+        shard_size=options.shard_size,
+        given=kept_metadata.labels(name=options.name, license=options.license),
+        mlx=form,
+    )
     with ProgressBar(model.tensors) as progress:
         report = convert.convert(
             model,
@@ -206,10 +212,7 @@ def _convert(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             overwrite=options.overwrite,
             tokenizer=options.tokenizer,
-            gguf=convert.GgufOptions(options.output_type, options.embedding_type, options.imatrix),
-            shard_size=options.shard_size,
-            given=kept_metadata.labels(name=options.name, license=options.license),
-            mlx=form,
+            details=details,
             progress=progress,
         )
     print_report(options, report, [*convert.lines(report), f"written to {options.destination}"])

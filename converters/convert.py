@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -63,7 +62,21 @@ class GgufOptions:
     imatrix: Path | None = None
 
 
-PLAIN = GgufOptions()
+@dataclasses.dataclass(frozen=True)
+class Details:
+    """What is asked for besides the layout and the type of weights.
+
+    Attributes:
+      gguf: further choices for a GGUF file.
+      shard_size: most bytes of a safetensors file; 0 for one file.
+      given: GGUF metadata that replace the model's own, see `kept_metadata.labels`.
+      mlx: how matrices are quantised for "mlx".
+    """
+
+    gguf: GgufOptions = GgufOptions()
+    shard_size: int = 0
+    given: Mapping[str, Typed] = dataclasses.field(default_factory=dict)
+    mlx: MlxForm | None = None
 
 
 def chosen_dtype(model: StoredModel, dtype: str, *, gguf: bool = False) -> str:
@@ -125,10 +138,7 @@ def convert(
     dtype: str = AUTO,
     overwrite: bool = False,
     tokenizer: Path | None = None,
-    gguf: GgufOptions = PLAIN,
-    shard_size: int = 0,
-    given: Mapping[str, Typed] | None = None,
-    mlx: MlxForm | None = None,
+    details: Details = Details(),
     progress: Progress = lambda name, weights: None,
 ) -> dict[str, Any]:
     """Write the model and return its inventory, which is also stored with it.
@@ -140,10 +150,6 @@ def convert(
       dtype: of the weights; for GGUF, also one of `GGUF_TYPES`.
       tokenizer: a folder, or for GGUF also a .gguf file, whose tokenizer is copied instead of the
         model's. A tokenizer that is missing or has no form there is noted in the inventory.
-      gguf: further choices for a GGUF file.
-      shard_size: most bytes of a safetensors file; 0 for one file.
-      given: GGUF metadata that replace the model's own, see `kept_metadata.labels`.
-      mlx: how matrices are quantised for "mlx".
 
     Raises:
       CheckpointError: the weights do not fit their configuration, or cannot be written there.
@@ -154,16 +160,16 @@ def convert(
     for source in filter(None, (model.path, tokenizer)):
         keep_apart(source, path)
     check_name(path, folder=to != GGUF)
-    check_shard_size(shard_size, to)
+    check_shard_size(details.shard_size, to)
     kind = chosen_dtype(model, dtype, gguf=to == GGUF)
-    choice = Choice(kind, gguf.output_type, gguf.embedding_type)
-    importance = _importance(choice, gguf.imatrix, to)
+    choice = Choice(kind, details.gguf.output_type, details.gguf.embedding_type)
+    importance = _importance(choice, details.gguf.imatrix, to)
     notes = _check_flax(model, to) if to in FLAX else []
-    form = _mlx_form(model, mlx) if to == MLX else None
+    mlx = _mlx_form(model, details.mlx) if to == MLX else None
     report = inventory(model, kind)
     report["notes"] += notes
     if to == GGUF:
-        metadata, notes = gguf_metadata(model, tokenizer, given or {})
+        metadata, notes = gguf_metadata(model, tokenizer, details.given)
         form = as_gguf(model.config, model.tensors, choice, metadata, importance)
         report["notes"] += notes + _quantised_twice(report["types"], choice)
         report["written"] = dict(Counter(tensor.kind.name for tensor in form.planned))
@@ -173,27 +179,18 @@ def convert(
     files, missing = _companions(model, tokenizer)
     if model.role == "target" and "tokenizer.json" not in files:
         report["notes"].append(missing)
-    files |= kept_metadata.beside(model, files, given or {})
+    files |= kept_metadata.beside(model, files, details.given)
     files |= {REPORT: json.dumps(report, indent=1) + "\n"}
-    if to in FLAX:
-        weights = Weights(model.config, model.tensors, files)
-        needed = sum(planned.nbytes for planned in plan(weights, float_dtype(kind)))
-        with new_path(path, overwrite=overwrite, needed=needed) as at:
-            _write_flax(weights, at, to, kind, progress)
-        return report
-    if to == ORBAX:
-        config = dataclasses.replace(model.config, dtype=kind)
-        needed = sum(math.prod(slot.shape) for slot in families.slots(config))
-        with new_path(path, overwrite=overwrite, needed=needed * float_dtype(kind).itemsize) as at:
-            write(at, config, model.lazily(kind, progress), files)
+    if to in (ORBAX, *FLAX):
+        _write_checkpoint(model, path, to, kind, files, overwrite, progress)
         return report
     weights = Weights(
         model.config,
         model.tensors,
         files,
-        fields=_mlx_fields(model, form) if form else {},
-        shard_size=shard_size,
-        mlx=form,
+        fields=_mlx_fields(model, mlx) if mlx else {},
+        shard_size=details.shard_size,
+        mlx=mlx,
     )
     export(weights, path, layout=HUGGING_FACE, dtype=kind, overwrite=overwrite, progress=progress)
     return report
@@ -236,6 +233,26 @@ def _importance(choice: Choice, imatrix: Path | None, to: str) -> Importance | N
             " out, or choose a quantised --type"
         )
     return read_importance(imatrix)
+
+
+def _write_checkpoint(
+    model: StoredModel,
+    path: Path,
+    to: str,
+    kind: str,
+    files: dict[str, str | Path],
+    overwrite: bool,
+    progress: Progress,
+) -> None:
+    """Write a checkpoint of ours or of another library, with the files beside it."""
+    config = dataclasses.replace(model.config, dtype=kind)
+    weights = Weights(model.config, model.tensors, files)
+    needed = sum(planned.nbytes for planned in plan(weights, float_dtype(kind)))
+    with new_path(path, overwrite=overwrite, needed=needed) as at:
+        if to == ORBAX:
+            write(at, config, model.lazily(kind, progress), files)
+        else:
+            _write_flax(weights, at, to, kind, progress)
 
 
 def limited(model: StoredModel, length: int) -> StoredModel:
