@@ -11,7 +11,7 @@ from test_gguf_families import TARGETS
 
 from dflash_jax.converters.cli import main
 from dflash_jax.converters.compare import compare
-from dflash_jax.converters.convert import GgufOptions, convert, lines
+from dflash_jax.converters.convert import Details, GgufOptions, convert, lines
 from dflash_jax.converters.forms import FILE_TYPES, GGUF_TYPES, TENSOR_TYPES
 from dflash_jax.converters.gguf import open_gguf
 from dflash_jax.converters.gguf.importance import MeasuredInputs, read_importance
@@ -206,7 +206,9 @@ def test_errors_move_to_inputs_that_count_less(tmp_path, written):
     model, exact, errors = open_model(written), open_gguf(written), {}
     for chosen in (None, tmp_path / "m.gguf"):
         place = tmp_path / f"{chosen is None}.gguf"
-        convert(model, place, to="gguf", dtype="q4_0", gguf=GgufOptions(imatrix=chosen))
+        convert(
+            model, place, to="gguf", dtype="q4_0", details=Details(gguf=GgufOptions(imatrix=chosen))
+        )
         quantised = open_gguf(place)
         squares = [
             (made.sums[name] * np.square(quantised.read(name) - exact.read(name))).sum()
@@ -231,8 +233,8 @@ def test_each_expert_of_a_stack_has_its_own_importance(tmp_path):
         np.testing.assert_allclose(steered[name].mean(axis=1), 1, 1e-3)
         np.testing.assert_array_equal(steered[name][-1], 1)
     source = open_model(tmp_path / "x.gguf")
-    chosen = GgufOptions(imatrix=tmp_path / "m.gguf")
-    convert(source, tmp_path / "y.gguf", to="gguf", dtype="q4_1", gguf=chosen)
+    chosen = Details(gguf=GgufOptions(imatrix=tmp_path / "m.gguf"))
+    convert(source, tmp_path / "y.gguf", to="gguf", dtype="q4_1", details=chosen)
     assert compare(source, open_model(tmp_path / "y.gguf")).agree
 
 
@@ -274,7 +276,7 @@ def test_a_matrix_of_another_model_is_refused_by_name(tmp_path, written, sums, m
     with pytest.raises(CheckpointError, match=message):
         convert(
             open_model(written), tmp_path / "x.gguf", to="gguf", dtype="q4_0",
-            gguf=GgufOptions(imatrix=tmp_path / "m"),
+            details=Details(gguf=GgufOptions(imatrix=tmp_path / "m")),
         )  # fmt: skip
     assert not (tmp_path / "x.gguf").exists()
 
@@ -316,7 +318,7 @@ def test_types_of_tensors_are_checked_and_reported(tmp_path, capsys):
     with pytest.raises(ConfigError, match="the output type 'q4_k_m' is not one of"):
         convert(
             open_model(TARGETS / "qwen3"), tmp_path / "x.gguf", to="gguf", dtype="q4_0",
-            gguf=GgufOptions(output_type="q4_k_m"),
+            details=Details(gguf=GgufOptions(output_type="q4_k_m")),
         )  # fmt: skip
     words = [str(TARGETS / "qwen3"), str(tmp_path / "x.gguf"), "--type", "Q8_0", "--json"]
     assert main(["convert", *words, "--output-type", "Q5_0"]) == 0
