@@ -21,7 +21,7 @@ from dflash_jax.converters.canonical import Canonical, check
 from dflash_jax.converters.names.slots import Slot, TensorPart, same
 from dflash_jax.converters.quants.encode import encode
 from dflash_jax.converters.quants.types import GgmlType
-from dflash_jax.converters.source import TensorSource, forget, release_read
+from dflash_jax.converters.source import TensorSource, forget, give_back
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.quant.layouts import Spec
 from dflash_jax.utils.progress import ShownCount
@@ -68,7 +68,6 @@ def load(
     def run(job: "_ReadJob") -> None:
         job.place(found)
         progress(job.part.name, job.view.size)
-        release_read(job.view.nbytes)
         count(job.view.size)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
@@ -87,7 +86,6 @@ def load(
     leaves: dict[tuple[str, ...], Any] = dict(
         packed.read(found, packing, specs, fill, native=native)
     )
-    release_read()
     return tree(leaves | {slot.path: a for slot, a in zip(slots, arrays, strict=True)})
 
 
@@ -220,13 +218,14 @@ class _ReadJob:
     rows: slice
 
     def place(self, source: TensorSource) -> None:
-        values = source.read_rows(self.part.name, self.rows)
+        stored = source.read_rows(self.part.name, self.rows)
         with np.errstate(over="ignore", invalid="ignore"):
-            values = values.astype(self.view.dtype, copy=False)
+            values = stored.astype(self.view.dtype, copy=False)
             finite = _finite(values)
         if not finite:
             raise _not_finite(self.part.name, source, self.view.dtype)
         self.view[...] = values.reshape(self.view.shape)
+        give_back(stored)
 
 
 def _jobs(slot: Slot, parameter: np.ndarray) -> Iterator[_ReadJob]:

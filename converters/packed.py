@@ -17,7 +17,7 @@ from dflash_jax.converters.hf_grouped import PackedSource
 from dflash_jax.converters.names.slots import Keys, Slot, TensorPart
 from dflash_jax.converters.quants.stored import FORMATS, format_of, unpack_blocks
 from dflash_jax.converters.quants.types import BY_NAME
-from dflash_jax.converters.source import release_read
+from dflash_jax.converters.source import give_back
 from dflash_jax.errors import CheckpointError
 from dflash_jax.kernels.native.interleaved import (
     MOVED,
@@ -102,7 +102,6 @@ def read(
     """
 
     def one(slot: Slot) -> Packed | Interleaved | Joined:
-        release_read(math.prod(slot.shape))  # about, of those before
         how = specs["/".join(slot.path)]
         kinds = [kind for kind, _ in how[1]]
         if slot.stack:
@@ -225,13 +224,15 @@ def _interleaved(found: Canonical, slot: Slot, kind: str) -> Interleaved:
 def _move(made: Interleaved, blocks: np.ndarray, columns: np.ndarray, type_: str) -> None:
     """Put rows of blocks [n, bytes] in place as columns of a weight in strips."""
     if type_ in MOVED:
-        put_blocks(made, blocks, columns, type_)
+        put_blocks(made, blocks, columns, type_, lambda: give_back(blocks))
         return
     step = max(CHUNK // made.shape[0], 1)
     for start in range(0, len(blocks), step):
-        arrays = unpack_blocks(blocks[start : start + step], type_, made.kind)
+        part = blocks[start : start + step]
+        arrays = unpack_blocks(part, type_, made.kind)
         some = columns[start : start + step]
         put_packed(made, Packed(arrays, made.kind, (made.shape[0], len(some))), some)
+        give_back(part)
 
 
 def _stack(found: Canonical, slot: Slot, kind: str) -> Interleaved:

@@ -1,13 +1,10 @@
 """The interface of weight files: named tensors that are read lazily."""
 
 import abc
-import contextlib
 import math
 import mmap
-import threading
-import weakref
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -105,31 +102,26 @@ def map_file(path: Path) -> mmap.mmap:
             f"{path} cannot be read ({error.strerror}); give a weight file that exists"
         ) from None
     check_content(path, found[: len(LFS_START)])
-    with _counting:
-        _mapped.add(found)
     return found
 
 
-RESIDENT = 2**28  # bytes of mapped files that may be in memory while they are read
-_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-_counting = threading.Lock()
-_read = [0]  # bytes since pages were released
+def give_back(view: np.ndarray) -> None:
+    """Have the pages of a mapped file that an array shows leave the memory of the process.
 
-
-def release_read(size: int = RESIDENT) -> None:
-    """Count bytes that were read from mapped files, and release their pages after `RESIDENT`.
-
-    Otherwise all that was read counts as memory of this process. The system keeps it in its cache
-    while there is room, and arrays that are views of a file stay valid.
+    They come back, from the file or the kernel's copy of it, when they are read again. Without
+    this, loading needs memory for the file beside the weights that are made from it. Other arrays
+    are left as they are.
     """
-    with _counting:
-        _read[0] += size
-        if _read[0] < RESIDENT or not hasattr(mmap, "MADV_DONTNEED"):
-            return
-        _read[0] = 0
-        for buffer in _mapped:
-            with contextlib.suppress(ValueError):  # it was closed
-                buffer.madvise(mmap.MADV_DONTNEED)
+    base: Any = view
+    while isinstance(base, np.ndarray):
+        base = base.base
+    mapped = base.obj if isinstance(base, memoryview) else base
+    if not isinstance(mapped, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    first, last = np.lib.array_utils.byte_bounds(view)
+    begin = np.frombuffer(mapped, np.uint8).ctypes.data
+    start = (first - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    mapped.madvise(mmap.MADV_DONTNEED, start, last - begin - start)
 
 
 # A source with some tensors decoded on reading.

@@ -13,7 +13,7 @@ import numpy as np
 
 from dflash_jax.converters import quants
 from dflash_jax.converters.quants.types import REMOVED, TYPES, GgmlType
-from dflash_jax.converters.source import Rows, forget_pages, map_file
+from dflash_jax.converters.source import Rows, forget_pages, give_back, map_file
 from dflash_jax.errors import CheckpointError
 
 # GGUF headers, versions 2 and 3, little-endian: every length is checked before use.
@@ -486,7 +486,9 @@ class GgufFile:
             return (plain if len(info.shape) > 1 else plain.reshape(-1, 1))[rows]
         if len(info.shape) == 1:
             return self._decoded(info, raw).reshape(-1, 1)[rows]
-        decoded = self._decoded(info, raw[rows])
+        chosen = raw[rows]
+        decoded = self._decoded(info, chosen)
+        give_back(chosen)
         return decoded * self._scale_of(info, rows) if name in self._scales else decoded
 
     def _scale_of(self, info: TensorInfo, rows: Rows) -> np.ndarray:

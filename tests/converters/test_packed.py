@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,16 @@ from weight_files import ORACLE
 import dflash_jax as dj
 from dflash_jax.checkpoint import save
 from dflash_jax.cli import main
+from dflash_jax.converters import load as loading
+from dflash_jax.converters import packed as packing
 from dflash_jax.converters.cli import main as converters
+from dflash_jax.converters.gguf import file
 from dflash_jax.converters.models import open_model
 from dflash_jax.converters.quants.types import BY_NAME
+from dflash_jax.converters.source import give_back
 from dflash_jax.errors import CheckpointError, PlanError
 from dflash_jax.graph.resolve import resolve
+from dflash_jax.kernels.native import interleaved
 from dflash_jax.kernels.native.build import Library
 from dflash_jax.loading import OpenPair, open_pair
 from dflash_jax.models import build_pair
@@ -92,7 +98,12 @@ def blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.nd
 
 
 def write(
-    path: Path, kinds: dict[str, str], *, decoded: bool = False, scaled: tuple[str, ...] = ()
+    path: Path,
+    kinds: dict[str, str],
+    *,
+    decoded: bool = False,
+    scaled: tuple[str, ...] = (),
+    vocabulary: int = VOCAB,
 ) -> Path:
     """A small Llama; with `decoded`, blocks are written as the floats that gguf makes of them.
 
@@ -102,7 +113,7 @@ def write(
     rng = np.random.default_rng(7)
     writer = gguf.GGUFWriter(path, "llama")
     hyperparameters(writer, CONFIG)
-    shapes = {"token_embd": (VOCAB, 256), "output": (VOCAB, 256)}
+    shapes = {"token_embd": (vocabulary, 256), "output": (vocabulary, 256)}
     for i in range(CONFIG["num_hidden_layers"]):
         shapes |= {f"blk.{i}.{name}": shape for name, shape in SHAPES.items()}
         for norm in ("attn_norm", "ffn_norm"):
@@ -167,6 +178,43 @@ def test_packed_parameters_are_the_float_ones_bit_for_bit(
     assert [getattr(part, "kind", "float") for part in qkv.parts] == (
         ["Q4_K", "Q4_K", "Q6_K"] if kinds is MIXED else ["Q4_K", "Q8_0", "float"]
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("native", [True, False], ids=["strips", "floats"])
+def test_loading_holds_little_beside_the_weights_and_gives_the_file_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    """Neither the file's pages nor floats of its blocks are in memory at once."""
+    path = write(tmp_path / "x.gguf", MIXED, vocabulary=80_000)
+    resident: list[int] = []
+
+    def counted_give_back(view: np.ndarray) -> None:
+        resident.append(pages_in_memory(path))
+        give_back(view)
+
+    for module in (packing, loading, file):
+        monkeypatch.setattr(module, "give_back", counted_give_back)
+    monkeypatch.setattr(interleaved, "PART", 1 << 20)
+    monkeypatch.setattr(packing, "CHUNK", 1 << 18)
+    model = open_model(path)
+    specs = stored(model) if native else {}
+    interleaved._library()
+    tracemalloc.start()
+    found = model.load("bfloat16", specs=specs, native=native)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    size = path.stat().st_size
+    assert size > 25_000_000
+    assert max(resident) < size / 2  # the kernel maps two megabytes at a time
+    weights = 0 if native else sum(leaf.nbytes for leaf in leaves(found).values())
+    assert peak < weights + size / 4  # strips are in huge pages, which are not counted
+
+
+def pages_in_memory(file: Path) -> int:
+    """Return the bytes of a mapped file that this process has in memory."""
+    mappings = Path("/proc/self/smaps").read_text().split(str(file))[1:]
+    return sum(int(text.split("Rss:")[1].split()[0]) * 1024 for text in mappings)
 
 
 def test_blocks_with_codebooks_are_the_floats_that_gguf_decodes(

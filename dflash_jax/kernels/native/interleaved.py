@@ -15,6 +15,7 @@ matrices, one after the other.
 import ctypes
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ ORDER = ("codes", "scale", "low", "zero", "sub", "sub_low")  # of the kernels' a
 # Types whose blocks the native library moves.
 MOVED = frozenset(["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"])
 HIGH = ((0, 0), (2, 4), (4, 1), (6, 5))  # bit of a byte of high bits, and its first quad of two
+PART = 1 << 23  # bytes of rows that are put in place at a time
 
 
 def shapes(
@@ -129,17 +131,25 @@ def put_blocks(
     rows: UInt8[np.ndarray, "n bytes"],
     columns: Int[np.ndarray, " n"],
     type_: str,
+    moved: Callable[[], object] = lambda: None,
 ) -> None:
-    """Put rows of ggml's blocks in place as columns of a packed weight.
+    """Put rows of ggml's blocks in place as columns of a packed weight, some strips at a time.
 
     Args:
       type_: of the blocks, one of `MOVED`.
+      moved: called after each of these times.
     """
     assert rows.strides[-1] == 1, "the blocks of a row must be contiguous"
     addresses = np.zeros(math.prod(w.shape[1:]), np.uintp)
     addresses[columns] = rows.ctypes.data + rows.strides[0] * np.arange(len(rows))
     arrays = [w.arrays.get(name) for name in ORDER if name != "zero"]
-    _call(f"repack_{type_.lower()}", addresses, len(addresses), w.shape[0] // RUN, *arrays)
+    step = max(PART // (rows.shape[1] * WIDTH), 1)
+    for first in range(0, -(-len(addresses) // WIDTH), step):
+        some = addresses[first * WIDTH : (first + step) * WIDTH]
+        if some.any():
+            places = [None if a is None else a[first : first + step] for a in arrays]
+            _call(f"repack_{type_.lower()}", some, len(some), w.shape[0] // RUN, *places)
+            moved()
 
 
 def put_packed(w: Interleaved, part: Packed, columns: Int[np.ndarray, " n"]) -> None:
