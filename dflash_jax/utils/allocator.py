@@ -140,7 +140,9 @@ def _glibc() -> ctypes.CDLL | None:
 
 # Memory in huge pages, from which a processor reads weights faster.
 
-_CHUNK = 1 << 25  # bytes that are asked of the kernel at a time
+# Bytes that are asked of the kernel at a time. Those that no array touches take no memory, but the
+# last huge page of each time does.
+_CHUNK = 1 << 26
 _HUGE = 1 << 21  # bytes of a huge page
 _ALIGNMENT = 64  # bytes; JAX uses such arrays in place
 _lock = threading.Lock()
