@@ -35,6 +35,7 @@ from dflash_jax.quant.layouts import (
     StructuredWeight,
     pack,
 )
+from dflash_jax.utils.allocator import give_back_zeros
 
 AXES = ("data", "model")
 MOST_NAMED = 5  # parameters that an error lists
@@ -152,13 +153,25 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def place_empty_state(planned: PlannedPair) -> Any:
-    """Return a `DecodeState` of zeros, or a `TwoDeviceState` if each model has its own device."""
+    """Return a `DecodeState` of zeros, or a `TwoDeviceState` if each model has its own device.
+
+    On a processor, caches take memory only as positions are written.
+    """
     plan = planned.plan
-    empty = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), planned.state)
+    empty = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), planned.state)
     if plan.two_devices and planned.pair.drafter is not None:
         return two_devices.place_state(plan, empty)
     mesh = mesh_of(planned)
+    if mesh is None and jax.default_backend() == "cpu":
+        return jax.tree.map(_untouched, empty)
     return place(empty, None if mesh is None else row_shardings(mesh, empty))
+
+
+def _untouched(zeros: np.ndarray) -> jax.Array:
+    """Return an array of zeros whose pages are not in memory."""
+    array = jax.device_put(zeros).block_until_ready()
+    give_back_zeros(array.unsafe_buffer_pointer(), array.nbytes)
+    return array
 
 
 def place(tree: Any, places: Any) -> Any:

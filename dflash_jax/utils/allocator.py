@@ -101,6 +101,18 @@ def give_back(pools: Mapping[ThreadPoolExecutor, int] | None = None) -> None:
         wait(tasks, timeout=1.0)  # threads that are busy for longer keep their heap
 
 
+def give_back_zeros(address: int, size: int) -> None:
+    """Return whole pages of zeros to the kernel, which makes each anew when it is touched.
+
+    The memory has to be this process's own, as that of malloc is, and not a file's.
+    """
+    libc = _glibc()
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + size) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if libc is not None and length > 0:
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+
+
 def _release(libc: ctypes.CDLL) -> None:
     """Release the free end of this thread's heap; the pause leaves other tasks to other threads."""
     libc.free(libc.malloc(_RELEASED // 2))

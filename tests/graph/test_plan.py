@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import mmap
 import re
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from dflash_jax.errors import ConfigError, PlanError
 from dflash_jax.graph.explain import stablehlo
 from dflash_jax.graph.keys import Step, Variant
 from dflash_jax.graph.memory import budget
+from dflash_jax.graph.placement import place_empty_state
 from dflash_jax.graph.programs import declare
 from dflash_jax.graph.resolve import resolve
 from dflash_jax.kernels.native.build import Library
@@ -425,6 +427,21 @@ def test_the_budget_is_the_bytes_of_real_parameters_and_caches(
     if target.windows[0]:
         slots = planned(target, drafter, plan).plan.slots
         assert state.target[0].k.shape[2] < state.target[1].k.shape[2] == slots
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_caches_take_memory_only_where_positions_are_written() -> None:
+    """A row of the longest length that a model allows is seldom filled."""
+    pages = Path("/proc/self/statm")
+    before = int(pages.read_text().split()[1]) * mmap.PAGESIZE
+    state = place_empty_state(planned(TARGET, None, Plan(max_length=2_000_000)))
+    after = int(pages.read_text().split()[1]) * mmap.PAGESIZE
+    caches = jax.tree.leaves(state.target)
+    size = sum(x.nbytes for x in caches)
+    assert size > 200_000_000
+    assert after - before < size / 10
+    assert not np.asarray(caches[0][:, :, :100]).any()
+    assert not np.asarray(caches[-1][:, :, -100:]).any()
 
 
 def test_caches_hold_the_longest_sequence_and_the_widest_call() -> None:
