@@ -188,8 +188,12 @@ class TargetConfig(AttentionConfig):
         }
         return tuple(text for text, applies in found.items() if applies)
 
-    def layer_rope(self, layer: int) -> RopeConfig | None:
-        """Return the rotary embedding of a layer, or None if it does not rotate."""
+    def rotates(self, layer: int) -> bool:
+        """Return whether a layer has a rotary embedding."""
+        return True
+
+    def window_rope(self, window: int | None) -> RopeConfig:
+        """Return the rotary embedding of the layers that have one, and this window."""
         return self.rope
 
 

@@ -46,9 +46,9 @@ class Gemma3Config(TargetConfig):
         cap = (f"softcap {self.final_softcap}",) if self.final_softcap else ()
         return (*super().conventions, "norms times 1 + w", *cap, "text only")
 
-    def layer_rope(self, layer: int) -> RopeConfig:
-        """Return the rotary embedding of a layer."""
-        return self.full_rope if self.windows[layer] is None else self.rope
+    def window_rope(self, window: int | None) -> RopeConfig:
+        """Return the rotary embedding of the layers with this window."""
+        return self.full_rope if window is None else self.rope
 
 
 def from_hf(f: Fields) -> Gemma3Config:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from dflash_jax.config.base import RopeConfig, TargetConfig, dense_fields, switched_window
+from dflash_jax.config.base import TargetConfig, dense_fields, switched_window
 from dflash_jax.config.family import Family
 from dflash_jax.config.fields import Fields
 from dflash_jax.errors import ConfigError
@@ -20,9 +20,9 @@ class SmolLM3Config(TargetConfig):
         plain = f"{len(self.unrotated)} layers without rotary embedding"
         return (*super().conventions, plain)
 
-    def layer_rope(self, layer: int) -> RopeConfig | None:
-        """Return the rotary embedding of a layer, or None if it does not rotate."""
-        return None if layer in self.unrotated else self.rope
+    def rotates(self, layer: int) -> bool:
+        """Return whether a layer has a rotary embedding."""
+        return layer not in self.unrotated
 
 
 def from_hf(f: Fields) -> SmolLM3Config:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from dflash_jax.config import ALWAYS_FLOAT32, AUTO, LATE
 from dflash_jax.errors import PlanError
+from dflash_jax.graph.alike import traced_once
 from dflash_jax.graph.keys import ProgramKey, Step, Variant, serving
 from dflash_jax.graph.protocols import (
     WEIGHTS,
@@ -332,8 +333,13 @@ def init_params(pair: Pair, key: jax.Array) -> Params:
 @functools.lru_cache(maxsize=32)
 @isolated_jax_config()
 def _variables(target: Any, drafter: Any) -> dict[str, Any]:
-    """Return shapes of a model's variables, as float32. Tracing a large model takes seconds."""
-    return jax.eval_shape(lambda: _initial(target, drafter, jax.random.key(0)))
+    """Return shapes of a model's variables, as float32."""
+
+    def initial() -> dict[str, Any]:
+        with traced_once():
+            return _initial(target, drafter, jax.random.key(0))
+
+    return jax.eval_shape(initial)
 
 
 def _initial(target: Any, drafter: Any, key: jax.Array) -> dict[str, Any]:

@@ -13,7 +13,7 @@ def build(config: Gemma3Config) -> nn.Module:
 
 
 def _layer(config: Gemma3Config, i: int) -> nn.Module:
-    return Layer(config, config.windows[i], _gelu_mlp, norm=rms_norm_from_one, layer=i)
+    return Layer(config, config.windows[i], _gelu_mlp, norm=rms_norm_from_one)
 
 
 def _gelu_mlp(config: Gemma3Config) -> nn.Module:

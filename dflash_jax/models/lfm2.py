@@ -94,4 +94,4 @@ def build(config: Lfm2Config) -> nn.Module:
 
 
 def _layer(config: Lfm2Config, i: int) -> nn.Module:
-    return ConvLayer(config, None, layer=i) if config.recurrent[i] else dense_layer(config, i)
+    return ConvLayer(config, None) if config.recurrent[i] else dense_layer(config, i)

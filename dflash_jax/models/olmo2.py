@@ -13,4 +13,4 @@ def build(config: TargetConfig) -> nn.Module:
 
 
 def _layer(config: TargetConfig, i: int) -> nn.Module:
-    return Layer(config, config.windows[i], norm=rms_norm_wide, layer=i)
+    return Layer(config, config.windows[i], norm=rms_norm_wide)

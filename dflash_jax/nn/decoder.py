@@ -44,7 +44,7 @@ class Attention(nn.Module):
 
     Attributes:
       norm: for queries and keys.
-      layer: its number, which the rotary embedding may depend on.
+      rotates: whether queries and keys have a rotary embedding.
     """
 
     config: TargetConfig
@@ -52,7 +52,7 @@ class Attention(nn.Module):
     kernels: str
     sinks: bool = False
     norm: Norm = rms_norm
-    layer: int = 0
+    rotates: bool = True
 
     @nn.compact
     def __call__(
@@ -72,7 +72,8 @@ class Attention(nn.Module):
             qk = self.norm(qk, scale, c.rms_norm_eps, self.kernels)
         elif c.joint_norm:
             qk = self.over_heads(qk)
-        if (rope := c.layer_rope(self.layer)) is not None:
+        if self.rotates:
+            rope = c.window_rope(self.window)
             turn = rope_tables(rope, c.rotated or c.head_dim, positions.each)
             qk = rotate_leading(qk, *turn, self.kernels, neighbours=c.rotated_neighbours)
         q, k = qk[..., :groups, :], qk[..., groups, :]
@@ -115,7 +116,10 @@ class Layer(nn.Module):
       make_mlp: makes the second half from the config; called inside the layer.
       norm: for all norms.
       sinks: whether each head has an attention sink.
-      layer: its number, which the rotary embedding may depend on.
+      rotates: whether queries and keys have a rotary embedding.
+
+    Layers of the same fields are the same, and are traced once where only shapes are wanted: a
+    field for their number would make all of them differ.
     """
 
     config: TargetConfig
@@ -123,7 +127,7 @@ class Layer(nn.Module):
     make_mlp: Callable[[Any], nn.Module] = dense_mlp
     norm: Norm = rms_norm
     sinks: bool = False
-    layer: int = 0
+    rotates: bool = True
     kernels: str = "xla"
 
     @nn.compact
@@ -139,7 +143,7 @@ class Layer(nn.Module):
         with jax.named_scope("attention"):
             h = self.normed("input_norm", x) if c.norm_before else x
             attention = Attention(
-                c, self.window, self.kernels, self.sinks, self.norm, self.layer, name="attention"
+                c, self.window, self.kernels, self.sinks, self.norm, self.rotates, name="attention"
             )
             h, cache = attention(h, cache, positions)
             x = x + self.added("attention_output_norm", h)
@@ -165,7 +169,8 @@ class Layer(nn.Module):
 
 def dense_layer(config: TargetConfig, i: int) -> nn.Module:
     """Return layer i of Llama, Qwen3 and others whose config says all that differs."""
-    return Layer(config, config.windows[i] if config.windows else None, layer=i)
+    window = config.windows[i] if config.windows else None
+    return Layer(config, window, rotates=config.rotates(i))
 
 
 class Decoder(nn.Module):
