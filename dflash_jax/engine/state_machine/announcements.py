@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from dflash_jax.engine.state_machine.languages import ENGLISH, LANGUAGES, WORDS, Language
+from dflash_jax.engine.state_machine.languages import Language, english, languages, words
 from dflash_jax.tool_parsers.tool_schema import Tool
 
 
@@ -69,25 +69,26 @@ def cue_of(text: str) -> Cue:
     last: Cue = Cue.NONE
     for sentence in reversed(sentences(text[-4 * LONGEST :])[-3:]):
         cue = max(last, _cue(sentence))
-        if cue >= Cue.LIKELY or not WORDS.filler.match(sentence):
+        if cue >= Cue.LIKELY or not words().filler.match(sentence):
             return cue
         last = Cue.WEAK
     return last
 
 
 def _cue(sentence: str) -> Cue:
-    sentence = PURPOSE.sub("", WORDS.whether.sub(r"\1 whether", sentence[-LONGEST:]))
-    sentence = WORDS.waiting.sub(", let me ", sentence)
+    sentence = PURPOSE.sub("", words().whether.sub(r"\1 whether", sentence[-LONGEST:]))
+    sentence = words().waiting.sub(", let me ", sentence)
     told = sentence.partition(": ")[2]
-    if RESULT.search(sentence) or WORDS.finite.search(told):
+    if RESULT.search(sentence) or words().finite.search(told):
         return Cue.NONE
-    found = max(_announces(sentence, language) for language in LANGUAGES.values())
-    if found is Cue.NONE and not ENGLISH.asks.search(sentence):
-        start = WORDS.lead_ins.sub("", sentence)
-        begins = WORDS.gerund.match(start) or WORDS.gerund.match(sentence)
-        if begins and not WORDS.finite.search(start) and len(start.split()) <= SHORT:
-            verb = WORDS.adverbs.sub("", start)
-            return Cue.STRONG if ENGLISH.acts.match(verb) and not _idle(verb, ENGLISH) else found
+    found = max(_announces(sentence, language) for language in languages().values())
+    if found is Cue.NONE and not english().asks.search(sentence):
+        start = words().lead_ins.sub("", sentence)
+        begins = words().gerund.match(start) or words().gerund.match(sentence)
+        if begins and not words().finite.search(start) and len(start.split()) <= SHORT:
+            verb = words().adverbs.sub("", start)
+            acts = english().acts.match(verb) and not _idle(verb, english())
+            return Cue.STRONG if acts else found
     return found
 
 
@@ -102,11 +103,11 @@ def _announces(sentence: str, language: Language) -> Cue:
     found = Cue.NONE
     for pattern in (language.future, language.opens):
         for opening in pattern.finditer(sentence) if pattern else ():
-            if language is ENGLISH:
+            if language is english():
                 clause = PARTS.split(sentence[: opening.start()])[-1]  # "The log is empty, so"
-                if WORDS.lead_ins.sub("", clause.strip() + " ").strip():
+                if words().lead_ins.sub("", clause.strip() + " ").strip():
                     continue  # no clause begins here
-                rest = WORDS.adverbs.sub("", sentence[opening.end() :])
+                rest = words().adverbs.sub("", sentence[opening.end() :])
                 if not _idle(rest, language):
                     found = max(found, Cue.STRONG if language.acts.match(rest) else Cue.LIKELY)
                 continue
@@ -124,7 +125,7 @@ def _clause(sentence: str, start: int, verb: int) -> str:
     unless a comma separates them.
     """
     begin = max(sentence.rfind(mark, 0, start) for mark in ",;:\u060c\uff0c\u3001") + 1
-    end = WORDS.clause.search(sentence, verb)
+    end = words().clause.search(sentence, verb)
     return sentence[begin : end.start() if end else None]
 
 
@@ -190,12 +191,12 @@ def _after_code(
     before = before.rstrip()[-LOOK_BACK:]
     paragraph = _last_paragraph(before)
     asks = any(mark in paragraph for mark in QUESTIONS)
-    if _is_call(block, tools) and not asks and not WORDS.example.search(paragraph):
+    if _is_call(block, tools) and not asks and not words().example.search(paragraph):
         return Ending(Cue.STRONG, is_call=True)
     cue = Cue.STRONG if calls_by_text(block, tools) else cue_of(before)
-    if cue < Cue.LIKELY or WORDS.example.search(paragraph):
+    if cue < Cue.LIKELY or words().example.search(paragraph):
         cue = Cue.NONE
-    elif language not in SHELLS and not WORDS.runs.search(paragraph):
+    elif language not in SHELLS and not words().runs.search(paragraph):
         cue = Cue.NONE  # the block is what was announced: "I'll write a function:"
     return Ending(cue, ambiguous=in_fence or asks)
 

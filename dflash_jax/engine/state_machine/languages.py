@@ -11,9 +11,11 @@ Each language has regular expressions of a sentence in lower case, without quota
   the next step to the reader.
 
 Languages without spaces, and those that put the person into the ending of the verb, have an
-expression of `whole` announcements instead. `WORDS` has further expressions, of all languages.
+expression of `whole` announcements instead. `words` has further expressions, of all languages. They
+are compiled when a text is first read: few requests need them, and they take a tenth of a second.
 """
 
+import functools
 import importlib.resources
 import re
 import tomllib
@@ -22,6 +24,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 PART = re.compile(r"\{([a-z_]+)\}")
+SHARED = ("parts", "words")  # tables that are no languages
 
 
 class Language(NamedTuple):
@@ -56,14 +59,28 @@ def _language(fields: Mapping[str, str]) -> Language:
     )
 
 
-_READ: dict[str, Any] = tomllib.loads(
-    importlib.resources.files("dflash_jax.engine.state_machine")
-    .joinpath("languages.toml")
-    .read_text(encoding="utf-8")
-)
-WORDS: Any = types.SimpleNamespace(
-    **{name: re.compile("".join(text.splitlines())) for name, text in _READ.pop("words").items()}
-)
-_PARTS = _READ.pop("parts")
-LANGUAGES = {name: _language(_PARTS | fields) for name, fields in _READ.items()}
-ENGLISH = LANGUAGES["english"]
+@functools.cache
+def languages() -> Mapping[str, Language]:
+    """Return all languages by name."""
+    parts = _read()["parts"]
+    own = {name: fields for name, fields in _read().items() if name not in SHARED}
+    return {name: _language(parts | fields) for name, fields in own.items()}
+
+
+def english() -> Language:
+    """Return the language of the rules that hold for English alone."""
+    return languages()["english"]
+
+
+@functools.cache
+def words() -> Any:
+    """Return the expressions that belong to no language, as attributes."""
+    read = _read()["words"]
+    joined = {name: re.compile("".join(text.splitlines())) for name, text in read.items()}
+    return types.SimpleNamespace(**joined)
+
+
+@functools.cache
+def _read() -> dict[str, Any]:
+    folder = importlib.resources.files("dflash_jax.engine.state_machine")
+    return tomllib.loads(folder.joinpath("languages.toml").read_text(encoding="utf-8"))
