@@ -259,6 +259,7 @@ class OpenPair:
         return {"target": self.target} | ({"drafter": self.drafter} if self.drafter else {})
 
 
+@fewer_collections()
 def open_pair(
     target: Source = SHIPPED,
     drafter: Source | None = OWN,
@@ -289,6 +290,7 @@ def open_pair(
     return pair
 
 
+@release_freed()  # reading tokenizer.json takes ten times its size
 def _tokenizer(model: "StoredModel", path: Path, given: Source | None) -> Tokenizer | None:
     """Return the tokenizer of the given folder, which has to fit the model, or the model's own."""
     tokenizer = _read_tokenizer(model, path, given)
