@@ -29,7 +29,7 @@ OPTIONS: dict[str, bool | str] = {"xla_gpu_dot_merger_threshold_mb": "0"}
 TIMED = (Step.PLAIN, Step.PREFILL)  # these steps have every kernel of the target
 # XLA uses threads of its own for a program; half as many programs as cores keep all busy.
 WORKERS = max(1, (os.cpu_count() or 1) // 2)
-LONG = 0.5  # seconds of compiling, after which free memory is returned to the system
+LONG = 0.1  # seconds of compiling or loading, after which free memory is returned to the system
 GUESS = 5.0  # seconds that the first program is assumed to take
 _compiling = threading.Lock()  # the process compiles for one caller at a time
 Ended = Callable[[ProgramKey, bool, float], object]  # takes whether it was read, and the seconds
