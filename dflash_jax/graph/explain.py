@@ -84,7 +84,8 @@ class Explanation:
             "drafter": None if drafter is None else _config_json(getattr(drafter, "config", None)),
             "plan": dataclasses.asdict(self.planned.plan),
             "device": dataclasses.asdict(self.device),
-            "budget": dataclasses.asdict(self.budget) | {"process": self.process},
+            "budget": dataclasses.asdict(self.budget)
+            | ({"process": self.process} if self.process else {}),
             "programs": tuple(map(dataclasses.asdict, self.programs)),
             "parameters": self.parameters,
             "forms": self.forms,

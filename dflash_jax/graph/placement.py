@@ -169,8 +169,9 @@ def place_empty_state(planned: PlannedPair) -> Any:
 
 def _untouched(zeros: np.ndarray) -> jax.Array:
     """Return an array of zeros whose pages are not in memory."""
-    array = jax.device_put(zeros).block_until_ready()
-    give_back_zeros(array.unsafe_buffer_pointer(), array.nbytes)
+    array = jax.device_put(zeros)
+    if not isinstance(array, jax.core.Tracer):
+        give_back_zeros(array.block_until_ready().unsafe_buffer_pointer(), array.nbytes)
     return array
 
 

@@ -146,7 +146,7 @@ def test_the_text_fits_a_terminal_of_eighty_columns() -> None:
     lines = str(explain(planned(target, drafter, plan), H200)).splitlines()
     assert max(map(len, lines)) <= 80
     head = lines[: lines.index("")]
-    labels = {"target", "drafter", "plan", "memory", "device", "family", "note", ""}
+    labels = {"target", "drafter", "plan", "memory", "weights", "device", "family", "note", ""}
     assert {line[:9].strip() for line in head} == labels
     assert any(line.endswith("causal on 0,") for line in head)
     (note,) = (line for line in head if line.startswith("note     "))

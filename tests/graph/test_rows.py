@@ -65,7 +65,7 @@ def test_the_context_of_a_new_request_does_not_depend_on_the_row_s_past() -> Non
     tap = jax.random.normal(jax.random.key(0), (1, CHUNK, target.hidden_size))
     end, fresh = jnp.array([CHUNK]), jnp.array([True])
     observed = Observed(jnp.zeros((1, CHUNK), jnp.int32), (tap,) * len(pair.taps))
-    inputs = UpdateDrafterInputs(observed, fresh, end, anchor=end)
+    inputs = UpdateDrafterInputs(observed, fresh, ~fresh, end, anchor=end)
     update = jit(functools.partial(update_drafter, pair))
     first, later = (
         dataclasses.replace(engine.core.runner.state, target=(), position=jnp.array([at]))
