@@ -242,7 +242,7 @@ def test_stop_ends_the_request_and_keeps_the_text(
     page.finished(1)
     assert "stopped" in window.text(".message footer")
     assert window.text(".message .markdown").startswith("I can")
-    cancelled = 'request_cancelled_total{phase="output",reason="disconnect"} 1.0'
+    cancelled = 'request_cancelled_total{model="tiny",phase="output",reason="disconnect"} 1.0'
     window.until(lambda: cancelled in metrics(page.live), "the server notices")
     gate.set()
     assert page.live.is_idle()

@@ -290,7 +290,8 @@ def test_lines_of_recovery_have_the_id_of_the_request(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("dflash_jax"), "propagate", True)
     caplog.set_level(logging.INFO, logger="dflash_jax.recovery")
-    ask = {"prompt": "Hi", "max_tokens": 300, "ignore_eos": True, "recovery": {"deadline_s": 0.001}}
+    repeats = {"logit_bias": {"5": 100}, "recovery": {"repeat_limit": 8}}
+    ask = {"prompt": "Hi", "max_tokens": 100, **repeats}
     answer = httpx.post(live.url + COMPLETIONS, json=ask, timeout=60)
     assert answer.status_code == 200
     lines = [x for x in caplog.records if x.name == "dflash_jax.recovery"]

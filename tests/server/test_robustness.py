@@ -192,7 +192,7 @@ def test_C6_a_client_that_leaves_while_its_prompt_is_made_is_never_served(
 
     monkeypatch.setattr(app, "prepare", slow)
     monkeypatch.setattr(live.engine, "submit", lambda *a, **k: submitted.append(a))
-    sample = 'request_cancelled_total{phase="tokenisation",reason="disconnect"}'
+    sample = 'request_cancelled_total{model="tiny",phase="tokenisation",reason="disconnect"}'
     before = scraped(live).get(sample, 0)
     with contextlib.closing(send(live.url, ASK)):
         assert begun.wait(20)
