@@ -195,6 +195,7 @@ def test_loading_holds_little_beside_the_weights_and_gives_the_file_back(
 
     for module in (packing, loading, file):
         monkeypatch.setattr(module, "give_back", counted_give_back)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)  # threads, each with a part of its own
     monkeypatch.setattr(interleaved, "PART", 1 << 20)
     monkeypatch.setattr(packing, "CHUNK", 1 << 18)
     model = open_model(path)
@@ -208,7 +209,8 @@ def test_loading_holds_little_beside_the_weights_and_gives_the_file_back(
     assert size > 25_000_000
     assert max(resident) < size / 2  # the kernel maps two megabytes at a time
     weights = 0 if native else sum(leaf.nbytes for leaf in leaves(found).values())
-    assert peak < weights + size / 4  # strips are in huge pages, which are not counted
+    # Strips are in huge pages, which are not counted; all floats would be twice the weights again.
+    assert peak < 1.25 * weights + size / 2
 
 
 def pages_in_memory(file: Path) -> int:
