@@ -68,7 +68,7 @@ uses = {
     "iterate": lambda: next(pieces),
     "close a stream": stream.close,
     "busy": lambda: made.core.busy,
-    "warm_up": lambda: made.warm_up("sampled"),
+    "warm_up": lambda: made.warm_up("penalized"),
     "close": made.close,
     "params": lambda: made.update_params(made.params),
     "forward": lambda: model.forward([[1]]),

@@ -279,7 +279,7 @@ def test_a_second_process_reads_what_the_first_one_compiled(tmp_path: Path, orac
     assert {name.rpartition(".")[2] for name in kept} == {"note", "program"}
     second = python(TWICE, *models, **logged)
     assert second.stdout == first.stdout
-    for name in ("prefill_greedy", "speculative_greedy"):  # in what JAX says when it compiles
+    for name in ("prefill_sampled", "speculative_sampled"):  # in what JAX says when it compiles
         assert name in first.stderr
         assert name not in second.stderr
     assert kept == {path.name for path in programs.iterdir()}
