@@ -44,6 +44,7 @@ from dflash_jax.graph.steps.inputs import (
 from dflash_jax.graph.steps.logits_processing import LogitsState, mask_words
 from dflash_jax.graph.steps.pair import Params
 
+STEPS = (Step.PREFILL, Step.PLAIN, Step.SPECULATIVE)  # that exist in variants
 ALL_ALLOWED = 2**32 - 1  # a word of masks that excludes no token
 Output = tuple[int, tuple[int, ...], StepOutput]  # first row, rows that wait, and the output
 
@@ -94,6 +95,8 @@ class ModelRunner:
         self.state: Any = executor.empty_state()
         self.prefixes = self._make_prefixes(executor.params)
         self._masks = MaskThread()
+        # By step and kind of requests: looked up in every call.
+        self._keys = {(x, v): graph.key(x, v) for x in STEPS for v in STEP_VARIANTS}
         self._neutral_masks: dict[tuple[int, ...], Any] = {}  # by shape
         self._logits = LogitsProcessor(vocab, executor.empty_logits_state)
         # Kept on the device, because sending a number in every call takes 0.1 ms.
@@ -224,7 +227,7 @@ class ModelRunner:
           rows: rows that wait for the output; their grammars constrain the constrained variant.
           first: first row of a prefill.
         """
-        key = self.graph.key(step, work.variant)
+        key = self._keys[step, work.variant]
         if key.variant == Variant.CONSTRAINED:
             grammars = {row - first: (row, work.sequences[row].output.grammar) for row in rows}
             step, inputs = self._constrain(step, inputs, grammars)

@@ -25,7 +25,9 @@ from tests.server.conftest import LiveServer, run_server
 pytestmark = pytest.mark.exhaustive
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+OWN = "operating.md"  # whose files of other programs tests/server/test_operating.py tries
+DOCS = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != OWN]
+PAGES = (ROOT / "README.md", *DOCS)
 TEXTS = {path.name: path.read_text(encoding="utf-8") for path in PAGES}
 URL = "http://127.0.0.1:8000"
 # That of tests/server/test_agents.py: programs are compiled once for both.
@@ -55,7 +57,9 @@ PYTHON, SHELL = (
     [block for block in BLOCKS if (block.language, URL in block.text) == (kind, False)]
     for kind in ("python", "sh")
 )
-SCREENS, CONFIGS = ([b for b in BLOCKS if b.language == kind] for kind in ("text", "yaml"))
+SCREENS, CONFIGS, TABLES = (
+    [block for block in BLOCKS if block.language == kind] for kind in ("text", "yaml", "toml")
+)
 REQUESTS = [block.text for block in BLOCKS if block.language == "sh" and URL in block.text]
 [CLIENT] = [block.text for block in BLOCKS if block.language == "python" and URL in block.text]
 COMMANDS = [(block.page, line) for block in SHELL for line in block.text.splitlines()]
@@ -92,7 +96,7 @@ def live(engine: Engine) -> Iterator[LiveServer]:
 
 def test_every_block_is_of_a_kind_that_these_tests_run() -> None:
     assert sum(text.count("```") for text in TEXTS.values()) == 2 * len(BLOCKS)
-    kinds = (PYTHON, SHELL, SCREENS, CONFIGS, REQUESTS, [CLIENT])
+    kinds = (PYTHON, SHELL, SCREENS, CONFIGS, TABLES, REQUESTS, [CLIENT])
     assert len(BLOCKS) == sum(map(len, kinds))
     assert len(PYTHON) >= 7
     assert REQUESTS
@@ -185,7 +189,7 @@ def check_command(program: str, *words: str) -> None:
     elif program == "python":
         assert words[0] == "-m"
         assert importlib.util.find_spec(words[1])
-    elif words[0] in ("export", "convert", "compare", "inspect"):
+    elif words[0] in ("export", "convert", "compare", "inspect") and "--imatrix" not in words:
         assert main(words) == 0
         assert words[0] not in ("export", "convert") or Path(words[2]).exists()
     else:
@@ -222,7 +226,8 @@ def test_there_are_commands_in_running_text() -> None:
 @pytest.mark.parametrize("page", TEXTS)
 def test_settings_and_modules_that_pages_name_exist(page: str) -> None:
     for settings in re.findall(r"--set \w+=\w+(?: --set \w+=\w+)*", TEXTS[page]):
-        recipe("tiny-cpu", settings.removeprefix("--set ").split(" --set "))
+        if "KEY=VALUE" not in settings:
+            recipe("tiny-cpu", settings.removeprefix("--set ").split(" --set "))
     for name in re.findall(r"--preset ([\w-]+)", TEXTS[page]):
         recipe(name, [])
     for module in re.findall(r"\b(?:python -m |`)(benchmarks\.\w+|converters)\b", TEXTS[page]):
